@@ -1,1 +1,28 @@
 """Energy-based fine-tuning of language models (Jelassi et al. 2026, arXiv 2603.12248)."""
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "load_config": "ebft.config",
+    "RunConfig": "ebft.config",
+    "train": "ebft.train",
+    "TrainResult": "ebft.train",
+    "StridedEBFTTrainer": "ebft.strided",
+    "StridedEBFTConfig": "ebft.strided",
+}
+
+__all__ = list(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import ebft` costs nothing."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'ebft' has no attribute {name!r}; it has {', '.join(_EXPORTS)}.")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

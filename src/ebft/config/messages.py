@@ -1,0 +1,113 @@
+"""Validation errors of pydantic, told in words: which key, what was given, what is allowed, what to type."""
+
+import difflib
+import types
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ebft.errors import ConfigError
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text (put it in quotes if it looks like a number)",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+}
+
+
+def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> NoReturn:
+    """Raise one ConfigError with a line for each wrong key of `model`; dotted paths start with `prefix`."""
+    lines = []
+    for detail in _merged(error):
+        lines.append(_sentence(detail, model, prefix))
+    raise ConfigError("\n".join(lines)) from None
+
+
+def _merged(error: ValidationError) -> list[dict[str, Any]]:
+    """The details of an error, those of one key (the branches of a union) as one."""
+    by_key: dict[tuple, dict[str, Any]] = {}
+    for detail in error.errors(include_url=False):
+        path = tuple(part for part in detail["loc"] if not _is_branch(part))
+        seen = by_key.setdefault(path, {**detail, "loc": path, "wanted": []})
+        wanted = _wanted(detail)
+        if wanted and wanted not in seen["wanted"]:
+            seen["wanted"].append(wanted)
+    return list(by_key.values())
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a location names a type of a union (`bool`, `list[str]`), not a key."""
+    return isinstance(part, str) and (part in {"bool", "int", "float", "str"} or "[" in part or "(" in part)
+
+
+def _wanted(detail: dict[str, Any]) -> str | None:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return f"{words} {context[key]}"
+    if kind == "literal_error":
+        return f"one of {context['expected'].replace(' or ', ', ')}"
+    if kind == "too_short":
+        return f"a list with at least {context['min_length']} element"
+    return _WANTED.get(kind)
+
+
+def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
+    key = prefix + ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(key, detail["loc"], model, prefix)
+    if detail["type"] == "missing":
+        return f"{key} is missing: it has no default, so the config must set it."
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    wanted = " or ".join(detail["wanted"]) or detail["msg"]
+    return f"{key}: {detail['input']!r} does not fit; it must be {wanted}."
+
+
+def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:
+    owner = model_at(model, path[:-1])
+    names = list(owner.model_fields) if owner else []
+    near = difflib.get_close_matches(str(path[-1]), names, n=1)
+    parent = prefix + "".join(f"{part}." for part in path[:-1])
+    if near:
+        return f"Unknown key {key!r}. Did you mean {parent + near[0]!r}?"
+    return f"Unknown key {key!r}. Run `ebft config` for the keys there are."
+
+
+def model_at(model: type[BaseModel], path: tuple) -> type[BaseModel] | None:
+    """The section of `model` that a path of keys and list positions leads to, None where there is none."""
+    owner: type[BaseModel] | None = model
+    for part in path:
+        if owner is None:
+            return None
+        if isinstance(part, int):
+            continue
+        info = owner.model_fields.get(part)
+        owner = section_of(info.annotation) if info else None
+    return owner
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model inside an annotation such as `Section | None` or `list[Section]`, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, list, Annotated):
+        found = [section_of(argument) for argument in get_args(annotation)]
+        return next((section for section in found if section), None)
+    return None

@@ -1,0 +1,176 @@
+"""Every EBFT option, declared once: type, default, bounds and help.
+
+The YAML section `ebft:`, the trainer's config class, `--help` and the reference page are all made from here.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ebft.config.messages import raise_config_error
+from ebft.errors import ConfigError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class FeatureOptions(BaseModel):
+    """What both modes share: the feature network, the reward and the cross-entropy term."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    feature_layers: list[Fraction] = Field(
+        [0.25, 0.5, 0.75],
+        min_length=1,
+        strict=False,
+        description="Depths of the hidden states that make a feature, as fractions of the number of layers "
+        "(0 is the embedding output, 1 the last layer).",
+    )
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = Field(
+        "last_token", description="How the token features of a block are pooled into one embedding."
+    )
+    use_whitening: bool = Field(
+        False, description="Whiten the embeddings by the second moment of the samples before the reward."
+    )
+    whitening_space: Literal["feature", "sample"] = Field(
+        "feature",
+        description="Whiten in feature space (the paper's formula) or between samples (the authors' code).",
+    )
+    alignment_coef: float = Field(
+        1.0, ge=0, description="Weight of the alignment term (similarity with the reference) in the reward."
+    )
+    diversity_coef: float = Field(
+        1.0, ge=0, description="Weight of the diversity penalty (similarity between samples) in the reward."
+    )
+    ce_coef: float = Field(
+        0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss."
+    )
+
+
+class StridedOptions(FeatureOptions):
+    """Everything the strided trainer needs to know beyond the usual training arguments."""
+
+    stride: int = Field(8, ge=1, description="Tokens between two anchors of a document.")
+    context_length: int = Field(
+        8,
+        ge=1,
+        description="Fewest tokens before the first anchor of a document; a rollout sees the whole prefix.",
+    )
+    generate_max_len: int = Field(8, ge=1, description="Tokens sampled at each anchor.")
+    n_samples_per_prompt: int = Field(4, ge=1, description="Rollouts sampled at each anchor.")
+    temperature: float = Field(
+        0.6,
+        ge=0,
+        description="Sampling temperature; rollouts are scored at it too. 0 is greedy, for evaluation only.",
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability kept by nucleus sampling.")
+    min_completion_prefix: int = Field(
+        0, ge=0, description="Completion tokens before the first anchor of a prompt/completion row."
+    )
+    rl_coef: float = Field(1.0, ge=0, description="Weight of the policy-gradient term in the loss.")
+    advantage_estimator: Literal["rloo", "group_norm", "reinforce"] = Field(
+        "rloo", description="How the rewards of one anchor's rollouts become advantages."
+    )
+    rloo_baseline: Literal["independent", "mean"] = Field(
+        "independent",
+        description="Leave-one-out baseline: free of sample j also in the diversity terms, or the plain mean "
+        "of the other rewards.",
+    )
+    feature_device: str | None = Field(
+        None,
+        description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
+    )
+    disable_dropout: bool = Field(
+        True, description="Train without dropout, as the rollouts are sampled without it."
+    )
+
+
+class StructuredOptions(BaseModel):
+    """What only structured mode reads."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    adaptive_max_tokens: bool = Field(
+        True, description="Limit a completion by the length of its reference (structured mode)."
+    )
+    gt_length_multiplier: float = Field(
+        1.5, ge=0.1, description="That limit, in lengths of the reference (structured mode)."
+    )
+    mask_thinking_ce: bool = Field(
+        False, description="Leave thinking blocks out of the cross-entropy term (structured mode)."
+    )
+
+
+class EBFTSection(StridedOptions, StructuredOptions):
+    """The YAML section `ebft:`."""
+
+    mode: Literal["structured", "strided"] = Field(
+        "structured",
+        description="structured: whole completions of prompts. strided: short rollouts along each document.",
+    )
+
+
+def with_options(options_model: type[BaseModel]) -> Callable[[type], type]:
+    """Give a class the options of `options_model` as dataclass fields; write it below `@dataclass`.
+
+    Type, default and help come from the declaration; bounds are checked by `validate_options`.
+    """
+
+    def add_fields(cls: type) -> type:
+        annotations = dict(cls.__dict__.get("__annotations__", {}))
+        for name, info in options_model.model_fields.items():
+            annotations[name] = info.annotation
+            setattr(cls, name, _dataclass_field(info))
+        cls.__annotations__ = annotations
+        return cls
+
+    return add_fields
+
+
+def _dataclass_field(info: Any) -> Any:
+    metadata = {"help": info.description}
+    if info.default.__hash__ is None:  # a mutable default: every object gets its own copy
+        return dataclasses.field(default_factory=lambda: info.get_default(), metadata=metadata)
+    return dataclasses.field(default=info.default, metadata=metadata)
+
+
+def validate_options(options_model: type[BaseModel], obj: Any) -> None:
+    """Check the attributes of `obj` against types and bounds; ConfigError names the first wrong option.
+
+    Values that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`.
+    """
+    given = {name: getattr(obj, name) for name in options_model.model_fields}
+    try:
+        checked = options_model.model_validate(given)
+    except ValidationError as error:
+        raise_config_error(error, options_model)
+    for name in given:
+        setattr(obj, name, getattr(checked, name))
+
+
+def settle_single_sample(options: Any) -> None:
+    """One sample per anchor has no baseline and no pair: use `reinforce`, no diversity, and warn once."""
+    if options.n_samples_per_prompt > 1:
+        return
+    changes = []
+    if options.advantage_estimator != "reinforce":
+        options.advantage_estimator = "reinforce"
+        changes.append("advantage_estimator becomes reinforce")
+    if options.diversity_coef != 0:
+        options.diversity_coef = 0.0
+        changes.append("diversity_coef becomes 0")
+    if changes:
+        reason = "n_samples_per_prompt: 1 leaves no other sample to compare with"
+        warnings.warn(f"{reason}: {' and '.join(changes)}.", stacklevel=2)
+
+
+def check_trainable(options: Any) -> None:
+    """Refuse options that are fine for evaluation but carry no training signal."""
+    if options.temperature == 0:
+        raise ConfigError(
+            "temperature: 0 samples the same greedy rollout every time, so no advantage is left to train on. "
+            "Set temperature above 0 (the default is "
+            f"{StridedOptions.model_fields['temperature'].default}); 0 is for evaluation."
+        )

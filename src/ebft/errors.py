@@ -1,0 +1,17 @@
+"""The errors that a user can put right: one class per place where the mistake was made."""
+
+
+class EBFTError(ValueError):
+    """A mistake in what was given; its message says what, why it cannot work, and what to type instead."""
+
+
+class ConfigError(EBFTError):
+    """A config file, an override or an option is wrong."""
+
+
+class DataError(EBFTError):
+    """A dataset cannot be read, or its rows cannot be used."""
+
+
+class ModelError(EBFTError):
+    """A model, a tokenizer or an adapter cannot be loaded or cannot be trained this way."""
