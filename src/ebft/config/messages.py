@@ -1,7 +1,9 @@
 """Validation errors of pydantic, told in words: which key, what was given, what is allowed, what to type."""
 
 import difflib
+import re
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +25,7 @@ _WANTED = {
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
+_BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -53,7 +56,7 @@ def _merged(error: ValidationError) -> list[dict[str, Any]]:
 
 def _is_branch(part: Any) -> bool:
     """Whether a part of a location names a type of a union (`bool`, `list[str]`), not a key."""
-    return isinstance(part, str) and (part in {"bool", "int", "float", "str"} or "[" in part or "(" in part)
+    return isinstance(part, str) and _BRANCH.match(part) is not None
 
 
 def _wanted(detail: dict[str, Any]) -> str | None:
@@ -62,7 +65,7 @@ def _wanted(detail: dict[str, Any]) -> str | None:
         words, key = _BOUNDS[kind]
         return f"{words} {context[key]}"
     if kind == "literal_error":
-        return f"one of {context['expected'].replace(' or ', ', ')}"
+        return context["expected"]
     if kind == "too_short":
         return f"a list with at least {context['min_length']} element"
     return _WANTED.get(kind)
@@ -70,7 +73,7 @@ def _wanted(detail: dict[str, Any]) -> str | None:
 
 def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
     key = prefix + ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(key, detail["loc"], model, prefix)
     if detail["type"] == "missing":
         return f"{key} is missing: it has no default, so the config must set it."
@@ -83,11 +86,24 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
 def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:
     owner = model_at(model, path[:-1])
     names = list(owner.model_fields) if owner else []
-    near = difflib.get_close_matches(str(path[-1]), names, n=1)
+    name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
-    if near:
-        return f"Unknown key {key!r}. Did you mean {parent + near[0]!r}?"
-    return f"Unknown key {key!r}. Run `ebft config` for the keys there are."
+    elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
+    near = difflib.get_close_matches(name, names, n=1)
+    if near or elsewhere:
+        return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
+    hint = f"The nearest is {parent + nearest[0]!r}; " if nearest else ""
+    return f"Unknown key {key!r}. {hint}`ebft config` prints every key."
+
+
+def _dotted_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Every key of `model` and of the sections in it, those inside lists left out."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        section = section_of(info.annotation)
+        if section is not None and get_origin(info.annotation) is not list:
+            yield from _dotted_keys(section, f"{prefix}{name}.")
 
 
 def model_at(model: type[BaseModel], path: tuple) -> type[BaseModel] | None:

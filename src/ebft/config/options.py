@@ -8,18 +8,17 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ebft.config.messages import raise_config_error
+from ebft.config.section import Section
 from ebft.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class FeatureOptions(BaseModel):
+class FeatureOptions(Section):
     """What both modes share: the feature network, the reward and the cross-entropy term."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     feature_layers: list[Fraction] = Field(
         [0.25, 0.5, 0.75],
@@ -87,10 +86,8 @@ class StridedOptions(FeatureOptions):
     )
 
 
-class StructuredOptions(BaseModel):
+class StructuredOptions(Section):
     """What only structured mode reads."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     adaptive_max_tokens: bool = Field(
         True, description="Limit a completion by the length of its reference (structured mode)."

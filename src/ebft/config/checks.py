@@ -1,0 +1,167 @@
+"""What no single key can tell: contradictions between keys, and settings that give way to others.
+
+Contradictions raise a ConfigError that names both sides and the way out. Where a run goes on with
+something else than was asked for, it says so in one warning that names the key.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ebft.config.attention import FLAGS, resolve_attention
+from ebft.config.ignored import IGNORED
+from ebft.config.model import AdapterKeys
+from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, settle_single_sample
+from ebft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+
+def refuse_contradictions(config: "RunConfig") -> None:
+    """Raise a ConfigError that lists every contradiction between the keys of `config`."""
+    found = [message for rule in _RULES for message in rule(config)]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _method(config: "RunConfig") -> Iterator[str]:
+    if config.rl is None and "ebft" in config.model_fields_set:
+        yield "The section ebft: has no effect without rl: ebft. Add rl: ebft, or remove the section."
+
+
+def _adapter(config: "RunConfig") -> Iterator[str]:
+    if config.adapter is None or config.lora_model_dir is not None:
+        return
+    for key in ("lora_r", "lora_alpha"):
+        if getattr(config, key) is None:
+            example = "lora_r: 16 with lora_alpha: 32"
+            yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
+    if not config.lora_target_linear and config.lora_target_modules is None:
+        yield (
+            f"adapter: {config.adapter} needs to know which modules to adapt. Set lora_target_linear: true, "
+            "or name them in lora_target_modules."
+        )
+
+
+def _quantisation(config: "RunConfig") -> Iterator[str]:
+    if config.load_in_4bit and config.load_in_8bit:
+        yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
+    elif config.adapter == "qlora" and not config.load_in_4bit:
+        yield "adapter: qlora trains on 4-bit weights. Add load_in_4bit: true, or set adapter: lora."
+    elif config.load_in_4bit and config.adapter != "qlora":
+        yield "load_in_4bit: true cannot be trained without its adapter. Set adapter: qlora, or remove it."
+    elif config.load_in_8bit and config.adapter != "lora":
+        yield "load_in_8bit: true cannot be trained without an adapter. Set adapter: lora, or remove it."
+
+
+def _precision(config: "RunConfig") -> Iterator[str]:
+    if config.bf16 is True and config.fp16:
+        yield "bf16 and fp16 are both true. Keep one of them."
+
+
+def _schedule(config: "RunConfig") -> Iterator[str]:
+    if config.warmup_steps is not None and config.warmup_ratio is not None:
+        yield "warmup_steps and warmup_ratio are both set. Keep one of them."
+    for kind, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
+        steps, strategy = f"{kind}_steps", f"{kind}_strategy"
+        chosen = getattr(config, strategy)
+        given = [key for key in (steps, per_epoch) if getattr(config, key) is not None]
+        if len(given) == 2:
+            yield f"{steps} and {per_epoch} are both set. Keep one of them."
+        elif given and chosen not in (None, "steps", "best"):
+            yield f"{given[0]} contradicts {strategy}: {chosen}. Remove it, or set {strategy}: steps."
+
+
+def _evaluation(config: "RunConfig") -> Iterator[str]:
+    if config.test_datasets and config.val_set_size:
+        yield "test_datasets and val_set_size are both set. Keep one of them."
+    if config.test_datasets or config.val_set_size:
+        return
+    for key in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
+        if getattr(config, key):
+            yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
+    if config.eval_strategy not in (None, "no"):
+        yield "eval_strategy needs held-out data. Set val_set_size or test_datasets, or remove it."
+
+
+def _resuming(config: "RunConfig") -> Iterator[str]:
+    if config.resume_from_checkpoint and config.auto_resume_from_checkpoints:
+        yield "resume_from_checkpoint and auto_resume_from_checkpoints are both set. Keep one of them."
+
+
+def _processes(config: "RunConfig") -> Iterator[str]:
+    if config.deepspeed and config.fsdp:
+        yield "deepspeed and fsdp are both set. Keep one of them."
+    if config.fsdp_config and not config.fsdp:
+        yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
+
+
+_RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
+    _method,
+    _adapter,
+    _quantisation,
+    _precision,
+    _schedule,
+    _evaluation,
+    _resuming,
+    _processes,
+]
+
+
+def settle(config: "RunConfig") -> None:
+    """Bring `config` to what will run; every change of what was asked for is one warning."""
+    _settle_attention(config)
+    _warn_ignored(config)
+    _warn_without_adapter(config)
+    if config.rl == "ebft":
+        _warn_other_mode(config)
+    if config.is_strided:
+        settle_single_sample(config.ebft)
+        _settle_compile(config)
+    if config.wandb_run_id and not config.wandb_name:
+        config.wandb_name = config.wandb_run_id
+
+
+def _settle_attention(config: "RunConfig") -> None:
+    config.attn_implementation = resolve_attention(config)
+    for flag in FLAGS:
+        setattr(config, flag, None)
+
+
+def _warn_ignored(config: "RunConfig") -> None:
+    for key, (harmless, reason) in IGNORED.items():
+        value = getattr(config, key)
+        if key in config.model_fields_set and value not in harmless:
+            warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
+
+
+def _warn_without_adapter(config: "RunConfig") -> None:
+    given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
+    if config.adapter is None and given:
+        reason = "adapter is not set, so all weights are trained"
+        warnings.warn(f"{', '.join(given)}: no effect, since {reason}.", stacklevel=2)
+
+
+def _warn_other_mode(config: "RunConfig") -> None:
+    """One warning for each key that the chosen mode does not read."""
+    shared = set(FeatureOptions.model_fields)
+    strided = config.ebft.mode == "strided"
+    foreign = set((StructuredOptions if strided else StridedOptions).model_fields) - shared
+    found = [f"ebft.{key}" for key in sorted(foreign & config.ebft.model_fields_set)]
+    if strided:
+        found += [key for key in ("trl", "vllm") if key in config.model_fields_set]
+    other = "structured" if strided else "strided"
+    for key in found:
+        reason = f"only {other} mode reads it"
+        warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: {reason}.", stacklevel=2)
+
+
+def _settle_compile(config: "RunConfig") -> None:
+    if config.torch_compile:
+        config.torch_compile = False
+        warnings.warn(
+            "torch_compile: true is set to false in strided mode: attention over rollouts changes its layout "
+            "in every batch, and compiling the model again for each costs more than it saves.",
+            stacklevel=2,
+        )

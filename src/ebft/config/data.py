@@ -1,0 +1,42 @@
+"""Keys of the config about datasets and how rows are cut."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ebft.config.section import Section
+
+
+class DatasetEntry(Section):
+    """One element of `datasets:` or `test_datasets:`."""
+
+    path: str = Field(description="Hub name, file, folder, or builder name (json, text, ...) of the data.")
+    type: str = Field(
+        description="Transform that makes tokens of rows: ebft_pretrain.transform, your_module.transform."
+    )
+    name: str | None = Field(None, description="Configuration (subset) of a hub dataset.")
+    split: str = Field("train", description="Split to read, slices included: train[:1%].")
+    data_files: str | list[str] | dict[str, str | list[str]] | None = Field(
+        None, description="Files to read inside `path`."
+    )
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
+        None, description="Format of local files; unset reads it from the file name."
+    )
+    revision: str | None = Field(None, description="Hub revision of the dataset.")
+    field: str | None = Field(None, description="Column with the text, for transforms of raw text.")
+
+
+class DataKeys(Section):
+    """Training and evaluation data."""
+
+    datasets: list[DatasetEntry] = Field(min_length=1, description="The training data, one entry per source.")
+    test_datasets: list[DatasetEntry] = Field(
+        default_factory=list, description="Held-out data, one entry per source."
+    )
+    val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
+        0.0, description="Rows held out of the training data: a share below 1, or a number of rows."
+    )
+    dataset_num_proc: int = Field(1, ge=1, description="Processes that prepare the data.")
+    shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows once all sources are joined.")
+    sequence_len: int = Field(512, ge=2, description="Tokens at which a row is cut.")
+    train_on_inputs: bool = Field(False, description="Count prompt tokens in the cross-entropy too.")

@@ -1,0 +1,63 @@
+"""Keys that a config may carry over but that have no effect here: each says why in one warning.
+
+A key is accepted without a warning at its harmless value, which is what happens here anyway.
+"""
+
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from ebft.config.section import Section
+
+_PREPARED = "rows are tokenised when the run starts, and the datasets library caches them"
+_UNPACKED = "every document keeps a row of its own"
+
+
+class CarriedOverKeys(Section):
+    """Keys of configs for other trainers, accepted so that those configs load."""
+
+    sample_packing: bool = Field(False, description="Without effect: every document keeps a row of its own.")
+    eval_sample_packing: bool = Field(False, description="Without effect, like sample_packing.")
+    pad_to_sequence_len: bool = Field(
+        False, description="Without effect: a batch is as long as its longest row."
+    )
+    skip_prepare_dataset: bool = Field(False, description="Without effect: there is no separate preparation.")
+    dataset_prepared_path: str | None = Field(
+        None, description="Without effect: the datasets library caches rows."
+    )
+    activation_offloading: bool = Field(
+        False, description="Without effect: gradient_checkpointing is how memory is saved here."
+    )
+    save_safetensors: bool = Field(
+        True, description="Without effect: models are always saved as safetensors."
+    )
+    strict: bool = Field(True, description="Without effect: unknown keys are always errors.")
+    model_type: str | None = Field(
+        None, description="Without effect: the class follows from the model's own config."
+    )
+    tokenizer_type: str | None = Field(
+        None, description="Without effect: the class follows from the tokenizer's files."
+    )
+    profiler_steps: int | list[int] | None = Field(None, description="Without effect: there is no profiler.")
+
+
+class Ignored(NamedTuple):
+    """One key without effect: the values that need no word, and why the others change nothing."""
+
+    harmless: tuple[Any, ...]
+    reason: str
+
+
+IGNORED: dict[str, Ignored] = {
+    "sample_packing": Ignored((False,), _UNPACKED),
+    "eval_sample_packing": Ignored((False,), _UNPACKED),
+    "pad_to_sequence_len": Ignored((False,), "a batch is padded to its longest row only"),
+    "skip_prepare_dataset": Ignored((False,), _PREPARED),
+    "dataset_prepared_path": Ignored((), _PREPARED),
+    "activation_offloading": Ignored((False,), "gradient_checkpointing is how memory is saved here"),
+    "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
+    "strict": Ignored((True, False), "unknown keys are always errors"),
+    "model_type": Ignored(("AutoModelForCausalLM",), "the model's own config names its class"),
+    "tokenizer_type": Ignored(("AutoTokenizer",), "the tokenizer's own files name its class"),
+    "profiler_steps": Ignored((), "there is no profiler; run the command under torch.profiler"),
+}

@@ -1,0 +1,83 @@
+"""The whole run config: one class with every key, its type, default, bounds and sentence of help."""
+
+import os
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from ebft.config import checks
+from ebft.config.data import DataKeys
+from ebft.config.ignored import CarriedOverKeys
+from ebft.config.messages import raise_config_error
+from ebft.config.model import AdapterKeys, AttentionKeys, ModelKeys
+from ebft.config.options import EBFTSection
+from ebft.config.output import CheckpointKeys, EvaluationKeys, HubKeys, ReportingKeys
+from ebft.config.section import Section
+from ebft.config.structured import TRLSection, VLLMSection
+from ebft.config.training import HardwareKeys, LengthKeys, OptimizerKeys
+
+
+class MethodKeys(Section):
+    """What kind of training it is."""
+
+    rl: Literal["ebft", "grpo"] | None = Field(
+        None, description="ebft: energy-based fine-tuning; unset: plain fine-tuning on the cross-entropy."
+    )
+    ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
+    trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode's trainer.")
+    vllm: VLLMSection = Field(default_factory=VLLMSection, description="Options of structured mode's server.")
+
+
+# The groups of keys, in the order in which help and reference page show them.
+GROUPS: dict[str, type[Section]] = {
+    "Method": MethodKeys,
+    "Model": ModelKeys,
+    "Attention": AttentionKeys,
+    "Adapter": AdapterKeys,
+    "Data": DataKeys,
+    "Optimizer": OptimizerKeys,
+    "Batches and length": LengthKeys,
+    "Precision, memory, processes": HardwareKeys,
+    "Checkpoints": CheckpointKeys,
+    "Evaluation": EvaluationKeys,
+    "Logs and trackers": ReportingKeys,
+    "Hub": HubKeys,
+    "Carried over without effect": CarriedOverKeys,
+}
+
+
+class RunConfig(*GROUPS.values()):
+    """Everything one run needs to know; made by `load_config` or `RunConfig.from_dict`.
+
+    `attn_implementation` alone then says which attention was asked for (None: the model's choice).
+    """
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """A config from nested dicts and lists; ConfigError names each wrong key with its dotted path."""
+        try:
+            return cls.model_validate(_paths_as_text(values))
+        except ValidationError as error:
+            raise_config_error(error, cls)
+
+    @model_validator(mode="after")
+    def _settle(self) -> "RunConfig":
+        checks.refuse_contradictions(self)
+        checks.settle(self)
+        return self
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether this run is energy-based fine-tuning in strided mode."""
+        return self.rl == "ebft" and self.ebft.mode == "strided"
+
+
+def _paths_as_text(value: Any) -> Any:
+    """`value` with pathlib paths, at any depth, as the strings the schema takes."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {key: _paths_as_text(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_paths_as_text(item) for item in value]
+    return value

@@ -1,0 +1,146 @@
+"""Sections of the config that structured mode reads: `trl:` and `vllm:`.
+
+Strided mode and plain fine-tuning read neither; a config that sets them there is told so by one warning.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ebft.config.section import Section
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class SamplingKeys(Section):
+    """How completions are sampled."""
+
+    num_generations: Count | None = Field(None, description="Completions per prompt.")
+    generation_batch_size: Count | None = Field(None, description="Prompts per generation step.")
+    max_completion_length: Count | None = Field(None, description="Most tokens of a completion.")
+    temperature: Positive | None = Field(None, description="Sampling temperature.")
+    top_p: Probability | None = Field(None, description="Share of probability kept by nucleus sampling.")
+    top_k: int | None = Field(None, description="Number of tokens kept by top-k sampling.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Tokens below this share of the most probable one are dropped."
+    )
+    repetition_penalty: Positive | None = Field(None, description="Penalty on tokens that appeared before.")
+    generation_kwargs: dict[str, Any] | None = Field(
+        None, description="Further sampling parameters of vLLM, such as stop_token_ids."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments of the chat template, such as enable_thinking."
+    )
+    vllm_guided_decoding_regex: str | None = Field(
+        None, description="Regular expression completions must match."
+    )
+    rollout_func: str | None = Field(None, description="Import path of a function that makes the rollouts.")
+
+
+class PolicyLossKeys(Section):
+    """The clipped policy-gradient loss and its corrections."""
+
+    beta: Annotated[float, Field(ge=0)] | None = Field(None, description="Weight of the KL penalty.")
+    num_iterations: Count | None = Field(None, description="Updates per generated batch.")
+    epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio.")
+    epsilon_high: Positive | None = Field(None, description="Upper clipping bound of the probability ratio.")
+    loss_type: str | None = Field(
+        None, description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL."
+    )
+    scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
+        None, description="Divide rewards by their standard deviation."
+    )
+    mask_truncated_completions: bool | None = Field(
+        None, description="Leave cut completions out of the loss."
+    )
+    skip_zero_advantage_batches: bool | None = Field(None, description="Skip batches without any advantage.")
+    vllm_importance_sampling_correction: bool | None = Field(
+        None, description="Correct for the sampler's probabilities differing from the trainer's."
+    )
+    importance_sampling_level: Literal["token", "sequence"] | None = Field(
+        None, description="Unit of the probability ratio."
+    )
+    vllm_importance_sampling_mode: (
+        Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] | None
+    ) = Field(None, description="What happens to ratios beyond the cap.")
+    vllm_importance_sampling_cap: Positive | None = Field(None, description="Cap of that ratio.")
+    off_policy_mask_threshold: Positive | None = Field(
+        None, description="Divergence above which a stale sequence is left out."
+    )
+    use_bias_correction_kl: bool | None = Field(None, description="Correct the KL penalty for stale samples.")
+    sync_ref_model: bool | None = Field(None, description="Move the reference model along with the policy.")
+    ref_model_mixup_alpha: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Share of the policy in that move."
+    )
+    ref_model_sync_steps: Count | None = Field(None, description="Steps between two such moves.")
+
+
+class RewardKeys(Section):
+    """Rewards beside the feature-matching reward."""
+
+    reward_funcs: list[str] | None = Field(None, description="Import paths or hub names of reward functions.")
+    reward_weights: list[float] | None = Field(None, description="Weights of those functions.")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
+        None, description="Order of summing and normalising several rewards."
+    )
+    reward_num_workers: Count | None = Field(None, description="Processes that compute rewards.")
+
+
+class RolloutServerKeys(Section):
+    """Where completions come from and how fresh they are."""
+
+    use_vllm: bool | None = Field(None, description="Generate with vLLM.")
+    vllm_mode: Literal["server", "colocate"] | None = Field(
+        None, description="vLLM in its own process or in the trainer's."
+    )
+    vllm_server_host: str | None = Field(None, description="Host of the vLLM server.")
+    vllm_server_port: Port | None = Field(None, description="Port of the vLLM server.")
+    vllm_server_timeout: Positive | None = Field(None, description="Seconds to wait for the server.")
+    vllm_lora_sync: bool | None = Field(None, description="Send the adapter to vLLM through the file system.")
+    vllm_sync_interval: Count | None = Field(None, description="Steps between two updates of vLLM's weights.")
+    vllm_enable_sleep_mode: bool | None = Field(
+        None, description="Free vLLM's memory while it waits (colocate)."
+    )
+    use_data_producer: bool | None = Field(None, description="Generate through a data producer.")
+    async_prefetch: bool | None = Field(
+        None, description="Generate the next batch while training on this one."
+    )
+    prefetch_depth: Count | None = Field(None, description="Batches generated ahead.")
+    streaming_partial_batch: bool | None = Field(None, description="Score groups as they arrive.")
+    streaming_min_groups: Count | None = Field(None, description="Fewest groups scored at once.")
+    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Groups kept for replay."
+    )
+    replay_recompute_logps: bool | None = Field(None, description="Score replayed groups anew.")
+    reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Share of the run after which failed prompts are tried again."
+    )
+    reroll_max_groups: Count | None = Field(None, description="Prompts tried again per batch.")
+    log_completions: bool | None = Field(None, description="Log sample completions.")
+    num_completions_to_print: Count | None = Field(None, description="Completions printed per step.")
+
+
+class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys):
+    """The section `trl:`: generation and policy optimisation in structured mode."""
+
+
+class VLLMSection(Section):
+    """The section `vllm:`: the server that generates completions."""
+
+    host: str = Field("0.0.0.0", description="Address the server listens on.")
+    port: Port = Field(8000, description="Port the server listens on.")
+    device: str = Field("auto", description="Device of the server.")
+    tensor_parallel_size: Count | None = Field(None, description="GPUs that share one copy of the model.")
+    data_parallel_size: Count | None = Field(None, description="Copies of the model.")
+    gpu_memory_utilization: Probability = Field(0.9, description="Share of GPU memory the server may use.")
+    dtype: str = Field("auto", description="Type of the weights: auto, float16, bfloat16.")
+    max_model_len: Count | None = Field(None, description="Longest sequence the server takes.")
+    enable_prefix_caching: bool | None = Field(None, description="Reuse the computation of shared prefixes.")
+    enable_reasoning: bool | None = Field(None, description="Parse thinking out of answers.")
+    reasoning_parser: str | None = Field(None, description="Parser of that thinking.")
+    enforce_eager: bool | None = Field(None, description="Run without CUDA graphs.")
+    serve_module: str | None = Field(None, description="Python module that serves.")
+    worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")

@@ -1,0 +1,89 @@
+"""Keys of the config about the optimizer, the length of the run, precision, memory and processes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ebft.config.section import Section
+
+
+class OptimizerKeys(Section):
+    """How the weights move."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    optimizer: str = Field(
+        "adamw_torch_fused", description="Optimizer, by the names of transformers' `optim`."
+    )
+    lr_scheduler: str = Field(
+        "cosine", description="Schedule, by the names of transformers' `lr_scheduler_type`."
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Steps over which the learning rate rises; unset is warmup_ratio."
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="Share of the run over which the learning rate rises; unset is none."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+    max_grad_norm: float = Field(
+        1.0, ge=0, description="Gradient norm at which gradients are clipped; 0 is never."
+    )
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="First decay rate of Adam.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Second decay rate of Adam.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Term that keeps Adam from dividing by zero.")
+
+
+class LengthKeys(Section):
+    """Batches, epochs, seeds."""
+
+    micro_batch_size: int = Field(1, ge=1, description="Rows per device and forward pass.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
+    eval_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Rows per device in evaluation; unset is micro_batch_size."
+    )
+    num_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
+    max_steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Optimizer steps; when set, num_epochs does not count."
+    )
+    seed: int = Field(42, ge=0, description="Seed of weights, sampling and data order.")
+    data_seed: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Seed of the data order; unset is seed."
+    )
+    group_by_length: bool = Field(False, description="Put rows of similar length into one batch.")
+    dataloader_num_workers: int = Field(0, ge=0, description="Processes that load batches.")
+    dataloader_pin_memory: bool = Field(True, description="Pin batches in memory for faster copies to a GPU.")
+
+
+class CheckpointingKwargs(Section):
+    """The section `gradient_checkpointing_kwargs:`."""
+
+    use_reentrant: bool | None = Field(
+        None, description="Which of PyTorch's two checkpointing versions; unset is PyTorch's choice."
+    )
+
+
+class HardwareKeys(Section):
+    """Precision, memory, processes."""
+
+    bf16: bool | Literal["auto"] = Field(
+        "auto", description="Mixed precision in bfloat16; auto is on where the GPU supports it."
+    )
+    fp16: bool = Field(False, description="Mixed precision in float16.")
+    tf32: bool | None = Field(
+        None, description="TF32 matrix products on Ampere and later; unset is PyTorch's choice."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    gradient_checkpointing_kwargs: CheckpointingKwargs | None = Field(
+        None, description="Arguments of gradient checkpointing."
+    )
+    torch_compile: bool = Field(False, description="Compile the model (plain fine-tuning only).")
+    ddp: bool | None = Field(
+        None,
+        description="true insists on several processes, false on one; unset takes what was launched.",
+    )
+    deepspeed: str | dict[str, Any] | None = Field(
+        None, description="DeepSpeed configuration: a file or a mapping."
+    )
+    fsdp: bool | str | list[str] | None = Field(None, description="FSDP options, as transformers reads them.")
+    fsdp_config: dict[str, Any] | None = Field(None, description="FSDP details, as transformers reads them.")

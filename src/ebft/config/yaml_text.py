@@ -1,0 +1,47 @@
+"""YAML as a config wants it: 1e-5 is a number, `no` is a word, a repeated key is an error."""
+
+import re
+from typing import Any
+
+import yaml
+
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|nan)$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+_FLOAT_TAG, _BOOL_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the numbers and booleans of YAML 1.2, and without repeated keys."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT_TAG, _BOOL_TAG)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} is repeated; keep one", key_node.start_mark
+                )
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789."))
+_Loader.add_implicit_resolver(_BOOL_TAG, _BOOL, list("tTfF"))
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that `text` spells; yaml.YAMLError where it is malformed."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+
+
+def problem(error: yaml.YAMLError) -> tuple[int | None, str]:
+    """The line (counted from 1) and the words of a YAML error."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+        return error.problem_mark.line + 1, words
+    return None, str(error)
