@@ -1,0 +1,8 @@
+"""Data: any dataset the ecosystem loads, turned into rows of tokens by a transform, and into batches."""
+
+from ebft.data.collator import DocumentCollator
+from ebft.data.load import load_datasets
+from ebft.data.sources import read_source
+from ebft.data.tokenise import tokenise
+
+__all__ = ["DocumentCollator", "load_datasets", "read_source", "tokenise"]

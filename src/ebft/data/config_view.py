@@ -1,0 +1,25 @@
+"""The config as transforms see it: attributes, and also `cfg["key"]` and `cfg.get("key")` as in other trainers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class ConfigView(Mapping):
+    """A run config that reads as a mapping of its keys too; keys that the config lacks are absent."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self.__dict__["_config"], key)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in type(self._config).model_fields:
+            raise KeyError(key)
+        return getattr(self._config, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(type(self._config).model_fields)
+
+    def __len__(self) -> int:
+        return len(type(self._config).model_fields)

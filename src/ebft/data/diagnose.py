@@ -1,0 +1,87 @@
+"""Which file and which line of it a table reader stumbled over: a second, slower look after a failure."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+
+def explain(kind: str, paths: list[Path], error: Exception) -> str:
+    """A message naming the first file and row of `paths` that cannot be read as `kind`.
+
+    Falls back to the reader's own words (of `error`) when each file can be read alone.
+    """
+    check = _CHECKS.get(kind, _check_table)
+    for path in paths:
+        try:
+            problem = check(path)
+        except OSError as unreadable:
+            problem = f"{path}: cannot be read ({unreadable.strerror})"
+        except UnicodeDecodeError as undecodable:
+            problem = f"{path}: not UTF-8 text (offset {undecodable.start})"
+        if problem:
+            return f"{problem}. Correct the file or leave it out."
+    cause = error.__cause__ or error
+    names = ", ".join(str(path) for path in paths[:5])
+    return f"{names}: cannot be read together as {kind}: {cause}"
+
+
+def _check_json(path: Path) -> str | None:
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        return f"{path}: the file is empty"
+    if text.lstrip().startswith("["):
+        return _check_json_array(path, text)
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            return f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}): {_short(line)}"
+        if not isinstance(row, dict):
+            return f"{path}, line {number}: a row must be a JSON object, this is {_short(line)}"
+    return None
+
+
+def _check_json_array(path: Path, text: str) -> str | None:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            return f"{path}, row {index}: a row must be a JSON object, this is {_short(json.dumps(row))}"
+    return None
+
+
+def _check_csv(path: Path) -> str | None:
+    with path.open(encoding="utf-8", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
+        header = next(reader, None)
+        if header is None:
+            return f"{path}: the file is empty"
+        for row in reader:
+            if row and len(row) != len(header):
+                return f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}"
+    return None
+
+
+def _check_table(path: Path) -> str | None:
+    """Parquet and Arrow files carry no lines: the reader's own words on this file alone."""
+    import pyarrow.parquet
+
+    if path.suffix.lower() != ".parquet":
+        return None
+    try:
+        pyarrow.parquet.read_schema(path)
+    except (OSError, ValueError) as error:
+        return f"{path}: not a readable Parquet file ({error})"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_CHECKS: dict[str, Callable[[Path], str | None]] = {"json": _check_json, "csv": _check_csv}

@@ -1,0 +1,126 @@
+"""Local files as datasets: JSON, CSV and Parquet as tables, text and source code as one document per file."""
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from datasets import Dataset, concatenate_datasets, load_dataset
+
+from ebft.data.splits import DEFAULT_SPLIT
+from ebft.errors import DataError
+
+KINDS = {
+    "json": {".json", ".jsonl", ".ndjson"},
+    "csv": {".csv", ".tsv"},
+    "parquet": {".parquet"},
+    "arrow": {".arrow"},
+    "text": set(
+        ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
+        ".js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .swift .cs .sh .sql .yaml .yml .toml".split()
+    ),
+}
+_SPLIT_WORD = re.compile(
+    r"(?:^|[/._-])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|valid(?:ation)?|val|dev)(?=[/._-]|$)"
+)
+_SPLIT_NAMES = {"tr": "train", "te": "test", "ev": "validation", "va": "validation", "de": "validation"}
+
+
+def read_files(files: list[Path], kind: str | None, source: str) -> Dataset:
+    """Read `files` as one dataset, each in its own format or all as `kind` (a key of `KINDS`).
+
+    A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, naming
+    it and where possible the line.
+    """
+    return _read_kinds(_kinds(files, kind, source), source)
+
+
+def read_folder(root: Path, kind: str | None, source: str) -> dict[str, Dataset]:
+    """Read all files below `root` as `{split name: rows}`; see `read_files`.
+
+    Tables and `.txt` files whose path below `root` holds a split's name (`train.jsonl`, `data/test-0.parquet`)
+    belong to that split, everything else to `train`.
+    """
+    splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
+    for path, file_kind in _kinds(files_below(root), kind, source):
+        splits[_split_of(path, root, file_kind)].append((path, file_kind))
+    return {split: _read_kinds(files, source) for split, files in splits.items()}
+
+
+def files_below(root: Path) -> list[Path]:
+    """All files below a folder in sorted order, without hidden ones and Python's byte code."""
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    hidden = lambda part: part.startswith(".") or part == "__pycache__"
+    return [path for path in found if not any(hidden(part) for part in path.relative_to(root).parts)]
+
+
+def _kinds(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
+    """Each file with its format; files of unknown format are left out with one warning."""
+    if kind is not None:
+        return [(path, kind) for path in files]
+    known = {suffix: name for name, suffixes in KINDS.items() for suffix in suffixes}
+    taken = [(path, known[path.suffix.lower()]) for path in files if path.suffix.lower() in known]
+    left = Counter(path.suffix or "no ending" for path in files if path.suffix.lower() not in known)
+    if not taken:
+        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "nothing at all"
+        raise DataError(
+            f"{source}: no file of a known format there (found {seen}). Set ds_type to one of "
+            f"{', '.join(KINDS)}, for instance `ds_type: text` for one document per file."
+        )
+    if left:
+        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
+        warnings.warn(
+            f"{source}: files of unknown format are left out ({seen}). Set ds_type or data_files to read them.",
+            stacklevel=2,
+        )
+    return taken
+
+
+def _split_of(path: Path, root: Path, kind: str) -> str:
+    """A file named for a split belongs to it; source code does not name splits (`test.py` is code)."""
+    if kind == "text" and path.suffix.lower() not in {".txt", ".text"}:
+        return DEFAULT_SPLIT
+    found = _SPLIT_WORD.search(path.relative_to(root).as_posix().lower())
+    return _SPLIT_NAMES[found.group(1)[:2]] if found else DEFAULT_SPLIT
+
+
+def _read_kinds(files: list[tuple[Path, str]], source: str) -> Dataset:
+    by_kind: dict[str, list[Path]] = defaultdict(list)
+    for path, kind in files:
+        by_kind[kind].append(path)
+    parts = [_read_texts(paths) if kind == "text" else _read_tables(kind, paths) for kind, paths in by_kind.items()]
+    try:
+        return concatenate_datasets(parts)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{source}: its files disagree on a column's type ({error}). Give them as separate datasets entries."
+        ) from error
+
+
+def _read_texts(paths: list[Path]) -> Dataset:
+    return Dataset.from_dict({"text": [read_text(path) for path in paths], "file": [str(path) for path in paths]})
+
+
+def read_text(path: Path) -> str:
+    """A file's text as UTF-8; DataError names the file and the line of the first bad byte."""
+    try:
+        data = path.read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: not UTF-8 text (byte {data[error.start]:#04x} at offset {error.start}). "
+            "Convert the file to UTF-8 or leave it out."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _read_tables(kind: str, paths: list[Path]) -> Dataset:
+    from ebft.data.diagnose import explain
+
+    options = {"sep": "\t"} if kind == "csv" and all(path.suffix == ".tsv" for path in paths) else {}
+    try:
+        return load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+    except Exception as error:  # builders raise whatever their parser raises
+        raise DataError(explain(kind, paths, error)) from error

@@ -1,0 +1,106 @@
+"""Bringing rows to `sequence_len` and dropping those that training cannot use, with a count for each reason."""
+
+from collections import Counter
+from typing import Any
+
+from datasets import Dataset
+
+from ebft.data.tokenise import FEATURES
+from ebft.data.transforms.rows import IGNORE
+from ebft.strided.layout import first_anchor
+
+# Reasons to drop, worded to follow "dropped 12 ".
+EMPTY = "without text"
+NO_REFERENCE = "without a reference"
+PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
+TOO_SHORT = "too short for one block"
+TAIL = "ends of long documents too short for one block"
+DROPPED = (EMPTY, NO_REFERENCE, PROMPT_TOO_LONG, TOO_SHORT, TAIL)
+# Other counts.
+TRUNCATED = "truncated at sequence_len"
+SPLIT = "cut into windows of sequence_len"
+
+
+def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
+    """Whether a row of `length` tokens has room for one anchor and its reference: a_0 + generate_max_len <= L."""
+    first = first_anchor(prompt_length, ebft.context_length, ebft.min_completion_prefix)
+    return first + ebft.generate_max_len <= length
+
+
+def cut_and_drop(rows: Dataset, config: Any, counts: Counter) -> Dataset:
+    """Usable rows of at most `sequence_len` tokens; what was cut or dropped is added to `counts` by reason.
+
+    Text without a prompt is cut into consecutive windows, rows with a prompt lose their end (`truncated`).
+    """
+    step = _Cutter(config)  # it keeps count, so this runs in one process
+    kept = rows.map(
+        step,
+        batched=True,
+        remove_columns=rows.column_names,
+        features=FEATURES,
+        load_from_cache_file=False,
+        desc="Cutting rows",
+    )
+    counts.update(step.counts)
+    return kept
+
+
+class _Cutter:
+    """A batched map function that keeps count."""
+
+    def __init__(self, config: Any) -> None:
+        self.sequence_len = config.sequence_len
+        self.block = config.ebft if config.is_strided else None
+        self.counts: Counter = Counter()
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        out: dict[str, list] = {field: [] for field in FEATURES}
+        for values in zip(*(batch[field] for field in FEATURES)):
+            for row in self._pieces(dict(zip(FEATURES, values))):
+                for field in FEATURES:
+                    out[field].append(row[field])
+        return out
+
+    def fits(self, length: int, prompt_length: int) -> bool:
+        """Strided mode needs one block, cross-entropy one token with a successor."""
+        if self.block is None:
+            return length > max(prompt_length, 1)
+        return fits_one_block(length, prompt_length, self.block)
+
+    def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """What becomes of a row: itself, its beginning, its windows, or nothing."""
+        length, prompt_length = len(row["input_ids"]), row["prompt_length"]
+        if length == 0:
+            return self._drop(EMPTY)
+        if prompt_length >= length or not _learns(row["labels"]):
+            return self._drop(NO_REFERENCE)
+        if length > self.sequence_len and prompt_length == 0:
+            return self._windows(row)
+        cut = _window(row, 0, self.sequence_len)
+        if not self.fits(len(cut["input_ids"]), prompt_length) or not _learns(cut["labels"]):
+            return self._drop(PROMPT_TOO_LONG if length > self.sequence_len else TOO_SHORT)
+        self.counts[TRUNCATED] += length > self.sequence_len
+        return [cut]
+
+    def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.counts[SPLIT] += 1
+        kept = []
+        for start in range(0, len(row["input_ids"]), self.sequence_len):
+            window = _window(row, start, start + self.sequence_len)
+            if self.fits(len(window["input_ids"]), 0) and _learns(window["labels"]):
+                kept.append(window)
+            else:
+                self.counts[TAIL] += 1
+        return kept
+
+    def _drop(self, reason: str) -> list[dict[str, Any]]:
+        self.counts[reason] += 1
+        return []
+
+
+def _learns(labels: list[int]) -> bool:
+    return any(label != IGNORE for label in labels)
+
+
+def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    return {**row, "input_ids": row["input_ids"][start:stop], "labels": row["labels"][start:stop]}

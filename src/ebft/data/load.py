@@ -1,0 +1,94 @@
+"""From the `datasets:` section of a config to tokenised rows, ready for the collator."""
+
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.lengths import DROPPED, SPLIT, TRUNCATED, cut_and_drop
+from ebft.data.sources import read_source
+from ebft.data.tokenise import tokenise
+from ebft.errors import DataError
+
+
+def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+    """The training rows and the evaluation rows (None when the config holds nothing out).
+
+    Columns: `input_ids` and `labels` (lists of ints, equally long, at most `sequence_len`, unpadded; labels -100 where
+    nothing is learned) and `prompt_length` (0 for text without a prompt). `val_set_size` holds whole documents out, so
+    the windows of one document stay together. Raises DataError when a source cannot be read or nothing usable is left.
+    """
+    train = _load_entries(config.datasets, "datasets", config, tokenizer)
+    evaluation = None
+    if config.test_datasets:
+        evaluation = _load_entries(config.test_datasets, "test_datasets", config, tokenizer)
+    elif config.val_set_size:
+        train, evaluation = _hold_out(train, config)
+    if config.shuffle_merged_datasets:
+        train = train.shuffle(seed=_data_seed(config), load_from_cache_file=False)
+    return _finished(train), None if evaluation is None else _finished(evaluation)
+
+
+def _load_entries(entries: list, section: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    parts, counts, documents = [], Counter(), 0
+    for entry in entries:
+        raw = read_source(entry)
+        rows = tokenise(raw, entry, config, tokenizer, first_document=documents)
+        parts.append(cut_and_drop(rows, config, counts))
+        documents += len(raw)
+    joined = concatenate_datasets(parts)
+    report = describe(section, documents, len(joined), counts)
+    if not len(joined):
+        raise DataError(f"{report}. Nothing is left to train on: {_way_out(config)}")
+    if os.environ.get("RANK", "0") == "0":
+        print(report, file=sys.stderr)
+    return joined
+
+
+def describe(section: str, documents: int, rows: int, counts: Counter) -> str:
+    """One line on what became of the documents of a section, with a count for each reason."""
+    notes = [f"{counts[what]:,} {what}" for what in (SPLIT, TRUNCATED) if counts[what]]
+    dropped = [f"{counts[reason]:,} {reason}" for reason in DROPPED if counts[reason]]
+    line = f"{section}: {documents:,} documents gave {rows:,} rows"
+    if notes:
+        line += f" ({', '.join(notes)})"
+    return f"{line}; dropped {', '.join(dropped)}" if dropped else line
+
+
+def _way_out(config: Any) -> str:
+    if config.is_strided:
+        ebft = config.ebft
+        return (
+            f"a block needs context_length {ebft.context_length} (or the prompt plus min_completion_prefix "
+            f"{ebft.min_completion_prefix}) and generate_max_len {ebft.generate_max_len} tokens within sequence_len "
+            f"{config.sequence_len}. Lower the first three, raise sequence_len, or give longer texts."
+        )
+    return "give rows with text and a reference, or raise sequence_len."
+
+
+def _hold_out(rows: Dataset, config: Any) -> tuple[Dataset, Dataset]:
+    """Split by documents: a share of them below 1, a number of them from 1."""
+    owner = np.asarray(rows["document"])
+    documents = np.unique(owner)
+    size = config.val_set_size
+    held = round(size * len(documents)) if size < 1 else size
+    if not 0 < held < len(documents):
+        raise DataError(
+            f"val_set_size: {size} of {len(documents)} usable documents holds {held} out, and both training and "
+            "evaluation need at least one. Change val_set_size, or use test_datasets."
+        )
+    chosen = np.random.default_rng(config.seed).permutation(documents)[:held]
+    is_held = np.isin(owner, chosen)
+    return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
+
+
+def _data_seed(config: Any) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def _finished(rows: Dataset) -> Dataset:
+    return rows.remove_columns("document")

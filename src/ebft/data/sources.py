@@ -1,0 +1,81 @@
+"""One `datasets:` entry as raw rows: from the hub, from local files and folders, or from `save_to_disk`."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from ebft.data.files import KINDS, read_files, read_folder
+from ebft.data.locate import locate
+from ebft.data.splits import DEFAULT_SPLIT, take_split
+from ebft.errors import DataError
+
+
+def read_source(entry: Any) -> Dataset:
+    """The raw rows of a dataset entry (`path`, `name`, `split`, `data_files`, `ds_type`, `revision`).
+
+    `path` may be a file, a folder of files, a `save_to_disk` folder, a hub id, or a format (`json`, `text`)
+    with `data_files`. Raises DataError naming the file and row, or the missing path.
+    """
+    if entry.path in KINDS and entry.data_files and not Path(entry.path).exists():
+        return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
+    path = locate(entry.path, "dataset", "datasets.path")
+    if path is None:
+        return _read_hub(entry)
+    if path.is_dir() and _saved_to_disk(path):
+        return _read_saved(path, entry)
+    return _read_local(path, entry, kind=entry.ds_type)
+
+
+def _saved_to_disk(path: Path) -> bool:
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _read_saved(path: Path, entry: Any) -> Dataset:
+    try:
+        saved = load_from_disk(str(path))
+    except Exception as error:  # Arrow and JSON readers raise many things
+        raise DataError(f"{path}: a save_to_disk folder that cannot be read ({error}).") from error
+    parts = dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
+    return take_split(parts, entry.split, entry.path)
+
+
+def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
+    if path.is_dir() and not entry.data_files:
+        return take_split(read_folder(path, kind, entry.path), entry.split, entry.path)
+    # Files that the user named are the train split, whatever their names say (test.jsonl for evaluation).
+    named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
+    folder = path if path.is_dir() else path.parent
+    parts = {
+        split: read_files(_matches(folder, patterns, entry.path) if patterns else [path], kind, entry.path)
+        for split, patterns in named.items()
+    }
+    return take_split(parts, entry.split, entry.path)
+
+
+def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]:
+    """The files below `folder` that each pattern (a path or a glob) names, in order."""
+    files: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        given = folder / Path(pattern).expanduser()
+        found = [given] if given.is_file() else [path for path in sorted(folder.glob(pattern)) if path.is_file()]
+        if not found:
+            raise DataError(f"{source}: data_files {pattern!r} matches no file below {folder}.")
+        files += found
+    return files
+
+
+def _read_hub(entry: Any) -> Dataset:
+    try:
+        return load_dataset(
+            entry.path,
+            entry.name,
+            split=entry.split,
+            data_files=entry.data_files,
+            revision=entry.revision,
+        )
+    except Exception as error:  # hub, builder and parser errors share no base
+        raise DataError(
+            f"datasets.path: {entry.path!r} was taken as a hub id and could not be loaded: {error} "
+            "(name, split, revision and data_files of the entry are passed on as they are)."
+        ) from error

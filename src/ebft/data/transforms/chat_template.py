@@ -1,0 +1,8 @@
+"""Chats for plain fine-tuning: `{messages}` -> `{input_ids, labels, prompt_length}`, every assistant turn a label."""
+
+from ebft.data.transforms.chat import chat_transform
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for chats; all assistant turns are trained on."""
+    return chat_transform(cfg, dataset, last_turn_only=False)

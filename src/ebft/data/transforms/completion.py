@@ -1,0 +1,18 @@
+"""Raw text for plain fine-tuning and continual pretraining: as `ebft_pretrain`, and EOS ends each document."""
+
+from ebft.data.transforms import ebft_pretrain
+from ebft.data.transforms.rows import text_row
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for a column of raw text whose end the model should learn."""
+    raw_fn, map_kwargs = ebft_pretrain.transform(cfg, dataset=dataset)
+
+    def transform_fn(example, tokenizer=None):
+        row = raw_fn(example, tokenizer=tokenizer)
+        ids = row["input_ids"]
+        if not ids or ids[-1] == tokenizer.eos_token_id or tokenizer.eos_token_id is None:
+            return row
+        return text_row([*ids, tokenizer.eos_token_id])
+
+    return transform_fn, map_kwargs

@@ -1,0 +1,19 @@
+"""Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, every token a label.
+
+The text is the column that the entry's `field` names, else `text`, else `content`. Special tokens are the tokenizer's
+own (a BOS where it adds one). Documents longer than `sequence_len` are later cut into consecutive windows, so no text
+is lost; only the first window starts with BOS.
+"""
+
+from ebft.data.transforms.rows import encode, first_present, text_of, text_row
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for a column of raw text."""
+    columns = [dataset.field] if dataset.field else ["text", "content"]
+
+    def transform_fn(example, tokenizer=None):
+        text = text_of(example, first_present(example, columns, "text", "Name it with the entry's `field`."))
+        return text_row(encode(tokenizer, text, special=True) if text.strip() else [])
+
+    return transform_fn, {"remove_columns": "__all__"}

@@ -1,0 +1,11 @@
+"""Chats for strided mode: `{messages}` -> `{input_ids, labels, prompt_length}`, the last assistant turn a label.
+
+The prompt is everything before the last assistant turn, with the chat template's generation prompt.
+"""
+
+from ebft.data.transforms.chat import chat_transform
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for chats; the reference is the last assistant turn."""
+    return chat_transform(cfg, dataset, last_turn_only=True)

@@ -1,0 +1,63 @@
+"""What the built-in transforms share: reading a text column, tokenising, and the fields of a row.
+
+A row with nothing to learn from (no text, no reference) is returned without tokens or without labels; the filter
+counts and drops it.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ebft.errors import DataError
+
+IGNORE = -100  # label of a token that no loss predicts
+
+
+def text_of(example: dict[str, Any], column: str) -> str:
+    """The text in a column, empty for a missing value; DataError when it holds something else."""
+    value = example[column]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"column {column!r} must hold text, it holds {type(value).__name__}")
+    return value
+
+
+def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
+    """The first of `columns` that the row has; DataError says what is `wanted` and how to `fix` it."""
+    for column in columns:
+        if column in example:
+            return column
+    raise DataError(
+        f"no column with {wanted}: looked for {', '.join(columns)}, the row has {', '.join(example)}. {fix}"
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    """Token ids of a text, with the tokenizer's own special tokens (such as BOS) where `special`."""
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def text_row(input_ids: list[int]) -> dict[str, Any]:
+    """Fields of a raw text: every token is a label, there is no prompt."""
+    return {
+        "input_ids": input_ids,
+        "attention_mask": [1] * len(input_ids),
+        "labels": list(input_ids),
+        "prompt_length": 0,
+    }
+
+
+def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
+    """Fields of a row made of (token ids, trained on) segments, the last of which is the reference.
+
+    `prompt_length` counts everything before the last segment. Labels are -100 where nothing is learned.
+    """
+    input_ids = [token for ids, _ in segments for token in ids]
+    labels = [token if trained or train_on_inputs else IGNORE for ids, trained in segments for token in ids]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": [1] * len(input_ids),
+        "labels": labels,
+        "prompt_length": len(input_ids) - len(segments[-1][0]),
+    }

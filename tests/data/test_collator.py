@@ -1,0 +1,29 @@
+"""Padding, written out by hand."""
+
+import torch
+
+from ebft.data import DocumentCollator
+
+ROWS = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "prompt_length": 1},
+    {"input_ids": [8], "labels": [8], "prompt_length": 0},
+]
+
+
+def test_pads_on_the_right():
+    batch = DocumentCollator(pad_token_id=9)(ROWS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
+    assert batch["prompt_length"].tolist() == [1, 0]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.long}
+
+
+def test_without_prompt_length_for_plain_models():
+    assert set(DocumentCollator(0, with_prompt_length=False)(ROWS)) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_rows_with_tokens_only_train_on_every_token():
+    batch = DocumentCollator(0)([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "attention_mask": [1, 0]}])
+    assert batch["labels"].tolist() == [[1, 2], [3, -100]]
+    assert batch["prompt_length"].tolist() == [0, 0]

@@ -1,0 +1,102 @@
+"""The whole way from a `datasets:` section to rows, and the line that says what was dropped."""
+
+import pytest
+
+from ebft.data import load_datasets
+from ebft.errors import DataError
+
+TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
+
+
+def test_text_rows_are_windows_that_lose_no_text(make_config, write_jsonl, tokenizer):
+    path = write_jsonl([{"text": TEXT * 6}])
+    config = make_config(path, shuffle_merged_datasets=False)
+    train, evaluation = load_datasets(config, tokenizer)
+    assert evaluation is None
+    assert train.column_names == ["input_ids", "labels", "prompt_length"]
+    whole = tokenizer(TEXT * 6)["input_ids"]
+    joined = [token for row in train for token in row["input_ids"]]
+    assert joined == whole[: len(joined)] and len(whole) - len(joined) < 16
+    assert {len(row["input_ids"]) for row in train.select(range(len(train) - 1))} == {64}
+    assert all(row["labels"] == row["input_ids"] and row["prompt_length"] == 0 for row in train)
+
+
+def test_report_counts_what_was_dropped(make_config, write_jsonl, tokenizer, capsys):
+    rows = [{"text": TEXT}, {"text": ""}, {"text": None}, {"text": "short"}, {"text": TEXT * 6}]
+    load_datasets(make_config(write_jsonl(rows)), tokenizer)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("datasets: 5 documents gave ")
+    assert "1 cut into windows of sequence_len" in line
+    assert "2 without text" in line and "1 too short for one block" in line
+
+
+def test_report_only_on_rank_zero(make_config, write_jsonl, tokenizer, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    load_datasets(make_config(write_jsonl([{"text": TEXT}])), tokenizer)
+    assert "documents gave" not in capsys.readouterr().err
+
+
+def test_nothing_left_names_counts_and_way_out(make_config, write_jsonl, tokenizer):
+    config = make_config(write_jsonl([{"text": "a"}, {"text": ""}]))
+    with pytest.raises(DataError, match=r"1 without text, 1 too short.*Lower the first three, raise sequence_len"):
+        load_datasets(config, tokenizer)
+
+
+def test_prompt_rows_are_truncated_and_long_prompts_dropped(make_config, write_jsonl, tokenizer, capsys):
+    rows = [{"input": "Say hello.", "output": TEXT * 4}, {"input": TEXT * 4, "output": "hello"}]
+    config = make_config(write_jsonl(rows), "ebft_strided_structured.transform")
+    train, _ = load_datasets(config, tokenizer)
+    assert len(train) == 1 and len(train[0]["input_ids"]) == 64
+    line = capsys.readouterr().err
+    assert "1 truncated at sequence_len" in line
+    assert "1 whose prompt leaves no room within sequence_len" in line
+
+
+def test_several_sources_are_joined(make_config, write_jsonl, tokenizer):
+    text = write_jsonl([{"text": TEXT}], "text.jsonl")
+    pairs = write_jsonl([{"input": "Say hello.", "output": TEXT}], "pairs.jsonl")
+    config = make_config(
+        text,
+        shuffle_merged_datasets=False,
+        datasets=[
+            {"path": str(text), "type": "ebft_pretrain.transform"},
+            {"path": str(pairs), "type": "ebft_strided_structured.transform"},
+        ],
+    )
+    train, _ = load_datasets(config, tokenizer)
+    assert [row["prompt_length"] > 0 for row in train] == [False, True]
+
+
+def test_shuffle_follows_the_seed(make_config, write_jsonl, tokenizer):
+    path = write_jsonl([{"text": f"{number} {TEXT}"} for number in range(20)])
+    order = lambda **keys: load_datasets(make_config(path, **keys), tokenizer)[0]["input_ids"][:]
+    assert order(seed=1) == order(seed=1)
+    assert order(seed=1) != order(seed=2)
+    assert order(seed=1, data_seed=2) == order(seed=2)
+
+
+@pytest.mark.parametrize(("size", "held"), [(0.25, 2), (3, 3)])
+def test_val_set_holds_whole_documents_out(make_config, write_jsonl, tokenizer, size, held):
+    path = write_jsonl([{"text": f"{chr(65 + number)}" * 3 + TEXT * 6} for number in range(8)])
+    train, evaluation = load_datasets(make_config(path, val_set_size=size), tokenizer)
+    per_document = (len(train) + len(evaluation)) / 8
+    assert len(evaluation) == held * per_document
+
+
+def test_val_set_needs_documents_on_both_sides(make_config, write_jsonl, tokenizer):
+    path = write_jsonl([{"text": TEXT}])
+    with pytest.raises(DataError, match="val_set_size: 0.1 of 1 usable documents holds 0 out"):
+        load_datasets(make_config(path, val_set_size=0.1), tokenizer)
+
+
+def test_test_datasets_are_the_evaluation_rows(make_config, write_jsonl, tokenizer):
+    path = write_jsonl([{"text": TEXT}] * 3)
+    entry = {"path": str(path), "type": "ebft_pretrain.transform", "split": "train[:1]"}
+    train, evaluation = load_datasets(make_config(path, test_datasets=[entry]), tokenizer)
+    assert (len(train), len(evaluation)) == (3, 1)
+
+
+def test_plain_fine_tuning_keeps_short_rows(make_config, write_jsonl, tokenizer):
+    path = write_jsonl([{"text": "hi"}])
+    train, _ = load_datasets(make_config(path, "completion", rl=None, ebft=None), tokenizer)
+    assert train[0]["input_ids"][-1] == tokenizer.eos_token_id
