@@ -31,9 +31,7 @@ def resolve_attention(keys: AttentionKeys) -> str | None:
     refused = [flag for flag, value in FLAGS.items() if getattr(keys, flag) is False and value in chosen]
     if refused:
         value = keys.attn_implementation
-        raise ConfigError(
-            f"{refused[0]}: false contradicts attn_implementation: {value}. Remove one of them."
-        )
+        raise ConfigError(f"{refused[0]}: false contradicts attn_implementation: {value}. Remove one of them.")
     return chosen.pop() if chosen else None
 
 

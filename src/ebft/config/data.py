@@ -30,9 +30,7 @@ class DataKeys(Section):
     """Training and evaluation data."""
 
     datasets: list[DatasetEntry] = Field(min_length=1, description="The training data, one entry per source.")
-    test_datasets: list[DatasetEntry] = Field(
-        default_factory=list, description="Held-out data, one entry per source."
-    )
+    test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
     val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
         0.0, description="Rows held out of the training data: a share below 1, or a number of rows."
     )

@@ -18,23 +18,15 @@ class CarriedOverKeys(Section):
 
     sample_packing: bool = Field(False, description="Without effect: every document keeps a row of its own.")
     eval_sample_packing: bool = Field(False, description="Without effect, like sample_packing.")
-    pad_to_sequence_len: bool = Field(
-        False, description="Without effect: a batch is as long as its longest row."
-    )
+    pad_to_sequence_len: bool = Field(False, description="Without effect: a batch is as long as its longest row.")
     skip_prepare_dataset: bool = Field(False, description="Without effect: there is no separate preparation.")
-    dataset_prepared_path: str | None = Field(
-        None, description="Without effect: the datasets library caches rows."
-    )
+    dataset_prepared_path: str | None = Field(None, description="Without effect: the datasets library caches rows.")
     activation_offloading: bool = Field(
         False, description="Without effect: gradient_checkpointing is how memory is saved here."
     )
-    save_safetensors: bool = Field(
-        True, description="Without effect: models are always saved as safetensors."
-    )
+    save_safetensors: bool = Field(True, description="Without effect: models are always saved as safetensors.")
     strict: bool = Field(True, description="Without effect: unknown keys are always errors.")
-    model_type: str | None = Field(
-        None, description="Without effect: the class follows from the model's own config."
-    )
+    model_type: str | None = Field(None, description="Without effect: the class follows from the model's own config.")
     tokenizer_type: str | None = Field(
         None, description="Without effect: the class follows from the tokenizer's files."
     )

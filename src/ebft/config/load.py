@@ -30,13 +30,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"Cannot read the config {path}: {error.strerror}. Give the path of a YAML file."
-        ) from None
+        raise ConfigError(f"Cannot read the config {path}: {error.strerror}. Give the path of a YAML file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"The config {path} is not UTF-8 text ({error.reason}). Save it as UTF-8."
-        ) from None
+        raise ConfigError(f"The config {path} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
     try:
         values = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -46,7 +42,5 @@ def _read(path: Path) -> dict[str, Any]:
     if values is None:
         raise ConfigError(f"The config {path} is empty. It needs at least base_model and datasets.")
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"The config {path}, line 1: it must be keys with values (key: value), not {values!r:.60}."
-        )
+        raise ConfigError(f"The config {path}, line 1: it must be keys with values (key: value), not {values!r:.60}.")
     return values

@@ -6,9 +6,7 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
-ATTENTION_IMPLEMENTATIONS = Literal[
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
-]
+ATTENTION_IMPLEMENTATIONS = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
 class SpecialTokens(Section):
@@ -28,9 +26,7 @@ class ModelKeys(Section):
         None, description="Folder or hub name of the model configuration; unset is base_model."
     )
     revision_of_model: str | None = Field(None, description="Hub revision of the model and its tokenizer.")
-    tokenizer_config: str | None = Field(
-        None, description="Folder or hub name of the tokenizer; unset is base_model."
-    )
+    tokenizer_config: str | None = Field(None, description="Folder or hub name of the tokenizer; unset is base_model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model's files.")
     special_tokens: SpecialTokens = Field(
         default_factory=SpecialTokens, description="Special tokens that replace the tokenizer's own."
@@ -68,9 +64,7 @@ class AttentionKeys(Section):
 class AdapterKeys(Section):
     """LoRA adapters."""
 
-    adapter: Literal["lora", "qlora"] | None = Field(
-        None, description="Adapter to train; unset trains all weights."
-    )
+    adapter: Literal["lora", "qlora"] | None = Field(None, description="Adapter to train; unset trains all weights.")
     lora_r: Annotated[int, Field(ge=1)] | None = Field(None, description="Rank of the adapter.")
     lora_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Scale of the adapter: its output is multiplied by lora_alpha / lora_r."
@@ -79,12 +73,8 @@ class AdapterKeys(Section):
     lora_target_modules: str | list[str] | None = Field(
         None, description="Modules that get an adapter: a list of name endings or one regular expression."
     )
-    lora_target_linear: bool = Field(
-        False, description="Put an adapter on every linear layer but the output layer."
-    )
-    lora_modules_to_save: list[str] | None = Field(
-        None, description="Modules trained in full beside the adapter."
-    )
+    lora_target_linear: bool = Field(False, description="Put an adapter on every linear layer but the output layer.")
+    lora_modules_to_save: list[str] | None = Field(None, description="Modules trained in full beside the adapter.")
     lora_model_dir: str | None = Field(
         None, description="Folder of an adapter to go on training; its own settings win over the lora_ keys."
     )

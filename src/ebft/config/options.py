@@ -43,9 +43,7 @@ class FeatureOptions(Section):
     diversity_coef: float = Field(
         1.0, ge=0, description="Weight of the diversity penalty (similarity between samples) in the reward."
     )
-    ce_coef: float = Field(
-        0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss."
-    )
+    ce_coef: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
 
 
 class StridedOptions(FeatureOptions):
@@ -81,9 +79,7 @@ class StridedOptions(FeatureOptions):
         None,
         description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
     )
-    disable_dropout: bool = Field(
-        True, description="Train without dropout, as the rollouts are sampled without it."
-    )
+    disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
 
 
 class StructuredOptions(Section):
@@ -100,13 +96,18 @@ class StructuredOptions(Section):
     )
 
 
-class EBFTSection(StridedOptions, StructuredOptions):
-    """The YAML section `ebft:`."""
+class ModeOption(Section):
+    """Which of the two modes."""
 
     mode: Literal["structured", "strided"] = Field(
         "structured",
         description="structured: whole completions of prompts. strided: short rollouts along each document.",
     )
+
+
+# pydantic lists the fields of the last base first.
+class EBFTSection(StructuredOptions, StridedOptions, ModeOption):
+    """The YAML section `ebft:`."""
 
 
 def with_options(options_model: type[BaseModel]) -> Callable[[type], type]:

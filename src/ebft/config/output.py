@@ -17,16 +17,12 @@ class CheckpointKeys(Section):
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = Field(
         None, description="When to save; unset is steps where save_steps is set, else epoch."
     )
-    save_steps: Steps | None = Field(
-        None, description="Steps between two checkpoints, or a share of the run."
-    )
+    save_steps: Steps | None = Field(None, description="Steps between two checkpoints, or a share of the run.")
     saves_per_epoch: Annotated[int, Field(ge=1)] | None = Field(None, description="Checkpoints per epoch.")
     save_total_limit: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Checkpoints to keep; unset keeps all."
     )
-    save_only_model: bool = Field(
-        False, description="Save no optimizer state, which is smaller but cannot be resumed."
-    )
+    save_only_model: bool = Field(False, description="Save no optimizer state, which is smaller but cannot be resumed.")
     resume_from_checkpoint: str | None = Field(None, description="Folder of the checkpoint to go on from.")
     auto_resume_from_checkpoints: bool = Field(
         False, description="Go on from the newest checkpoint in output_dir, if there is one."
@@ -39,25 +35,17 @@ class EvaluationKeys(Section):
     eval_strategy: Strategy | None = Field(
         None, description="When to evaluate; unset is steps where eval_steps is set, else epoch."
     )
-    eval_steps: Steps | None = Field(
-        None, description="Steps between two evaluations, or a share of the run."
-    )
+    eval_steps: Steps | None = Field(None, description="Steps between two evaluations, or a share of the run.")
     evals_per_epoch: Annotated[int, Field(ge=1)] | None = Field(None, description="Evaluations per epoch.")
     load_best_model_at_end: bool = Field(False, description="End with the checkpoint that evaluated best.")
-    metric_for_best_model: str | None = Field(
-        None, description="Metric that decides which is best; unset is loss."
-    )
-    greater_is_better: bool | None = Field(
-        None, description="Whether a higher value of that metric is better."
-    )
+    metric_for_best_model: str | None = Field(None, description="Metric that decides which is best; unset is loss.")
+    greater_is_better: bool | None = Field(None, description="Whether a higher value of that metric is better.")
 
 
 class HubKeys(Section):
     """Publishing the model."""
 
-    hub_model_id: str | None = Field(
-        None, description="Hub repository to push the model to; unset pushes nothing."
-    )
+    hub_model_id: str | None = Field(None, description="Hub repository to push the model to; unset pushes nothing.")
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
         "every_save", description="Which states are pushed."
     )
@@ -72,14 +60,10 @@ class ReportingKeys(Section):
         None, description="Trackers by their transformers names; the use_ keys below add to it."
     )
     use_tensorboard: bool | None = Field(None, description="Write TensorBoard logs.")
-    use_wandb: bool | None = Field(
-        None, description="Log to Weights & Biases; unset is on where wandb_project is set."
-    )
+    use_wandb: bool | None = Field(None, description="Log to Weights & Biases; unset is on where wandb_project is set.")
     use_trackio: bool | None = Field(None, description="Log to Trackio.")
     trackio_project_name: str | None = Field(None, description="Trackio project.")
-    wandb_project: str | None = Field(
-        None, description="Weights & Biases project; setting it turns wandb on."
-    )
+    wandb_project: str | None = Field(None, description="Weights & Biases project; setting it turns wandb on.")
     wandb_entity: str | None = Field(None, description="Weights & Biases team or user.")
     wandb_name: str | None = Field(None, description="Name of the run.")
     wandb_run_id: str | None = Field(

@@ -50,9 +50,7 @@ def _step(values: Any, part: str, override: str) -> str | int:
     if isinstance(values, dict):
         return part
     if not isinstance(values, list):
-        raise ConfigError(
-            f"The override {override!r} looks for {part!r} inside {values!r}, which has no keys."
-        )
+        raise ConfigError(f"The override {override!r} looks for {part!r} inside {values!r}, which has no keys.")
     if not part.isdigit() or int(part) > len(values):
         raise ConfigError(
             f"The override {override!r} needs a position in a list of {len(values)}, not {part!r}. "

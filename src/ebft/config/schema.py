@@ -46,7 +46,7 @@ GROUPS: dict[str, type[Section]] = {
 }
 
 
-class RunConfig(*GROUPS.values()):
+class RunConfig(*reversed(GROUPS.values())):  # pydantic lists the fields of the last base first
     """Everything one run needs to know; made by `load_config` or `RunConfig.from_dict`.
 
     `attn_implementation` alone then says which attention was asked for (None: the model's choice).

@@ -34,9 +34,7 @@ class SamplingKeys(Section):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Arguments of the chat template, such as enable_thinking."
     )
-    vllm_guided_decoding_regex: str | None = Field(
-        None, description="Regular expression completions must match."
-    )
+    vllm_guided_decoding_regex: str | None = Field(None, description="Regular expression completions must match.")
     rollout_func: str | None = Field(None, description="Import path of a function that makes the rollouts.")
 
 
@@ -47,15 +45,11 @@ class PolicyLossKeys(Section):
     num_iterations: Count | None = Field(None, description="Updates per generated batch.")
     epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio.")
     epsilon_high: Positive | None = Field(None, description="Upper clipping bound of the probability ratio.")
-    loss_type: str | None = Field(
-        None, description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL."
-    )
+    loss_type: str | None = Field(None, description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL.")
     scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
         None, description="Divide rewards by their standard deviation."
     )
-    mask_truncated_completions: bool | None = Field(
-        None, description="Leave cut completions out of the loss."
-    )
+    mask_truncated_completions: bool | None = Field(None, description="Leave cut completions out of the loss.")
     skip_zero_advantage_batches: bool | None = Field(None, description="Skip batches without any advantage.")
     vllm_importance_sampling_correction: bool | None = Field(
         None, description="Correct for the sampler's probabilities differing from the trainer's."
@@ -101,19 +95,13 @@ class RolloutServerKeys(Section):
     vllm_server_timeout: Positive | None = Field(None, description="Seconds to wait for the server.")
     vllm_lora_sync: bool | None = Field(None, description="Send the adapter to vLLM through the file system.")
     vllm_sync_interval: Count | None = Field(None, description="Steps between two updates of vLLM's weights.")
-    vllm_enable_sleep_mode: bool | None = Field(
-        None, description="Free vLLM's memory while it waits (colocate)."
-    )
+    vllm_enable_sleep_mode: bool | None = Field(None, description="Free vLLM's memory while it waits (colocate).")
     use_data_producer: bool | None = Field(None, description="Generate through a data producer.")
-    async_prefetch: bool | None = Field(
-        None, description="Generate the next batch while training on this one."
-    )
+    async_prefetch: bool | None = Field(None, description="Generate the next batch while training on this one.")
     prefetch_depth: Count | None = Field(None, description="Batches generated ahead.")
     streaming_partial_batch: bool | None = Field(None, description="Score groups as they arrive.")
     streaming_min_groups: Count | None = Field(None, description="Fewest groups scored at once.")
-    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Groups kept for replay."
-    )
+    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(None, description="Groups kept for replay.")
     replay_recompute_logps: bool | None = Field(None, description="Score replayed groups anew.")
     reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Share of the run after which failed prompts are tried again."

@@ -11,12 +11,8 @@ class OptimizerKeys(Section):
     """How the weights move."""
 
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
-    optimizer: str = Field(
-        "adamw_torch_fused", description="Optimizer, by the names of transformers' `optim`."
-    )
-    lr_scheduler: str = Field(
-        "cosine", description="Schedule, by the names of transformers' `lr_scheduler_type`."
-    )
+    optimizer: str = Field("adamw_torch_fused", description="Optimizer, by the names of transformers' `optim`.")
+    lr_scheduler: str = Field("cosine", description="Schedule, by the names of transformers' `lr_scheduler_type`.")
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Steps over which the learning rate rises; unset is warmup_ratio."
     )
@@ -24,9 +20,7 @@ class OptimizerKeys(Section):
         None, description="Share of the run over which the learning rate rises; unset is none."
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
-    max_grad_norm: float = Field(
-        1.0, ge=0, description="Gradient norm at which gradients are clipped; 0 is never."
-    )
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm at which gradients are clipped; 0 is never.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="First decay rate of Adam.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Second decay rate of Adam.")
     adam_epsilon: float = Field(1e-8, gt=0, description="Term that keeps Adam from dividing by zero.")
@@ -45,9 +39,7 @@ class LengthKeys(Section):
         None, description="Optimizer steps; when set, num_epochs does not count."
     )
     seed: int = Field(42, ge=0, description="Seed of weights, sampling and data order.")
-    data_seed: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Seed of the data order; unset is seed."
-    )
+    data_seed: Annotated[int, Field(ge=0)] | None = Field(None, description="Seed of the data order; unset is seed.")
     group_by_length: bool = Field(False, description="Put rows of similar length into one batch.")
     dataloader_num_workers: int = Field(0, ge=0, description="Processes that load batches.")
     dataloader_pin_memory: bool = Field(True, description="Pin batches in memory for faster copies to a GPU.")
@@ -68,9 +60,7 @@ class HardwareKeys(Section):
         "auto", description="Mixed precision in bfloat16; auto is on where the GPU supports it."
     )
     fp16: bool = Field(False, description="Mixed precision in float16.")
-    tf32: bool | None = Field(
-        None, description="TF32 matrix products on Ampere and later; unset is PyTorch's choice."
-    )
+    tf32: bool | None = Field(None, description="TF32 matrix products on Ampere and later; unset is PyTorch's choice.")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
@@ -82,8 +72,6 @@ class HardwareKeys(Section):
         None,
         description="true insists on several processes, false on one; unset takes what was launched.",
     )
-    deepspeed: str | dict[str, Any] | None = Field(
-        None, description="DeepSpeed configuration: a file or a mapping."
-    )
+    deepspeed: str | dict[str, Any] | None = Field(None, description="DeepSpeed configuration: a file or a mapping.")
     fsdp: bool | str | list[str] | None = Field(None, description="FSDP options, as transformers reads them.")
     fsdp_config: dict[str, Any] | None = Field(None, description="FSDP details, as transformers reads them.")

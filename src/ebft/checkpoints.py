@@ -1,0 +1,39 @@
+"""Finding the checkpoint that a run goes on from."""
+
+from pathlib import Path
+
+from ebft.config import RunConfig
+from ebft.errors import ConfigError
+
+# Trainer writes this file last, so that a checkpoint without it is an incomplete one.
+_LAST_FILE = "trainer_state.json"
+
+
+def find_checkpoint(config: RunConfig) -> str | None:
+    """The checkpoint folder to resume from, None to start afresh; ConfigError if the one named is unusable."""
+    if config.resume_from_checkpoint is not None:
+        return str(_named(Path(config.resume_from_checkpoint), Path(config.output_dir)))
+    if config.auto_resume_from_checkpoints:
+        newest = newest_checkpoint(Path(config.output_dir))
+        return str(newest) if newest else None
+    return None
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """The complete checkpoint with the highest step in `output_dir`, if there is one."""
+    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / _LAST_FILE).is_file()]
+    return max(found, key=_step, default=None)
+
+
+def _step(folder: Path) -> int:
+    step = folder.name.rpartition("-")[2]
+    return int(step) if step.isdigit() else -1
+
+
+def _named(folder: Path, output_dir: Path) -> Path:
+    if (folder / _LAST_FILE).is_file():
+        return folder
+    newest = newest_checkpoint(output_dir)
+    problem = f"has no {_LAST_FILE}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
+    hint = f"The newest in output_dir is {newest}." if newest else f"There is none in output_dir ({output_dir})."
+    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")

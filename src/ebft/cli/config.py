@@ -1,0 +1,37 @@
+"""`ebft config`: every key a config can have; `ebft config --check FILE`: is this file right?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ebft.cli.console import polite
+from ebft.cli.listing import option_listing
+from ebft.config import load_config
+from ebft.config.changed import changed_keys
+
+HELP = "Print every key of a config with its meaning, or check a config."
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("config", help=HELP)(command)
+
+
+@polite
+def command(
+    search: Annotated[str, typer.Argument(help="Show only the keys that contain this.", show_default=False)] = "",
+    check: Annotated[
+        Path | None, typer.Option("--check", metavar="FILE", help="Check this YAML file.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the keys, or what a checked file changes."""
+    console = Console(soft_wrap=check is not None)
+    if check is None:
+        for part in option_listing(search):
+            console.print(part)
+        return
+    for key, value in changed_keys(load_config(check)):
+        console.print(f"{key}: {value!r}", markup=False)
+    console.print(f"{check} is valid; every option not shown has its default.", markup=False)

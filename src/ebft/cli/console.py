@@ -1,0 +1,46 @@
+"""What the commands print on the error stream: errors in red, warnings in yellow, one message each."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ebft.errors import EBFTError
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+
+def polite(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors that the user can put right, and Ctrl-C, end in one message and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EBFTError as error:
+            _say(("Error: ", "bold red"), (str(error), "red"))
+            raise typer.Exit(WRONG_INPUT) from None
+        except KeyboardInterrupt as error:
+            _say(str(error) or "Stopped before training began; nothing was saved.")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
+
+
+def show_warnings() -> None:
+    """Print warnings as one line each, without the place in the code that raised them."""
+    warnings.showwarning = _show
+    warnings.filterwarnings("always", category=UserWarning, module="ebft")
+
+
+def _show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    _say(("Warning: ", "bold yellow"), str(message))
+
+
+def _say(*parts: str | tuple[str, str]) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))

@@ -1,0 +1,42 @@
+"""`ebft train CONFIG [key=value ...]`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.cli.console import polite
+from ebft.cli.listing import key_overview
+from ebft.config import load_config
+
+HELP = """Train a model as a config says.
+
+Examples:
+
+ebft train run.yaml
+
+ebft train run.yaml ebft.stride=4 learning_rate=1e-5
+
+ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("train", help=HELP, short_help="Train a model.", epilog=key_overview())(command)
+
+
+@polite
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
+    ] = None,
+) -> None:
+    """Load the config, train, and say where the model is."""
+    run_config = load_config(config, overrides or [])
+    from ebft.train import train  # imports torch, which help and config errors need not wait for
+
+    result = train(run_config)
+    typer.echo(f"Model saved in {result.output_dir}")

@@ -1,0 +1,122 @@
+"""From a run config to the keyword arguments of transformers' TrainingArguments.
+
+Keys that both know under one name or two are in the tables; the functions below them translate the rest.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ebft.config.options import StridedOptions
+from ebft.config.schema import RunConfig
+from ebft.config.trackers import trackers
+
+_SAME_NAME = (
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "seed",
+    "data_seed",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "fp16",
+    "tf32",
+    "gradient_checkpointing",
+    "torch_compile",
+    "deepspeed",
+    "output_dir",
+    "save_total_limit",
+    "save_only_model",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "logging_steps",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_private_repo",
+)
+_OTHER_NAME = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "wandb_name": "run_name",
+    "trackio_project_name": "project",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the arguments need to know about where the run takes place."""
+
+    has_accelerator: bool
+    supports_bf16: bool
+    processes: int = 1
+
+
+def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:
+    """Arguments for TrainingArguments; `rows` is the length of the training data, for what counts per epoch."""
+    kwargs = {key: getattr(config, key) for key in _SAME_NAME}
+    kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
+    kwargs |= {
+        "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
+        "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
+        "bf16": use_bf16(config, machine),
+        "use_cpu": not machine.has_accelerator,
+        "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
+        "report_to": trackers(config),
+        "push_to_hub": True if config.hub_model_id else None,
+    }
+    if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
+        details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
+        kwargs["gradient_checkpointing_kwargs"] = details
+    per_epoch = _steps_per_epoch(config, machine, rows)
+    kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
+    kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
+    kwargs |= _fsdp(config)
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def strided_kwargs(config: RunConfig) -> dict[str, Any]:
+    """The EBFT options of the config, for StridedEBFTConfig."""
+    return {name: getattr(config.ebft, name) for name in StridedOptions.model_fields}
+
+
+def use_bf16(config: RunConfig, machine: Machine) -> bool:
+    """Whether the run uses bfloat16: as asked, or for `auto` where the GPU supports it and fp16 is not set."""
+    if config.bf16 == "auto":
+        return machine.supports_bf16 and not config.fp16
+    return config.bf16
+
+
+def _steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
+    batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
+    return max(1, math.ceil(batches / config.gradient_accumulation_steps))
+
+
+def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:
+    """Strategy and steps of saving or evaluating: by steps where steps are given, else every epoch."""
+    steps = getattr(config, f"{kind}_steps")
+    if times is not None:
+        steps = max(1, steps_per_epoch // times)
+    strategy = getattr(config, f"{kind}_strategy") or ("epoch" if steps is None else "steps")
+    return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
+
+
+def _fsdp(config: RunConfig) -> dict[str, Any]:
+    """FSDP as transformers 5 takes it: one switch, and details without the older `fsdp_` in their names."""
+    if not config.fsdp:
+        return {}
+    details = {key.removeprefix("fsdp_"): value for key, value in (config.fsdp_config or {}).items()}
+    words = config.fsdp.split() if isinstance(config.fsdp, str) else config.fsdp
+    if isinstance(words, list):
+        if "offload" in words:
+            details.setdefault("cpu_offload", True)
+        if "shard_grad_op" in words:
+            details.setdefault("reshard_after_forward", False)
+    return {"fsdp": True, "fsdp_config": details or None}

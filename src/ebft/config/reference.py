@@ -1,0 +1,85 @@
+"""The schema as rows of text: what help, the reference page and the tests read."""
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ebft.config.messages import section_of
+from ebft.config.schema import GROUPS
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+class Option(NamedTuple):
+    """One key of the config, in words."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def option_groups(nested: bool = True) -> dict[str, list[Option]]:
+    """The keys of every group, in order; `nested` adds the keys of sections, such as ebft.stride."""
+    return {title: list(_options(model, "", nested)) for title, model in GROUPS.items()}
+
+
+def _options(model: type[BaseModel], prefix: str, nested: bool) -> Iterator[Option]:
+    for name, info in model.model_fields.items():
+        section = section_of(info.annotation)
+        if section is None or not nested:
+            yield Option(prefix + name, _type(info), _default(info), info.description or "")
+            continue
+        is_list = get_origin(info.annotation) is list
+        if is_list:
+            yield Option(prefix + name, "list of entries", _default(info), info.description or "")
+        yield from _options(section, f"{prefix}{name}.{'N.' if is_list else ''}", nested)
+
+
+def _type(info: FieldInfo) -> str:
+    bounds = _bounds(info.metadata)
+    return _type_name(info.annotation) + (f" ({bounds})" if bounds else "")
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(argument) for argument in arguments if argument is not type(None))
+    if origin is Annotated:
+        bounds = _bounds(argument for info in arguments[1:] for argument in info.metadata)
+        return _type_name(arguments[0]) + (f" ({bounds})" if bounds else "")
+    if origin is Literal:
+        return ", ".join(_spelled(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict or annotation is dict:
+        return "mapping"
+    names = {int: "int", float: "float", bool: "true, false", str: "text"}
+    return names.get(annotation, "section")
+
+
+def _bounds(metadata: Any) -> str:
+    found = []
+    for constraint in metadata:
+        for name, words in _BOUNDS.items():
+            if hasattr(constraint, name):
+                found.append(f"{words} {getattr(constraint, name):g}")
+        if hasattr(constraint, "min_length"):
+            found.append("not empty")
+    return ", ".join(found)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    default = info.get_default(call_default_factory=True)
+    if default is None or default == [] or isinstance(default, BaseModel):
+        return "unset"
+    return _spelled(default)
+
+
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

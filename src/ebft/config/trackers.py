@@ -1,0 +1,61 @@
+"""Which experiment trackers a run reports to, and what wandb reads from the environment."""
+
+import warnings
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from ebft.config.schema import RunConfig
+
+
+class Tracker(NamedTuple):
+    """A tracker: its name in transformers, the packages that provide it, how to install it."""
+
+    name: str
+    packages: tuple[str, ...]
+    install: str
+
+
+_TENSORBOARD = Tracker("tensorboard", ("tensorboard", "tensorboardX"), "pip install tensorboard")
+_WANDB = Tracker("wandb", ("wandb",), "pip install wandb")
+_TRACKIO = Tracker("trackio", ("trackio",), "pip install trackio")
+
+_WANDB_KEYS = ("project", "entity", "name", "run_id", "watch", "log_model", "mode")
+
+
+def trackers(config: RunConfig) -> list[str]:
+    """Names for `report_to`; a tracker that is asked for but not installed is left out with one warning."""
+    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+    for key, tracker in _asked(config).items():
+        if tracker.name in names:
+            continue
+        if any(find_spec(package) for package in tracker.packages):
+            names.append(tracker.name)
+        else:
+            reason = f"{tracker.name} is not installed ({tracker.install})"
+            warnings.warn(f"{key} is set, but {reason}: the run goes on without it.", stacklevel=2)
+    names = [name for name in names if name != "none"]
+    return names or ["none"]
+
+
+def _asked(config: RunConfig) -> dict[str, Tracker]:
+    """The trackers that keys other than report_to ask for, by the key that asks."""
+    asked = {}
+    if config.use_tensorboard:
+        asked["use_tensorboard"] = _TENSORBOARD
+    if config.use_trackio:
+        asked["use_trackio"] = _TRACKIO
+    if config.use_wandb:
+        asked["use_wandb"] = _WANDB
+    elif config.use_wandb is None and config.wandb_project:
+        asked["wandb_project"] = _WANDB
+    return asked
+
+
+def wandb_environment(config: RunConfig) -> dict[str, str]:
+    """The WANDB_ variables for the wandb_ keys that are set, for wandb and transformers to read."""
+    values = {key: getattr(config, f"wandb_{key}") for key in _WANDB_KEYS}
+    return {f"WANDB_{key.upper()}": _text(value) for key, value in values.items() if value is not None}
+
+
+def _text(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()

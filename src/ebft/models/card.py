@@ -1,0 +1,73 @@
+"""The model card of a run: what was trained, how, on what, and with which result."""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from ebft.config import RunConfig
+from ebft.config.changed import changed_keys
+
+_CITATION = """\
+@article{jelassi2026matching,
+  title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
+  author  = {Jelassi, Samy and Kwun, Mujin and Zhao, Rosie and Li, Yuanzhi and Fusi, Nicolo and Du, Yilun and
+             Kakade, Sham M. and Domingo-Enrich, Carles},
+  journal = {arXiv preprint arXiv:2603.12248},
+  year    = {2026}
+}"""
+
+
+def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
+    """Write README.md into the run's output folder and return its path."""
+    path = Path(config.output_dir) / "README.md"
+    path.write_text(model_card(config, metrics), encoding="utf-8")
+    return path
+
+
+def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
+    """The card as Markdown with the hub's YAML header."""
+    parts = [_header(config), _summary(config), _settings(config), _results(metrics)]
+    if config.rl == "ebft":
+        parts.append(f"## Citation\n\n```bibtex\n{_CITATION}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _header(config: RunConfig) -> str:
+    header = {
+        "base_model": config.base_model,
+        "library_name": "peft" if config.adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["ebft"] if config.rl == "ebft" else ["continual-pretraining"],
+        "datasets": [entry.path for entry in config.datasets if not os.path.exists(entry.path)],
+    }
+    filled = {key: value for key, value in header.items() if value}
+    return f"---\n{yaml.safe_dump(filled, sort_keys=False)}---"
+
+
+def _summary(config: RunConfig) -> str:
+    method = "plain fine-tuning on the cross-entropy"
+    if config.rl == "ebft":
+        method = (
+            f"energy-based fine-tuning ({config.ebft.mode} mode; Jelassi et al. 2026, "
+            "[arXiv 2603.12248](https://arxiv.org/abs/2603.12248))"
+        )
+    weights = f"a {config.adapter} adapter for" if config.adapter else "all weights of"
+    data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
+    return (
+        f"# {Path(config.output_dir).name}\n\nThis is {weights} `{config.base_model}`, trained by {method} with "
+        f"`ebft` {version('ebft')}.\n\n## Data\n\n{data}"
+    )
+
+
+def _settings(config: RunConfig) -> str:
+    shown = {key: value for key, value in changed_keys(config) if key not in ("base_model", "datasets")}
+    rows = "\n".join(f"| `{key}` | `{value}` |" for key, value in shown.items())
+    return f"## Settings\n\nEvery other option has its default.\n\n| option | value |\n| --- | --- |\n{rows}"
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items()))
+    return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""

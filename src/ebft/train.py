@@ -1,0 +1,156 @@
+"""One function that turns a config into a trained model.
+
+`train` reads top to bottom: check, seed, tokenizer, datasets, model (with its adapter), trainer, train or
+resume, save.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+
+from ebft.checkpoints import find_checkpoint, newest_checkpoint
+from ebft.config import RunConfig, check_trainable
+from ebft.config.arguments import Machine, strided_kwargs, training_kwargs
+from ebft.config.trackers import wandb_environment
+from ebft.data import DocumentCollator, load_datasets
+from ebft.errors import ConfigError
+from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.models import load_model, load_tokenizer
+from ebft.models.card import write_model_card
+from ebft.monitor import default_callbacks
+from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+
+
+@dataclass
+class TrainResult:
+    """What a run left behind: the folder, the last value of every logged metric, and the trainer."""
+
+    output_dir: str
+    metrics: dict[str, float]
+    trainer: Trainer
+
+    @property
+    def model(self) -> Any:
+        """The trained model, with its adapter where there is one."""
+        return self.trainer.model
+
+
+def train(config: RunConfig) -> TrainResult:
+    """Train as `config` says and save model, tokenizer and model card in `config.output_dir`.
+
+    Raises ConfigError, DataError or ModelError (all ValueError) for what the user can put right, before the model is
+    loaded where possible; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C, with a checkpoint saved.
+    """
+    check_runnable(config)
+    checkpoint = find_checkpoint(config)
+    os.environ.update(wandb_environment(config))
+
+    set_seed(config.seed)
+    tokenizer = load_tokenizer(config)
+    train_data, eval_data = load_datasets(config, tokenizer)
+    model = load_model(config, tokenizer)
+    trainer = build_trainer(config, model, tokenizer, train_data, eval_data)
+
+    run(trainer, checkpoint)
+    metrics = last_metrics(trainer)
+    save(config, trainer, metrics)
+    return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+
+
+def check_runnable(config: RunConfig) -> None:
+    """Refuse what loads as a config but cannot be trained here; ConfigError says what to do instead."""
+    if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided):
+        asked = "rl: grpo" if config.rl == "grpo" else "ebft.mode: structured (the default)"
+        raise ConfigError(
+            f"{asked} cannot be trained in this version. Set ebft.mode: strided with rl: ebft for energy-based "
+            "fine-tuning, or remove rl for plain fine-tuning."
+        )
+    if config.is_strided:
+        check_trainable(config.ebft)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if config.ddp is False and processes > 1:
+        raise ConfigError(f"ddp: false, but {processes} processes were launched. Launch one, or remove ddp.")
+    if config.ddp and processes == 1:
+        raise ConfigError(
+            "ddp: true, but only one process runs. Launch several, for example torchrun --nproc-per-node 2 "
+            "-m ebft.cli train CONFIG, or remove ddp."
+        )
+
+
+def build_trainer(config: RunConfig, model: Any, tokenizer: Any, train_data: Any, eval_data: Any = None) -> Trainer:
+    """The trainer of the config's method: StridedEBFTTrainer, or transformers' own for plain fine-tuning."""
+    kwargs = training_kwargs(config, this_machine(), rows=len(train_data), has_eval=eval_data is not None)
+    if config.is_strided:
+        trainer_class, args = StridedEBFTTrainer, StridedEBFTConfig(**kwargs, **strided_kwargs(config))
+    else:
+        trainer_class, args = Trainer, TrainingArguments(**kwargs, prediction_loss_only=True)
+    args._n_gpu = min(args.n_gpu, 1)  # one process trains on one GPU: Trainer would use DataParallel on several
+    return trainer_class(
+        model=model,
+        args=args,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        data_collator=DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided),
+        processing_class=tokenizer,
+        callbacks=default_callbacks(config),
+    )
+
+
+def this_machine() -> Machine:
+    """What the training arguments need to know about this machine."""
+    return Machine(
+        has_accelerator=torch.accelerator.is_available(),
+        supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
+        processes=int(os.environ.get("WORLD_SIZE", 1)),
+    )
+
+
+def run(trainer: Trainer, checkpoint: str | None) -> None:
+    """Train, from `checkpoint` on if there is one; after Ctrl-C raise TrainingInterrupted."""
+    stop = StopAtStepEnd()
+    trainer.add_callback(stop)
+    try:
+        with stop.listening(trainer):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        raise TrainingInterrupted(_how_to_resume(trainer)) from None
+    if stop.requested:
+        raise TrainingInterrupted(_how_to_resume(trainer))
+
+
+def _how_to_resume(trainer: Trainer) -> str:
+    newest = newest_checkpoint(Path(trainer.args.output_dir))
+    if newest is None:
+        return f"Stopped at step {trainer.state.global_step}; no checkpoint was saved."
+    return f"Stopped at step {trainer.state.global_step}. Go on with: ebft train CONFIG resume_from_checkpoint={newest}"
+
+
+def last_metrics(trainer: Trainer) -> dict[str, float]:
+    """The last logged value of every metric, the epoch and step counters left out."""
+    merged: dict[str, float] = {}
+    for entry in trainer.state.log_history:
+        merged.update(entry)
+    return {name: value for name, value in merged.items() if name not in ("epoch", "step")}
+
+
+def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Write the final model, the tokenizer, the trainer's state and the model card; push them if asked to."""
+    trainer.save_model(config.output_dir)
+    trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return
+    write_model_card(config, metrics)
+    if config.hub_model_id:
+        push(config)
+
+
+def push(config: RunConfig) -> None:
+    """Upload the output folder without its checkpoints; the trainer has made the repository."""
+    from huggingface_hub import upload_folder
+
+    ignored = ["checkpoint-*", "runs/*"]
+    upload_folder(repo_id=config.hub_model_id, folder_path=config.output_dir, ignore_patterns=ignored)
