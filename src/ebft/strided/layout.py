@@ -1,12 +1,12 @@
 """Where the blocks of a document lie: anchors, block masks, positions and the order of rollout tokens.
 
-    B   documents (rows) in the batch     S   padded document length
-    NB  blocks per row (the longest's)    N   rollouts per block    G  tokens per rollout
+B   documents (rows) in the batch     S   padded document length
+NB  blocks per row (the longest's)    N   rollouts per block    G  tokens per rollout
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,6 +132,10 @@ class StridedLayout:
         block_mask = b < blocks[:, None]
         anchors = torch.where(block_mask, first[:, None] + b * stride, 0)
         return cls(anchors, block_mask, n_samples_per_prompt, generate_max_len)
+
+    def to(self, device: torch.device | str) -> StridedLayout:
+        """The same layout on another device."""
+        return replace(self, anchors=self.anchors.to(device), block_mask=self.block_mask.to(device))
 
     @property
     def num_blocks(self) -> int:

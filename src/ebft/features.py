@@ -1,0 +1,116 @@
+"""The frozen feature network: hidden states at chosen depths, normalised, pooled into one embedding per block.
+
+B  rows   G  tokens per block   D  feature dimension
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
+
+EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
+
+
+def feature_depths(fractions: list[float], num_layers: int) -> list[int]:
+    """Indices into `hidden_states` for fractions of the depth: `int(f * num_layers)`, 0 is the embedding output."""
+    return [int(f * num_layers) for f in fractions]
+
+
+def token_features(hidden_states: list[Tensor]) -> Tensor:
+    """Features of tokens from their states at each depth: every depth L2-normalised, then concatenated, float32."""
+    return torch.cat([F.normalize(states.float(), dim=-1) for states in hidden_states], dim=-1)
+
+
+def pool(features: Tensor, embed_method: str) -> Tensor:
+    """One L2-normalised embedding per block from its tokens' features (..., G, D): (..., D), or (..., 3 D) for concat.
+
+    In strided mode a block holds generated (or reference) tokens only, so `mean_pooling` and `completion_mean`
+    are the same mean.
+    """
+    g = features.shape[-2]
+    if embed_method == "last_token":
+        pooled = features[..., -1, :]
+    elif embed_method in ("mean_pooling", "completion_mean"):
+        pooled = features.mean(-2)
+    elif embed_method == "concat":
+        pooled = torch.cat([features[..., g * quarter // 4, :] for quarter in (1, 2, 3)], dim=-1)
+    else:
+        raise ValueError(f"embed_method {embed_method!r} is unknown: use one of {', '.join(EMBED_METHODS)}")
+    return F.normalize(pooled, dim=-1)
+
+
+class FeatureNetwork:
+    """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of it.
+
+    `device` is where the copy lives (None: beside the policy); it does not apply to an adapter's base model.
+    Make it before training starts: the copy is of the weights as they are.
+    """
+
+    def __init__(self, model: nn.Module, feature_layers: list[float], embed_method: str, device: str | None = None):
+        self.shares_weights = hasattr(model, "disable_adapter")
+        if self.shares_weights and device is not None:
+            raise ValueError(
+                f"feature_device {device!r} has no effect with an adapter: features come from the policy's own base "
+                "model with the adapter disabled. Unset feature_device, or train without an adapter"
+            )
+        self._model = model if self.shares_weights else _frozen_copy(model, device)
+        self.causal_lm = unwrap_adapter(self._model)
+        self.embed_method = embed_method
+        self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.causal_lm.parameters()).device
+
+    def hidden_states(self, forward: Callable[[PreTrainedModel], Tensor]) -> list[Tensor]:
+        """`hidden_states[d]` for each chosen depth d, (B, tokens, hidden size) each, without gradients.
+
+        `forward` runs the network, given as its argument, and returns the backbone's last hidden state. Layers above
+        the deepest feature layer are taken out while it runs.
+        """
+        adapter_off = self._model.disable_adapter() if self.shares_weights else nullcontext()
+        with evaluating(self._model), adapter_off, _truncated(self.causal_lm, max(self._depths)) as found:
+            last = forward(self.causal_lm)
+        return [found.get(d, last) for d in self._depths]
+
+
+def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
+    frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
+    return frozen.to(device) if device is not None else frozen
+
+
+@contextmanager
+def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Tensor]]:
+    """Run only the first `depth` layers inside the block, and collect `hidden_states[d]` by d as they pass."""
+    owner, name = layers_at(causal_lm)
+    layers = getattr(owner, name)
+    found: dict[int, Tensor] = {}
+
+    def keep_input(module, args, kwargs):
+        found[0] = args[0] if args else kwargs["hidden_states"]
+
+    def keep_output(index: int):
+        def hook(module, args, output):
+            found[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    kept = layers[: max(depth, 1)]
+    # hidden_states[last] is taken after the final norm, hence from the backbone: no hook for it here.
+    handles = [layer.register_forward_hook(keep_output(i + 1)) for i, layer in enumerate(kept) if i + 1 < len(layers)]
+    handles.append(kept[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+    owner._modules[name] = kept
+    try:
+        yield found
+    finally:
+        owner._modules[name] = layers
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,59 @@
+"""Finding one's way inside a transformers causal LM: its backbone, its layers, its modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ebft.errors import ModelError
+
+
+def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
+    """The causal LM itself, with or without a PEFT adapter around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone_of(causal_lm: PreTrainedModel) -> nn.Module:
+    """The decoder below the language-model head."""
+    return getattr(causal_lm, causal_lm.base_model_prefix)
+
+
+def layers_at(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
+    """Where a model keeps its decoder layers: the module that owns them and the name of its ModuleList."""
+    if "_decoder_layers_at" not in causal_lm.__dict__:  # remembered, because truncation changes what a search finds
+        causal_lm.__dict__["_decoder_layers_at"] = _find_layers(causal_lm)
+    return causal_lm.__dict__["_decoder_layers_at"]
+
+
+def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers that a forward pass runs through, in order."""
+    return getattr(*layers_at(causal_lm))
+
+
+def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
+    depth = causal_lm.config.get_text_config().num_hidden_layers
+    for module in backbone_of(causal_lm).modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                return module, name
+    raise ModelError(
+        f"{type(causal_lm).__name__} keeps its {depth} decoder layers in no ModuleList, so features cannot be read "
+        "from them. EBFT supports decoder-only models in the layout of transformers"
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients inside the block; the previous mode of every module comes back after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,93 @@
+"""How a policy does on held-out documents, in one fixed feature space: cross-entropy, feature matching, alignment.
+
+Training rewards may be whitened by each group's own samples; here features are normalised and unwhitened, the
+rollouts are drawn at temperature 1, and the feature-matching loss is the unbiased estimate, so that numbers of two
+models compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import evaluating
+from ebft.monitor.metrics import MeanMetrics
+from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
+from ebft.strided.attention import StridedPass
+from ebft.strided.embed import embed_blocks
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.loss import text_logps
+from ebft.strided.policy import prepare
+from ebft.strided.rollout import DocumentNoise, rows_per_chunk, sample_rollouts
+
+
+def held_out_metrics(
+    causal_lm: PreTrainedModel,
+    network: FeatureNetwork,
+    batches: Iterable[dict[str, Tensor]],
+    *,
+    block_options: dict[str, int],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    accelerator=None,
+) -> dict[str, float]:
+    """Means over every block (feature metrics) and token (cross-entropy) of the batches, and of all ranks.
+
+    Returns `ce_loss` and `perplexity` of the reference text; `alignment` and `diversity` (scaled by 2 as in training);
+    `cfm_loss` (unbiased), `cfm_loss_plugin` (eq. 2 with sample means) and `cfm_loss_whitened` (plug-in, whitened by
+    each group's samples: not comparable between models). Each document draws the same noise in every call with the
+    same seed. Needs n_samples_per_prompt >= 2.
+    """
+    if block_options["n_samples_per_prompt"] < 2:
+        raise ValueError(
+            f"evaluation needs n_samples_per_prompt >= 2 to estimate the feature-matching loss without bias, got "
+            f"{block_options['n_samples_per_prompt']}"
+        )
+    causal_lm, metrics, noise = prepare(causal_lm), MeanMetrics(), DocumentNoise(seed)
+    device = next(causal_lm.parameters()).device
+    for inputs in batches:
+        documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
+        layout = StridedLayout.place(documents, **block_options)
+        with evaluating(causal_lm):
+            drawn = noise.draw(documents, layout, step=0)
+            rollouts, _ = sample_rollouts(
+                causal_lm, documents, layout, temperature=temperature, top_p=top_p, noise=drawn
+            )
+            phi, phi_ref = embed_blocks(network, documents, layout, rollouts)
+            _add_feature_metrics(metrics, phi, phi_ref, layout.block_mask)
+            _add_cross_entropy(metrics, causal_lm, documents, layout)
+    means = metrics.drain(accelerator)
+    if not means:
+        raise ValueError("there is nothing to evaluate on: the held-out set has no batches")
+    return {**means, "perplexity": math.exp(min(means["ce_loss"], 700.0))}
+
+
+def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor, block_mask: Tensor) -> None:
+    values = {
+        "alignment": alignment_rewards(phi, phi_ref).mean(-1),
+        "diversity": diversity_rewards(phi).mean(-1),
+        "cfm_loss": unbiased_cfm_loss(phi, phi_ref),
+        "cfm_loss_plugin": cfm_loss(phi, phi_ref),
+        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
+    }
+    for name, value in values.items():
+        metrics.add(name, torch.where(block_mask, value, 0).sum(), block_mask.sum())
+
+
+def _add_cross_entropy(
+    metrics: MeanMetrics, causal_lm: PreTrainedModel, documents: Documents, layout: StridedLayout
+) -> None:
+    run = StridedPass(layout, "prefill", num_document_tokens=documents.input_ids.shape[1])
+    rows = rows_per_chunk(causal_lm)
+    logps = causal_lm(
+        input_ids=documents.input_ids,
+        strided=run,
+        on_hidden=lambda hidden, head: text_logps(hidden, documents, head, rows),
+    )
+    metrics.add("ce_loss", -logps.sum(), documents.ce_mask.sum())

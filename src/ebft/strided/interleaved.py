@@ -1,0 +1,136 @@
+"""The step-major layout [document | step 0 of all blocks | step 1 of all blocks | ...], as masks and positions.
+
+One rollout per block, block b at anchor `context_length + b * stride`. For tests and debugging, and for code
+written against this layout. The trainer does not use it: it keeps rollouts block-major and never builds a
+dense mask (see layout.py and attention.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def build_strided_position_ids(
+    full_sequence_length: int,
+    prompt_length: int,
+    context_length: int,
+    generation_step: int,
+    stride: int,
+    num_blocks: int,
+    device: torch.device | str,
+    batch_size: int = 1,
+) -> Tensor:
+    """Position ids (batch_size, full_sequence_length), long, with `generation_step` tokens per block generated so far.
+
+    `prompt_length` is the document's length. Token t of block b has position `context_length + b * stride + t`;
+    places behind the generated tokens hold 0.
+    """
+    _check(full_sequence_length, prompt_length, generation_step, num_blocks)
+    step, block = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
+    generated = context_length + block * stride + step
+    index = torch.arange(full_sequence_length, device=device)
+    position = torch.where(index < prompt_length, index, torch.where(step < generation_step, generated, 0))
+    return position.expand(batch_size, -1).clone()
+
+
+def build_strided_dense_mask_and_positions(
+    full_sequence_length: int,
+    prompt_length: int,
+    context_length: int,
+    generation_step: int,
+    max_generation_length: int,
+    stride: int,
+    num_blocks: int,
+    device: torch.device | str,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """An additive mask (batch_size, 1, L, L) of 0 and the dtype's minimum, and the position ids (batch_size, L).
+
+    Places behind the generated tokens see nothing.
+    """
+    position_ids = build_strided_position_ids(
+        full_sequence_length,
+        prompt_length,
+        context_length,
+        generation_step,
+        stride,
+        num_blocks,
+        device,
+        batch_size,
+    )
+    step, _ = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
+    visible = _visible(
+        torch.arange(full_sequence_length, device=device)[:, None],
+        torch.arange(full_sequence_length, device=device)[None, :],
+        prompt_length=prompt_length,
+        context_length=context_length,
+        max_generation_length=max_generation_length,
+        stride=stride,
+        num_blocks=num_blocks,
+    )
+    visible &= (step < generation_step)[:, None]
+    mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
+    return mask.expand(batch_size, 1, -1, -1).clone(), position_ids
+
+
+def create_strided_block_mask(
+    prompt_length: int,
+    context_length: int,
+    max_generation_length: int,
+    stride: int,
+    num_blocks: int,
+    full_sequence_length: int,
+    batch_size: int,
+    num_heads: int,
+    device: torch.device | str,
+):
+    """The same pattern as a flex_attention `BlockMask`, shared by all heads.
+
+    Its parameters are captured as tensors, so that new anchors do not recompile a compiled flex_attention.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    parameters = {
+        name: torch.tensor(value, device=device)
+        for name, value in {
+            "prompt_length": prompt_length,
+            "context_length": context_length,
+            "max_generation_length": max_generation_length,
+            "stride": stride,
+            "num_blocks": num_blocks,
+        }.items()
+    }
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return _visible(q_idx, kv_idx, **parameters)
+
+    length = full_sequence_length
+    return create_block_mask(mask_mod, B=batch_size, H=None, Q_LEN=length, KV_LEN=length, device=str(device))
+
+
+def _visible(query, key, *, prompt_length, context_length, max_generation_length, stride, num_blocks):
+    """Whether a query index sees a key index: causal in the document; prefix and own block for generated tokens."""
+    query_step, query_block = (query - prompt_length) // num_blocks, (query - prompt_length) % num_blocks
+    key_step, key_block = (key - prompt_length) // num_blocks, (key - prompt_length) % num_blocks
+    in_document = (query < prompt_length) & (key <= query)
+    generated = (query >= prompt_length) & (query_step < max_generation_length)
+    in_prefix = (key < prompt_length) & (key < context_length + query_block * stride)
+    in_own_block = (key >= prompt_length) & (key_block == query_block) & (key_step <= query_step)
+    return in_document | (generated & (in_prefix | in_own_block))
+
+
+def _step_and_block(length: int, prompt_length: int, num_blocks: int, device) -> tuple[Tensor, Tensor]:
+    """Generation step and block of every index; the step of a document token is -1."""
+    generated = torch.arange(length, device=device) - prompt_length
+    return torch.where(generated >= 0, generated // num_blocks, -1), generated % num_blocks
+
+
+def _check(full_sequence_length: int, prompt_length: int, generation_step: int, num_blocks: int) -> None:
+    needed = prompt_length + generation_step * num_blocks
+    if num_blocks < 1 or full_sequence_length < needed:
+        raise ValueError(
+            f"full_sequence_length {full_sequence_length} is too short: a document of {prompt_length} tokens and "
+            f"{generation_step} steps of {num_blocks} blocks need {needed}"
+        )

@@ -1,0 +1,173 @@
+"""A causal LM that can run over a strided layout: switched attention, hidden states, and its own scoring head.
+
+`prepare(model)` teaches a transformers model two keyword arguments, `strided` (a `StridedPass`) and `on_hidden`,
+and leaves every other call as it was. A call that carries them runs the backbone with strided attention and
+returns `on_hidden(hidden_states, head)`, all inside the module's own forward, so that whatever accelerate, DDP,
+FSDP or PEFT wrapped around it takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ebft.errors import ModelError
+from ebft.models.causal_lm import backbone_of, decoder_layers, unwrap_adapter
+from ebft.strided.attention import IMPLEMENTATION, StridedPass
+
+Head = Callable[[Tensor], Tensor]  # hidden states (P, D) -> logits (P, V)
+
+_RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm", "gated_delta")
+_WAY_OUT = "Use `ebft.mode: structured` for this model"
+
+
+def check_supported(causal_lm: PreTrainedModel) -> None:
+    """Refuse models whose architecture cannot share one document prefix, naming the feature."""
+    name, config = type(causal_lm).__name__, causal_lm.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder; EBFT trains decoder-only causal language models")
+    kinds = [str(kind) for kind in (getattr(config, "layer_types", None) or [])]
+    kinds += [type(module).__name__.lower() for module in causal_lm.modules()]
+    recurrent = sorted({kind for kind in kinds for word in _RECURRENT if word in kind and kind != "conv1d"})
+    if recurrent:
+        raise ModelError(
+            f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
+            f"cannot be shared by rollouts that start at different places. {_WAY_OUT}"
+        )
+    if not causal_lm._supports_attention_backend:
+        raise ModelError(f"{name} does not use the attention interface of transformers. {_WAY_OUT}")
+    noise = getattr(config, "router_jitter_noise", 0.0)
+    if noise:
+        raise ModelError(
+            f"{name} adds noise to its router while training (router_jitter_noise {noise}), so it would not be "
+            "trained as it was sampled. Set router_jitter_noise to 0 in the model's config"
+        )
+
+
+def check_length(causal_lm: PreTrainedModel, length: int) -> None:
+    """Refuse lengths beyond the model's positions, or where its rotary frequencies depend on the length."""
+    config = causal_lm.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"a document of {length} tokens is longer than the model's max_position_embeddings {limit}: "
+            f"set sequence_len to at most {limit}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for kind in kinds:
+        original = kind.get("original_max_position_embeddings") or limit
+        if kind.get("rope_type") in ("dynamic", "longrope") and original and length > original:
+            raise ModelError(
+                f"rope_type {kind['rope_type']!r} changes every position's rotation once a sequence passes {original} "
+                f"tokens, so rollouts and documents of {length} tokens cannot share a prefix: "
+                f"set sequence_len to at most {original}"
+            )
+
+
+def prepare(model: nn.Module) -> PreTrainedModel:
+    """Teach the causal LM inside `model` to take `strided` and `on_hidden`; returns it. Safe to call twice.
+
+    Raises ModelError for architectures that strided EBFT cannot honour exactly.
+    """
+    causal_lm = unwrap_adapter(model)
+    check_supported(causal_lm)
+    if "_plain_forward" in causal_lm.__dict__:
+        return causal_lm
+    causal_lm._plain_forward = causal_lm.forward
+    causal_lm.forward = MethodType(_strided_forward, causal_lm)
+    for module in backbone_of(causal_lm).modules():
+        if hasattr(module, "config"):  # what reads config._attn_implementation: the backbone and its attention
+            module.register_forward_pre_hook(_switch_on, with_kwargs=True)
+            module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
+    return causal_lm
+
+
+def _strided_forward(self, *args, strided: StridedPass | None = None, on_hidden=None, **kwargs):
+    """`forward` of a prepared model."""
+    if strided is None:
+        return self._plain_forward(*args, **kwargs)
+    input_ids = kwargs["input_ids"]
+    strided.layers_seen.clear()
+    hidden = backbone_of(self)(
+        input_ids=input_ids,
+        # All ones: keeps transformers from reading jumps in the positions as packed sequences.
+        attention_mask=torch.ones_like(input_ids),
+        position_ids=strided.position_ids(),
+        use_cache=False,
+        strided=strided,
+    )[0]
+    depth = len(decoder_layers(self))
+    if len(strided.layers_seen) != depth:
+        raise ModelError(
+            f"{type(self).__name__}: {len(strided.layers_seen)} of {depth} layers used strided attention. {_WAY_OUT}"
+        )
+    return on_hidden(hidden, lambda states: _head(self, states))
+
+
+class _GivenStates(nn.Module):
+    """Stands in for the backbone while a head is applied to states that are already there."""
+
+    def forward(self, *args, inputs_embeds=None, **kwargs):
+        return _States(last_hidden_state=inputs_embeds)
+
+
+@dataclass
+class _States(ModelOutput):
+    """A backbone output whose every optional field is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return
+
+
+def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits (P, V) of hidden states (P, D) by the model's own forward: head, scaling, soft-capping and all."""
+    name = causal_lm.base_model_prefix
+    backbone = causal_lm._modules[name]
+    causal_lm._modules[name] = _GivenStates()
+    try:
+        return causal_lm._plain_forward(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
+    finally:
+        causal_lm._modules[name] = backbone
+
+
+# Hooks sit on the modules that read the attention implementation, not around the whole call, because gradient
+# checkpointing runs single layers again in backward, long after the call has returned.
+
+
+def _switch_on(module, args, kwargs):
+    run = kwargs.get("strided")
+    if run is not None:
+        run.previous_implementation.append(module.config._attn_implementation)
+        module.config._attn_implementation = IMPLEMENTATION
+
+
+def _switch_off(module, args, kwargs, output):
+    run = kwargs.get("strided")
+    if run is not None:
+        module.config._attn_implementation = run.previous_implementation.pop()
+
+
+@contextmanager
+def override_attn_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Use another attention implementation inside the block ("eager", "sdpa", ...), whatever raises in it.
+
+    The trainer does not need it: its passes switch attention by themselves, call by call.
+    """
+    previous = model.config._attn_implementation
+    model.config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = previous

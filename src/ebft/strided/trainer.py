@@ -1,0 +1,309 @@
+"""StridedEBFTTrainer: a transformers Trainer whose loss is strided energy-based fine-tuning.
+
+`compute_loss` is the algorithm, top to bottom. Shapes here are (B documents, NB blocks, N rollouts, G tokens);
+`StridedOutput` hands users (B, N, NB, G).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from ebft.config.options import (
+    StridedOptions,
+    check_trainable,
+    settle_single_sample,
+    validate_options,
+    with_options,
+)
+from ebft.data.collator import DocumentCollator
+from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.monitor.metrics import MeanMetrics
+from ebft.monitor.throughput import Throughput
+from ebft.rewards import alignment_rewards, cfm_loss, compute_advantages, diversity_rewards, whiten
+from ebft.strided.embed import embed_blocks
+from ebft.strided.held_out import held_out_metrics
+from ebft.strided.layout import Documents, StridedLayout, generated_token_count
+from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.policy import check_supported, prepare
+from ebft.strided.rollout import DocumentNoise, sample_rollouts
+
+BLOCK_OPTIONS = (
+    "stride",
+    "context_length",
+    "generate_max_len",
+    "n_samples_per_prompt",
+    "min_completion_prefix",
+)
+
+
+@dataclass
+@with_options(StridedOptions)
+class StridedEBFTConfig(TrainingArguments):
+    """TrainingArguments with the options of strided EBFT, as `ebft.config.options` declares them."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate_options(StridedOptions, self)
+        # The collator's columns are read by name, whatever the model's forward takes.
+        self.remove_unused_columns = False
+
+
+@dataclass
+class StridedOutput:
+    """What one step computed. Entries of masked-out blocks are zero. Everything but the losses is detached.
+
+    anchors (B, NB) long; block_mask (B, NB) bool; rollouts (B, N, NB, G) long; logps (B, N, NB, G) float32;
+    alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB) float32; scalars rl_loss, ce_loss, loss.
+    """
+
+    anchors: Tensor
+    block_mask: Tensor
+    rollouts: Tensor
+    logps: Tensor
+    alignment: Tensor
+    diversity: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    cfm: Tensor
+    rl_loss: Tensor
+    ce_loss: Tensor
+    loss: Tensor
+
+
+class StridedEBFTTrainer(Trainer):
+    """Fine-tune a causal LM by strided EBFT (Jelassi et al. 2026, section 2 and appendix F).
+
+    Rows of `train_dataset` hold `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
+    them. The feature network is the model with its adapter disabled, or a frozen copy made here (on
+    `args.feature_device`). The loss is normalised by the tokens of the whole optimizer step, over micro-batches
+    and ranks. Raises ModelError where the model's architecture cannot be honoured exactly.
+    """
+
+    args: StridedEBFTConfig
+
+    def __init__(self, model: Any = None, args: StridedEBFTConfig | None = None, *, data_collator=None, **kwargs):
+        args = args if args is not None else StridedEBFTConfig()
+        settle_single_sample(args)
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model)
+        check_supported(unwrap_adapter(model))
+        self.feature_network = FeatureNetwork(model, args.feature_layers, args.embed_method, args.feature_device)
+        data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
+        super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
+        self._causal_lm = prepare(model)
+        if args.disable_dropout:
+            disable_dropout(model)
+        if args.gradient_checkpointing:
+            self._causal_lm.enable_input_require_grads()  # frozen embeddings would cut reentrant checkpoints off
+        self.model_accepts_loss_kwargs = True  # our loss is normalised by the whole step, see _get_num_items_in_batch
+        self._noise = DocumentNoise(args.seed)
+        self._metrics = MeanMetrics()
+        self._throughput = Throughput()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, StridedOutput]:
+        """One step of strided EBFT on `input_ids` (B, S) with optional `attention_mask`, `labels`, `prompt_length`.
+
+        `num_items_in_batch` is what `_get_num_items_in_batch` returned: the generated tokens and the cross-entropy
+        tokens of the optimizer step; None normalises by this batch alone.
+        """
+        args = self.args
+        documents = Documents.from_inputs(inputs)
+        layout = StridedLayout.place(documents, **self._block_options())
+
+        with evaluating(model):
+            noise = self._noise.draw(documents, layout, self.state.global_step)
+            rollouts, entropy = sample_rollouts(
+                self._causal_lm,
+                documents,
+                layout,
+                temperature=args.temperature,
+                top_p=args.top_p,
+                noise=noise,
+            )
+            phi, phi_ref = embed_blocks(self.feature_network, documents, layout, rollouts)
+            if args.use_whitening:
+                phi, phi_ref = whiten(phi, phi_ref, args.whitening_space)
+            alignment = alignment_rewards(phi, phi_ref)
+            diversity = diversity_rewards(phi)
+            rewards = args.alignment_coef * alignment - args.diversity_coef * diversity
+            advantages = compute_advantages(
+                rewards,
+                args.advantage_estimator,
+                diversity=args.diversity_coef * diversity,
+                rloo_baseline=args.rloo_baseline,
+            )
+
+        logps, reference_logps = score(
+            model,
+            self._causal_lm,
+            documents,
+            layout,
+            rollouts,
+            temperature=args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
+            ce_gradient=args.ce_coef > 0,
+            apply_dropout=not args.disable_dropout,
+        )
+        generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
+        rl_loss = policy_gradient_loss(advantages, logps, layout.block_mask, generated_tokens)
+        ce_loss = cross_entropy_loss(reference_logps, reference_tokens)
+        loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
+
+        output = StridedOutput(
+            anchors=layout.anchors,
+            block_mask=layout.block_mask,
+            rollouts=_for_users(rollouts, layout),
+            logps=_for_users(logps.detach(), layout),
+            alignment=_for_users(alignment, layout),
+            diversity=_for_users(diversity, layout),
+            rewards=_for_users(rewards, layout),
+            advantages=_for_users(advantages, layout),
+            cfm=cfm_loss(phi, phi_ref) * layout.block_mask,
+            rl_loss=rl_loss.detach(),
+            ce_loss=ce_loss.detach(),
+            loss=loss.detach(),
+        )
+        self._record(output, entropy, reference_logps, documents, layout)
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # DDP averages what ranks computed; ours are shares of a sum
+        return (loss, output) if return_outputs else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        started = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss is {loss.item()} at step {self.state.global_step}, in the batch with documents of "
+                f"{Documents.from_inputs(inputs).lengths.tolist()} tokens that begin with token ids "
+                f"{inputs['input_ids'][:, :8].tolist()}. No update was made from it and saved checkpoints are kept; "
+                "lower learning_rate or look at these documents, then resume with resume_from_checkpoint"
+            )
+        self._throughput.add(seconds=time.perf_counter() - started)
+        return loss
+
+    def train(self, *args, **kwargs):
+        check_trainable(self.args)
+        return super().train(*args, **kwargs)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Metrics of the policy on held-out documents, in the fixed feature space of `ebft.evaluate`."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset: set test_datasets or val_set_size")
+        metrics = held_out_metrics(
+            self._causal_lm,
+            self.feature_network,
+            self.get_eval_dataloader(dataset),
+            block_options=self._block_options(),
+            seed=self.args.seed,
+            accelerator=self.accelerator,
+        )
+        logs = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(logs)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
+        return logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the EBFT metrics and the throughput since the last call, then log as any Trainer does."""
+        if self.model.training or "loss" in logs:
+            logs = {**logs, **self._drain_metrics(), **self._throughput.drain(self.accelerator)}
+        super().log(logs, start_time)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
+        """Generated tokens and cross-entropy tokens of the whole optimizer step, over all ranks: a pair, (2,)."""
+        counts = torch.zeros(2, dtype=torch.long)
+        for inputs in batch_samples:
+            documents = Documents.from_inputs(inputs)
+            counts[0] += generated_token_count(documents, **self._block_options())
+            counts[1] += documents.ce_mask.sum().cpu()
+        return self.accelerator.reduce(counts.to(device), "sum")
+
+    def _token_counts(self, documents: Documents, layout: StridedLayout, counts: Tensor | None) -> Tensor:
+        """What the two losses are means over; at least 1, so that a batch without a term gives 0."""
+        if counts is None:
+            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()], device=layout.anchors.device)
+        elif not isinstance(counts, Tensor) or counts.shape != (2,):
+            raise ValueError(
+                f"num_items_in_batch must be the pair (generated tokens, cross-entropy tokens) of the optimizer step, "
+                f"got {counts!r}; leave it out to normalise by this batch alone"
+            )
+        return counts.clamp_min(1)
+
+    def _block_options(self) -> dict[str, int]:
+        return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}
+
+    def _record(
+        self,
+        output: StridedOutput,
+        entropy: Tensor,
+        reference_logps: Tensor,
+        documents: Documents,
+        layout: StridedLayout,
+    ) -> None:
+        """Keep the sums behind the logged means: over samples of real blocks, blocks, and tokens."""
+        blocks = layout.block_mask.sum()
+        samples, generated = blocks * layout.num_samples, layout.num_generated
+        add = self._metrics.add
+        add("ebft/alignment", output.alignment.sum(), samples)
+        add("ebft/diversity", output.diversity.sum(), samples)
+        add("ebft/mean_reward", output.rewards.sum(), samples)
+        add("ebft/cfm_loss", output.cfm.sum(), blocks)
+        add("ebft/advantages_mean", output.advantages.sum(), samples)
+        add("ebft/advantages_std", output.advantages.square().sum(), samples)
+        add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
+        add("ebft/ce_loss", -reference_logps.detach().sum(), documents.ce_mask.sum())
+        add("entropy", (entropy * layout.block_mask[:, :, None, None]).sum(), generated)
+        self._throughput.add(documents=len(documents.lengths), generated_tokens=generated)
+
+    def _drain_metrics(self) -> dict[str, float]:
+        """The logged means, with the guide's second name of the reward and the spread of the advantages."""
+        means = self._metrics.drain(self.accelerator)
+        if means:
+            mean = means.pop("ebft/advantages_mean")
+            means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
+            means["ebft/reward"] = means["ebft/mean_reward"]
+        return means
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became NaN or infinite; training stopped before the update."""
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of the model to 0, with one warning where an adapter asked for some."""
+    lora_dropout = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
+            module.p = 0.0
+    if lora_dropout > 0:
+        warnings.warn(
+            f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
+            "forward runs without it too. Set disable_dropout: false to train with it",
+            stacklevel=3,
+        )
+
+
+def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:
+    """Pad with the tokenizer's pad token; the id never reaches a score, so 0 will do without one."""
+    pad = tokenizer.pad_token_id if tokenizer is not None else model.config.get_text_config().pad_token_id
+    return DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)
+
+
+def _for_users(values: Tensor, layout: StridedLayout) -> Tensor:
+    """(B, NB, N, ...) -> (B, N, NB, ...), with zeros in masked-out blocks."""
+    mask = layout.block_mask.view(*layout.block_mask.shape, *[1] * (values.dim() - 2))
+    return torch.where(mask, values, 0).transpose(1, 2).contiguous()

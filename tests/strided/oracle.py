@@ -1,0 +1,119 @@
+"""The naive twin of strided EBFT: every short sequence through the plain model, one at a time, in loops.
+
+Imports nothing from ebft. Written from the definitions: anchors per row, nested prefixes, features of each sequence
+from its own forward pass, float64 whitening by SVD, leave-one-out baselines by leaving out.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+
+
+def anchors_of(length, prompt_length, o):
+    start = max(prompt_length + o.min_completion_prefix, o.context_length) if prompt_length else o.context_length
+    found = []
+    while start + o.generate_max_len <= length:
+        found.append(start)
+        start += o.stride
+    return found
+
+
+def plain_logits(model, ids):
+    return model(input_ids=ids[None], use_cache=False).logits[0].float()
+
+
+def block_feature(model, ids, start, o):
+    """Embedding of tokens ids[start:], the block, after the prefix ids[:start]."""
+    off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), off:
+        states = model(input_ids=ids[None], use_cache=False, output_hidden_states=True).hidden_states
+    model.train(was_training)
+    depth = len(states) - 1
+    tokens = []
+    for position in range(start, len(ids)):
+        parts = [states[int(f * depth)][0, position].double() for f in o.feature_layers]
+        tokens.append(torch.cat([part / part.norm() for part in parts]))
+    g = len(tokens)
+    pooled = {
+        "last_token": lambda: tokens[-1],
+        "mean_pooling": lambda: sum(tokens) / g,
+        "completion_mean": lambda: sum(tokens) / g,
+        "concat": lambda: torch.cat([tokens[g // 4], tokens[g // 2], tokens[3 * g // 4]]),
+    }[o.embed_method]()
+    return pooled / pooled.norm()
+
+
+def whitened(x, y, space):
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    inverse = torch.tensor([1 / v if v > 1e-5 * s.max() else 0.0 for v in s], dtype=x.dtype)
+    if space == "feature":
+        w = vt.T @ torch.diag(inverse) @ vt
+        return x @ w, [y @ w] * len(x)
+    left = u @ torch.diag(inverse) @ u.T
+    return left @ x, list(left @ y.repeat(len(x), 1))
+
+
+def rewards_of(x, ys, o):
+    n = len(x)
+    alignment = torch.stack([2 * x[j] @ ys[j] / (x[j].norm() * ys[j].norm()) for j in range(n)])
+    diversity = torch.stack(
+        [2 / (n - 1) * sum(x[j] @ x[k] for k in range(n) if k != j) if n > 1 else x.new_zeros(()) for j in range(n)]
+    )
+    return alignment, diversity, o.alignment_coef * alignment - o.diversity_coef * diversity
+
+
+def advantages_of(x, ys, alignment, diversity, rewards, o):
+    n = len(rewards)
+    if o.advantage_estimator == "reinforce":
+        return rewards.clone()
+    if o.advantage_estimator == "group_norm":
+        return (rewards - rewards.mean()) / rewards.std()
+    result = []
+    for j in range(n):
+        others = [k for k in range(n) if k != j]
+        if o.rloo_baseline == "mean":
+            result.append(rewards[j] - sum(rewards[k] for k in others) / (n - 1))
+            continue
+        base = o.alignment_coef * sum(alignment[k] for k in others) / (n - 1)
+        if n > 2:  # the others' diversity among themselves, with d's own scale 2/(n-1)
+            pairs = [sum(x[k] @ x[m] for m in others if m != k) * 2 / (n - 1) for k in others]
+            base = base - o.diversity_coef * sum(pairs) / (n - 2)
+        result.append(rewards[j] - base)
+    return torch.stack(result)
+
+
+def oracle_step(model, rows, rollouts, o):
+    """Everything a step computes, from rows = [(ids, prompt_length, ce_targets)] and rollouts (B, N, NB, G).
+
+    Returns a namespace of lists by (row, block); `loss` carries the gradient.
+    """
+    out = SimpleNamespace(anchors=[], logps={}, alignment={}, diversity={}, rewards={}, advantages={}, cfm={})
+    rl_terms, ce_terms = [], []
+    temperature = o.temperature or 1.0
+    for r, (ids, prompt_length, targets) in enumerate(rows):
+        out.anchors.append(anchors_of(len(ids), prompt_length, o))
+        for b, a in enumerate(out.anchors[-1]):
+            sequences = [torch.cat([ids[:a], rollouts[r, j, b]]) for j in range(o.n_samples_per_prompt)]
+            x = torch.stack([block_feature(model, seq, a, o) for seq in sequences])
+            ys = [block_feature(model, ids[: a + o.generate_max_len], a, o)] * len(x)
+            if o.use_whitening:
+                x, ys = whitened(x, ys[0], o.whitening_space)
+            alignment, diversity, rewards = rewards_of(x, ys, o)
+            advantages = advantages_of(x, ys, alignment, diversity, rewards, o)
+            out.alignment[r, b], out.diversity[r, b], out.rewards[r, b] = alignment, diversity, rewards
+            out.advantages[r, b] = advantages
+            out.cfm[r, b] = (x.mean(0) - sum(ys) / len(ys)).square().sum()
+            for j, seq in enumerate(sequences):
+                logp = (plain_logits(model, seq) / temperature).log_softmax(-1)
+                scored = torch.stack([logp[a + t - 1, seq[a + t]] for t in range(o.generate_max_len)])
+                out.logps[r, b, j] = scored
+                rl_terms.append(-advantages[j].float() * scored)
+        logp = plain_logits(model, ids).log_softmax(-1)
+        ce_terms += [-logp[i - 1, ids[i]] for i in targets]
+    out.rl_loss = torch.cat(rl_terms).mean()
+    out.ce_loss = torch.stack(ce_terms).mean()
+    out.loss = o.rl_coef * out.rl_loss + o.ce_coef * out.ce_loss
+    return out
