@@ -10,15 +10,17 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 from ebft.data.splits import DEFAULT_SPLIT
 from ebft.errors import DataError
 
+_TEXT = (
+    ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
+    ".js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .swift .cs .sh .sql .yaml .yml .toml"
+)
+# Formats and the file endings that mean them.
 KINDS = {
     "json": {".json", ".jsonl", ".ndjson"},
     "csv": {".csv", ".tsv"},
     "parquet": {".parquet"},
     "arrow": {".arrow"},
-    "text": set(
-        ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
-        ".js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .swift .cs .sh .sql .yaml .yml .toml".split()
-    ),
+    "text": set(_TEXT.split()),
 }
 _SPLIT_WORD = re.compile(
     r"(?:^|[/._-])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|valid(?:ation)?|val|dev)(?=[/._-]|$)"

@@ -1,0 +1,88 @@
+"""LoRA adapters through PEFT: a fresh one, or one to go on training."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import PreTrainedModel
+
+from ebft.errors import ConfigError, ModelError
+
+
+def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | PeftModel:
+    """`model` with the adapter that the config asks for, or `model` itself where it asks for none.
+
+    Adapter weights are float32 whatever the base weights are. `lora_model_dir` goes on from a saved adapter, whose own
+    settings win. Raises ModelError when `lora_target_modules` matches no module of the model.
+    """
+    if config.adapter is None:
+        return model
+    if config.load_in_4bit or config.load_in_8bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if config.gradient_checkpointing:
+        # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
+        model.enable_input_require_grads()
+    if config.lora_model_dir is not None:
+        return _saved_adapter(model, config.lora_model_dir)
+    return get_peft_model(model, lora_config(model, config))
+
+
+def lora_config(model: PreTrainedModel, config: Any) -> LoraConfig:
+    """PEFT's settings from the `lora_` keys."""
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=_targets(model, config),
+        modules_to_save=config.lora_modules_to_save,
+    )
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
+    return sorted(
+        {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    )
+
+
+def _targets(model: PreTrainedModel, config: Any) -> str | list[str]:
+    wanted = config.lora_target_modules
+    if wanted is None:
+        return "all-linear"
+    if config.lora_target_linear:
+        raise ConfigError(
+            "lora_target_linear: true already means every linear layer, so lora_target_modules would be ignored. "
+            "Remove one of them."
+        )
+    names = [name for name, _ in model.named_modules()]
+    for given in [wanted] if isinstance(wanted, str) else wanted:
+        # PEFT reads a text as one regular expression, and the members of a list as endings of names.
+        pattern = given if isinstance(wanted, str) else rf"(.*\.)?{re.escape(given)}"
+        if not any(_full_match(pattern, name) for name in names):
+            raise ModelError(
+                f"lora_target_modules: {given!r} matches no module. The linear layers are "
+                f"{', '.join(linear_names(model))}; name some of them, or set lora_target_linear: true."
+            )
+    return wanted
+
+
+def _full_match(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ConfigError(f"lora_target_modules: {pattern!r} is not a regular expression: {error}.") from error
+
+
+def _saved_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
+    if not (Path(folder).expanduser() / "adapter_config.json").is_file():
+        raise ModelError(
+            f"lora_model_dir: {folder!r} holds no adapter (there is no adapter_config.json in it). Give the folder of "
+            "a saved adapter, such as a checkpoint folder."
+        )
+    try:
+        return PeftModel.from_pretrained(model, str(Path(folder).expanduser()), is_trainable=True)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"lora_model_dir: the adapter in {folder!r} does not fit the base model: {error}") from error

@@ -1,0 +1,69 @@
+"""The base model: loaded once, in the type, place and attention implementation that the config asks for."""
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ebft.data.locate import locate
+from ebft.errors import ConfigError, ModelError
+from ebft.models.placement import usable_attention, usable_device_map
+from ebft.models.precision import weights_dtype
+from ebft.models.quantisation import quantisation_config
+
+
+def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The causal language model of `base_model`, its embeddings grown to the tokenizer's vocabulary.
+
+    Raises ModelError when it cannot be found or loaded, ConfigError when `sequence_len` is beyond its positions.
+    """
+    model_config = load_model_config(config)
+    check_sequence_len(config.sequence_len, model_config, config.base_model)
+    options = {
+        "dtype": weights_dtype(config),
+        "attn_implementation": usable_attention(config.attn_implementation),
+        "device_map": usable_device_map(config.device_map),
+        "quantization_config": quantisation_config(config),
+    }
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.base_model,
+            config=model_config,
+            revision=config.revision_of_model,
+            trust_remote_code=config.trust_remote_code,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {error}") from error
+    _fit_vocabulary(model, tokenizer)
+    return model
+
+
+def load_model_config(config: Any) -> Any:
+    """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
+    key = "base_model_config" if config.base_model_config else "base_model"
+    name = config.base_model_config or config.base_model
+    locate(config.base_model, "model", "base_model")
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{key}: no model configuration can be read from {name!r}: {error}") from error
+
+
+def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
+    """ConfigError when rows may be longer than the positions that the model knows."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
+    if limit is not None and sequence_len > limit:
+        raise ConfigError(
+            f"sequence_len: {sequence_len} is beyond the {limit} positions of {name} (max_position_embeddings). "
+            f"Set sequence_len to at most {limit}."
+        )
+
+
+def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,59 @@
+"""Chat templates by short name, and reading a user's own."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ebft.errors import ModelError
+
+# One turn each: how the format writes a message, and how it begins the assistant's next one.
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}"
+        "{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+        "{{ message['content'] | trim + '<|eot_id|>' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+        "{% endif %}"
+    ),
+}
+KEEP = "tokenizer_default"
+
+
+def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
+    """Set the tokenizer's chat template to `choice`: a name in `TEMPLATES`, a file, or Jinja text.
+
+    None keeps the tokenizer's own, and so does `tokenizer_default`, which needs it to have one. Raises ModelError
+    for anything else.
+    """
+    if choice is None:
+        return
+    if choice == KEEP:
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                f"chat_template: {KEEP}, and the tokenizer has none. Use one of {', '.join(TEMPLATES)} or a file."
+            )
+        return
+    tokenizer.chat_template = _template(choice)
+
+
+def _template(choice: str) -> str:
+    if choice in TEMPLATES:
+        return TEMPLATES[choice]
+    if "{{" in choice or "{%" in choice:
+        return choice
+    path = Path(choice).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise ModelError(
+        f"chat_template: {choice!r} is neither a known name ({', '.join([*TEMPLATES, KEEP])}) nor a file here, and "
+        "it holds no Jinja. Give one of these."
+    )

@@ -1,0 +1,43 @@
+"""Attention implementations and devices that this machine lacks: one warning, and what runs instead."""
+
+import warnings
+
+import torch
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
+def usable_attention(wanted: str | None) -> str | None:
+    """`wanted`, or `sdpa` with a warning where it needs a GPU or a package that is not here; None stays None."""
+    available = _FLASH.get(wanted)
+    if available is None or (torch.cuda.is_available() and available()):
+        return wanted
+    lacking = "its package is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+    warnings.warn(f"attn_implementation: {wanted} cannot run ({lacking}): sdpa is used.", stacklevel=2)
+    return "sdpa"
+
+
+def usable_device_map(wanted: str | dict | None) -> str | dict | None:
+    """`wanted`, or None with a warning where it names a device that this machine does not have."""
+    places = wanted.values() if isinstance(wanted, dict) else [] if wanted is None else [wanted]
+    missing = [place for place in places if not _exists(place)]
+    if not missing:
+        return wanted
+    warnings.warn(
+        f"device_map: {wanted} names a device that is not here ({missing[0]}; "
+        f"{torch.cuda.device_count()} CUDA devices): it is ignored, the trainer places the model.",
+        stacklevel=2,
+    )
+    return None
+
+
+def _exists(place: str | int) -> bool:
+    """Whether a value of a device map can be used; names such as auto, cpu and disk always can."""
+    if isinstance(place, str) and place.isdigit():
+        place = int(place)
+    if isinstance(place, int):
+        return place < torch.cuda.device_count()
+    if place.startswith("cuda"):
+        return int(place.partition(":")[2] or 0) < torch.cuda.device_count()
+    return True

@@ -1,0 +1,34 @@
+"""Quantised base weights through bitsandbytes (`load_in_4bit`, `load_in_8bit`)."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig
+
+from ebft.errors import ModelError
+from ebft.models.precision import weights_dtype
+
+
+def quantisation_config(config: Any) -> BitsAndBytesConfig | None:
+    """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, None for plain ones.
+
+    Raises ModelError without the bitsandbytes package or without a CUDA device.
+    """
+    if not (config.load_in_4bit or config.load_in_8bit):
+        return None
+    key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"{key} needs the package bitsandbytes: pip install 'ebft[qlora]'")
+    if not torch.cuda.is_available():
+        raise ModelError(
+            f"{key} needs a CUDA device and there is none. Remove {key} (and set adapter: lora) to train here."
+        )
+    if config.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=weights_dtype(config),
+    )

@@ -1,0 +1,100 @@
+"""LoRA adapters: which modules get one, in which type, and going on from a saved one."""
+
+import pytest
+import torch
+
+from ebft.errors import ConfigError, ModelError
+from ebft.models import attach_adapter, load_model, load_tokenizer
+
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
+
+
+def adapted(config):
+    return attach_adapter(load_model(config, load_tokenizer(config)), config)
+
+
+def adapted_layers(model):
+    return sorted({name.rpartition(".")[2] for name in model.targeted_module_names})
+
+
+def test_no_adapter_leaves_the_model_alone(make_config):
+    config = make_config(special_tokens={"pad_token": "<|end|>"})
+    model = load_model(config, load_tokenizer(config))
+    assert attach_adapter(model, config) is model
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        (
+            {"lora_target_linear": True},
+            ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+        ),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
+        ({"lora_target_modules": r".*\.layers\.1\.self_attn\.(q|o)_proj"}, ["o_proj", "q_proj"]),
+    ],
+)
+def test_targets(make_config, keys, layers):
+    assert adapted_layers(adapted(make_config(**LORA, **keys))) == layers
+
+
+def test_rank_scale_and_dropout(make_config):
+    model = adapted(make_config(**LORA, lora_target_linear=True, lora_dropout=0.25))
+    settings = model.peft_config["default"]
+    assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (4, 8, 0.25)
+
+
+def test_adapter_weights_are_float32(make_config):
+    model = adapted(make_config(**LORA, lora_target_linear=True, torch_dtype="bfloat16"))
+    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_modules_to_save_are_trained(make_config):
+    model = adapted(make_config(**LORA, lora_target_linear=True, lora_modules_to_save=["embed_tokens"]))
+    assert any("embed_tokens" in name for name, weight in model.named_parameters() if weight.requires_grad)
+
+
+@pytest.mark.parametrize("wanted", [["q_proj", "q_prj"], ".*q_prj"])
+def test_unmatched_target_lists_the_linear_layers(make_config, wanted):
+    with pytest.raises(ModelError, match="q_prj' matches no module. The linear layers are down_proj, gate_proj"):
+        adapted(make_config(**LORA, lora_target_modules=wanted))
+
+
+def test_broken_pattern(make_config):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        adapted(make_config(**LORA, lora_target_modules="(q_proj"))
+
+
+def test_both_kinds_of_target(make_config):
+    with pytest.raises(ConfigError, match="Remove one of them"):
+        adapted(make_config(**LORA, lora_target_linear=True, lora_target_modules=["q_proj"]))
+
+
+def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
+    model = adapted(make_config(**LORA, lora_target_linear=True, gradient_checkpointing=True))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.train()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    grads = [weight.grad for weight in model.parameters() if weight.requires_grad]
+    assert all(grad is not None for grad in grads) and any(grad.abs().sum() > 0 for grad in grads)
+
+
+def test_going_on_from_a_saved_adapter(make_config, tmp_path):
+    first = adapted(make_config(**LORA, lora_target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, weight in first.named_parameters():
+            if "lora_" in name:
+                weight.fill_(0.5)
+    first.save_pretrained(tmp_path / "saved")
+    again = adapted(
+        make_config(adapter="lora", lora_model_dir=str(tmp_path / "saved"), special_tokens={"pad_token": "<|end|>"})
+    )
+    trained = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
+    assert trained and all("q_proj.lora_" in name and bool((weight == 0.5).all()) for name, weight in trained.items())
+
+
+def test_lora_model_dir_without_adapter(make_config, tmp_path):
+    with pytest.raises(ModelError, match="lora_model_dir: .* holds no adapter"):
+        adapted(make_config(adapter="lora", lora_model_dir=str(tmp_path), special_tokens={"pad_token": "<|end|>"}))

@@ -1,0 +1,91 @@
+"""Loading the base model: type, placement, vocabulary and limits."""
+
+import pytest
+import torch
+
+from ebft.errors import ConfigError, ModelError
+from ebft.models import load_model, load_tokenizer, weights_dtype
+
+
+@pytest.fixture
+def tokenizer(make_config):
+    return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": "auto", "fp16": False}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"bf16": False, "fp16": True}, torch.float32),
+        ({"bf16": False, "torch_dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_weights_dtype(make_config, monkeypatch, keys, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert weights_dtype(make_config(**keys)) == dtype
+
+
+def test_model_loads_in_the_chosen_type(make_config, tokenizer):
+    model = load_model(make_config(torch_dtype="bfloat16"), tokenizer)
+    assert model.dtype == torch.bfloat16
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_added_tokens_grow_the_embeddings(make_config):
+    config = make_config(special_tokens={"pad_token": "<|pad|>"})
+    model = load_model(config, load_tokenizer(config))
+    assert model.get_input_embeddings().num_embeddings == 513
+    assert model.get_output_embeddings().out_features == 513
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementation(make_config, tokenizer, implementation):
+    model = load_model(make_config(attn_implementation=implementation), tokenizer)
+    assert model.config._attn_implementation == implementation
+
+
+def test_flash_attention_without_gpu_warns_once_and_uses_sdpa(make_config, tokenizer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match="attn_implementation: flash_attention_2 cannot run") as caught:
+        model = load_model(make_config(flash_attention=True), tokenizer)
+    assert len(caught) == 1
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("device_map", [{"": 7}, "cuda:9"])
+def test_missing_device_is_ignored_with_a_warning(make_config, tokenizer, device_map):
+    with pytest.warns(UserWarning, match="device_map: .* is ignored"):
+        load_model(make_config(device_map=device_map), tokenizer)
+
+
+def test_sequence_len_beyond_positions(make_config, tokenizer):
+    with pytest.raises(ConfigError, match=r"sequence_len: 129 is beyond the 128 positions.*max_position_embeddings"):
+        load_model(make_config(sequence_len=129), tokenizer)
+
+
+def test_folder_without_model(make_config, tokenizer, tmp_path):
+    with pytest.raises(ModelError, match="base_model: no model configuration can be read"):
+        load_model(make_config(base_model=str(tmp_path)), tokenizer)
+
+
+def test_folder_without_weights(make_config, tokenizer, tiny_llama_dir, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
+    with pytest.raises(ModelError, match="base_model: .* cannot be loaded"):
+        load_model(make_config(base_model=str(tmp_path)), tokenizer)
+
+
+def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch):
+    import importlib.util
+
+    config = make_config(adapter="qlora", load_in_4bit=True, lora_r=4, lora_alpha=8, lora_target_linear=True)
+    find = importlib.util.find_spec
+    present = lambda there: lambda name, *rest: there if name == "bitsandbytes" else find(name, *rest)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", present(None))
+    with pytest.raises(ModelError, match=r"load_in_4bit needs the package bitsandbytes: pip install 'ebft\[qlora\]'"):
+        load_model(config, tokenizer)
+    monkeypatch.setattr(importlib.util, "find_spec", present(find("json")))
+    with pytest.raises(ModelError, match="load_in_4bit needs a CUDA device"):
+        load_model(config, tokenizer)

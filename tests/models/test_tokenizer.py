@@ -1,0 +1,69 @@
+"""Special tokens, padding and chat templates."""
+
+import warnings
+
+import pytest
+
+from ebft.errors import ModelError
+from ebft.models import load_tokenizer
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def test_eos_pads_with_one_warning(make_config):
+    with pytest.warns(UserWarning, match="special_tokens.pad_token") as caught:
+        tokenizer = load_tokenizer(make_config())
+    assert len(caught) == 1
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
+
+
+def test_special_tokens_are_applied_without_a_warning(make_config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenizer = load_tokenizer(make_config(special_tokens={"pad_token": "<|pad|>"}))
+    assert tokenizer.pad_token == "<|pad|>" and tokenizer.pad_token_id == 512
+
+
+def test_missing_folder_says_what_was_assumed(make_config):
+    with pytest.raises(ModelError, match="base_model: './nowhere' was taken as a local path"):
+        load_tokenizer(make_config(base_model="./nowhere"))
+
+
+def test_folder_without_tokenizer(make_config, tmp_path):
+    with pytest.raises(ModelError, match="tokenizer_config: no tokenizer can be loaded from"):
+        load_tokenizer(make_config(tokenizer_config=str(tmp_path)))
+
+
+def template_of(make_config, choice):
+    return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}, chat_template=choice))
+
+
+def test_known_templates(make_config):
+    chatml = template_of(make_config, "chatml").apply_chat_template(CHAT, tokenize=False)
+    assert chatml == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    llama3 = template_of(make_config, "llama3").apply_chat_template(
+        CHAT[:1], tokenize=False, add_generation_prompt=True
+    )
+    assert llama3 == (
+        "<|begin|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_template_from_text_and_file(make_config, tmp_path):
+    text = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    (tmp_path / "own.jinja").write_text(text)
+    for choice in (text, str(tmp_path / "own.jinja")):
+        assert template_of(make_config, choice).apply_chat_template(CHAT, tokenize=False) == "Hi|Hello|"
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("chatlm", "neither a known name .chatml, llama3, tokenizer_default. nor a file"),
+        ("tokenizer_default", "and the tokenizer has none"),
+    ],
+)
+def test_unusable_templates(make_config, choice, message):
+    with pytest.raises(ModelError, match=message):
+        template_of(make_config, choice)
