@@ -37,7 +37,9 @@ def _adapter(config: "RunConfig") -> Iterator[str]:
         if getattr(config, key) is None:
             example = "lora_r: 16 with lora_alpha: 32"
             yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
-    if not config.lora_target_linear and config.lora_target_modules is None:
+    if config.lora_target_linear and config.lora_target_modules is not None:
+        yield "lora_target_linear: true means every linear layer, but lora_target_modules names some. Keep one."
+    elif not config.lora_target_linear and config.lora_target_modules is None:
         yield (
             f"adapter: {config.adapter} needs to know which modules to adapt. Set lora_target_linear: true, "
             "or name them in lora_target_modules."

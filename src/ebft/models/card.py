@@ -10,6 +10,8 @@ import yaml
 from ebft.config import RunConfig
 from ebft.config.changed import changed_keys
 
+# Speed, memory and schedule are no results of the model.
+_RESULTS = ("ebft/", "entropy", "eval_", "loss", "train_loss")
 _CITATION = """\
 @article{jelassi2026matching,
   title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
@@ -69,5 +71,6 @@ def _settings(config: RunConfig) -> str:
 
 
 def _results(metrics: Mapping[str, float]) -> str:
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items()))
+    told = {name: value for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)}
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in told.items())
     return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
