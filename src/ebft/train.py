@@ -19,7 +19,7 @@ from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets
 from ebft.errors import ConfigError
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
-from ebft.models import attach_adapter, load_model, load_tokenizer
+from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
 from ebft.monitor import default_callbacks
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -52,7 +52,7 @@ def train(config: RunConfig) -> TrainResult:
     set_seed(config.seed)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = load_datasets(config, tokenizer)
-    model = attach_adapter(load_model(config, tokenizer), config)
+    model = load_model(config, tokenizer)  # with its adapter, where the config has one
     trainer = build_trainer(config, model, tokenizer, train_data, eval_data)
 
     run(trainer, checkpoint)
