@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models import attach_adapter, load_model, load_tokenizer
+from ebft.models import attach_adapter, load_base_model, load_model, load_tokenizer
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
 
 
 def adapted(config):
-    return attach_adapter(load_model(config, load_tokenizer(config)), config)
+    return load_model(config, load_tokenizer(config))
 
 
 def adapted_layers(model):
@@ -19,8 +19,14 @@ def adapted_layers(model):
 
 def test_no_adapter_leaves_the_model_alone(make_config):
     config = make_config(special_tokens={"pad_token": "<|end|>"})
-    model = load_model(config, load_tokenizer(config))
+    model = load_base_model(config, load_tokenizer(config))
     assert attach_adapter(model, config) is model
+
+
+def test_an_adapter_is_attached_once(make_config):
+    config = make_config(**LORA, lora_target_linear=True)
+    with pytest.raises(ModelError, match="already has an adapter"):
+        attach_adapter(adapted(config), config)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +70,6 @@ def test_unmatched_target_lists_the_linear_layers(make_config, wanted):
 def test_broken_pattern(make_config):
     with pytest.raises(ConfigError, match="is not a regular expression"):
         adapted(make_config(**LORA, lora_target_modules="(q_proj"))
-
-
-def test_both_kinds_of_target(make_config):
-    with pytest.raises(ConfigError, match="Remove one of them"):
-        adapted(make_config(**LORA, lora_target_linear=True, lora_target_modules=["q_proj"]))
 
 
 def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):

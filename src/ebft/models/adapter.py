@@ -15,10 +15,13 @@ def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | Pef
     """`model` with the adapter that the config asks for, or `model` itself where it asks for none.
 
     Adapter weights are float32 whatever the base weights are. `lora_model_dir` goes on from a saved adapter, whose own
-    settings win. Raises ModelError when `lora_target_modules` matches no module of the model.
+    settings win. Raises ModelError when `lora_target_modules` matches no module of the model, or when it already has
+    an adapter.
     """
     if config.adapter is None:
         return model
+    if isinstance(model, PeftModel):
+        raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if config.gradient_checkpointing:
@@ -52,11 +55,6 @@ def _targets(model: PreTrainedModel, config: Any) -> str | list[str]:
     wanted = config.lora_target_modules
     if wanted is None:
         return "all-linear"
-    if config.lora_target_linear:
-        raise ConfigError(
-            "lora_target_linear: true already means every linear layer, so lora_target_modules would be ignored. "
-            "Remove one of them."
-        )
     names = [name for name, _ in model.named_modules()]
     for given in [wanted] if isinstance(wanted, str) else wanted:
         # PEFT reads a text as one regular expression, and the members of a list as endings of names.

@@ -2,16 +2,23 @@
 
 from typing import Any
 
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import locate
 from ebft.errors import ConfigError, ModelError
+from ebft.models.adapter import attach_adapter
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
 from ebft.models.quantisation import quantisation_config
 
 
-def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
+    """The model to train: the base model, with the adapter where the config asks for one."""
+    return attach_adapter(load_base_model(config, tokenizer), config)
+
+
+def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The causal language model of `base_model`, its embeddings grown to the tokenizer's vocabulary.
 
     Raises ModelError when it cannot be found or loaded, ConfigError when `sequence_len` is beyond its positions.

@@ -1,0 +1,61 @@
+"""One line for each log of the trainer: where the run stands, and the EBFT terms with their wanted direction."""
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+# Label, metric, format, wanted direction (^ up, v down).
+_TERMS = (
+    ("align", "alignment", "+.3f", "^"),
+    ("divers", "diversity", "+.3f", "v"),
+    ("cfm", "cfm_loss", ".3f", "v"),
+    ("reward", "mean_reward", "+.3f", "^"),
+)
+_TOKENS_PER_S = "throughput/generated_tokens_per_s"
+
+
+class ConsoleMetrics(TrainerCallback):
+    """Prints each log of the main process as one line.
+
+    `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100 | loss 0.1234`
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        line = format_logs(logs, state.global_step, state.max_steps)
+        if line:
+            print(line, flush=True)
+
+
+def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
+    """The console line of one log, of training or of evaluation; None for a log without a metric of either."""
+    for title, loss_prefix, term_prefix in (("eval ", "eval_", "eval_"), ("", "", "ebft/")):
+        terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
+        losses = _losses(logs, loss_prefix)
+        if terms or losses:
+            method = "ebft reward" if terms else "loss"
+            return " | ".join([title + method, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
+    return None
+
+
+def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
+    return f"{label} {value:{spec}} {wanted}"
+
+
+def _losses(logs: dict[str, float], prefix: str) -> list[str]:
+    keys = ("loss", "ce_loss", "grad_norm")
+    return [f"{key} {logs[prefix + key]:.4f}" for key in keys if prefix + key in logs]
+
+
+def _progress(step: int, max_steps: int) -> str:
+    return f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"
+
+
+def _rate(logs: dict[str, float]) -> list[str]:
+    return [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
+
+
+def default_callbacks(config: Any) -> list[TrainerCallback]:
+    """The callbacks of every run started from a config."""
+    return [ConsoleMetrics()]
