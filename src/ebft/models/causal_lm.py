@@ -17,9 +17,22 @@ def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def backbone_name(causal_lm: PreTrainedModel) -> str:
+    """The attribute that holds the decoder below the language-model head."""
+    if isinstance(causal_lm._modules.get(causal_lm.base_model_prefix), PreTrainedModel):
+        return causal_lm.base_model_prefix
+    names = [name for name, child in causal_lm.named_children() if isinstance(child, PreTrainedModel)]
+    if len(names) != 1:
+        raise ModelError(
+            f"{type(causal_lm).__name__} is no causal LM in the layout of transformers (one decoder below one head): "
+            f"its decoders are {names or 'none'}. Load it with AutoModelForCausalLM"
+        )
+    return names[0]
+
+
 def backbone_of(causal_lm: PreTrainedModel) -> nn.Module:
     """The decoder below the language-model head."""
-    return getattr(causal_lm, causal_lm.base_model_prefix)
+    return causal_lm._modules[backbone_name(causal_lm)]
 
 
 def layers_at(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:

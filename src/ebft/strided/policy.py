@@ -8,6 +8,7 @@ FSDP or PEFT wrapped around it takes part.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ebft.errors import ModelError
-from ebft.models.causal_lm import backbone_of, decoder_layers, unwrap_adapter
+from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
 from ebft.strided.attention import IMPLEMENTATION, StridedPass
 
 Head = Callable[[Tensor], Tensor]  # hidden states (P, D) -> logits (P, V)
 
-_RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm", "gated_delta")
+_RECURRENT = re.compile(r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I)
 _WAY_OUT = "Use `ebft.mode: structured` for this model"
 
 
@@ -33,9 +34,9 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
     name, config = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder; EBFT trains decoder-only causal language models")
-    kinds = [str(kind) for kind in (getattr(config, "layer_types", None) or [])]
-    kinds += [type(module).__name__.lower() for module in causal_lm.modules()]
-    recurrent = sorted({kind for kind in kinds for word in _RECURRENT if word in kind and kind != "conv1d"})
+    kinds = {str(kind) for kind in (getattr(config, "layer_types", None) or [])}
+    kinds |= {type(module).__name__ for module in causal_lm.modules()}
+    recurrent = sorted(kind for kind in kinds if _RECURRENT.search(kind))
     if recurrent:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
@@ -133,7 +134,7 @@ class _States(ModelOutput):
 
 def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     """Logits (P, V) of hidden states (P, D) by the model's own forward: head, scaling, soft-capping and all."""
-    name = causal_lm.base_model_prefix
+    name = backbone_name(causal_lm)
     backbone = causal_lm._modules[name]
     causal_lm._modules[name] = _GivenStates()
     try:

@@ -1,0 +1,83 @@
+"""The step has the shape it promises: how many tokens go through each layer, and how many rows through the head."""
+
+import copy
+
+import pytest
+import torch
+
+from ebft.models.causal_lm import decoder_layers
+from tests.strided.families import tiny_model
+from tests.strided.test_exactness import make_trainer, unequal_batch, with_lora
+
+
+def count_tokens(layers):
+    counts = [0] * len(layers)
+
+    def counter(index):
+        def hook(module, args, kwargs):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            counts[index] += hidden.shape[1]
+
+        return hook
+
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(counter(i), with_kwargs=True)
+    return counts
+
+
+def one_row():
+    ids = torch.randint(3, 97, (1, 44), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids}
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_token_forwards_per_layer(g, tmp_path):
+    model = tiny_model("llama")
+    trainer = make_trainer(model, tmp_path, stride=4, context_length=4, generate_max_len=g, feature_layers=[0.25, 0.5])
+    policy = count_tokens(decoder_layers(model))
+    features = count_tokens(decoder_layers(trainer.feature_network.causal_lm))
+    out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
+    s, n, nb = 44, 3, out.anchors.shape[1]
+    assert nb == (44 - g - 4) // 4 + 1
+    sampling, training = s + n * nb * (g - 1), s + n * nb * (g - 1)
+    assert training <= s + n * nb * g
+    assert policy == [sampling + training] * 4
+    # Depth int(0.5 * 4) = 2: the upper half never runs.
+    assert features == [s + n * nb * g] * 2 + [0, 0]
+
+
+def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
+    model = with_lora(tiny_model("llama"))
+    trainer = make_trainer(model, tmp_path, feature_layers=[0.25])
+    counts = count_tokens(decoder_layers(model.get_base_model()))
+    out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
+    n, nb, g = 3, out.anchors.shape[1], 4
+    policy = 2 * (44 + n * nb * (g - 1))
+    assert counts == [policy + 44 + n * nb * g] + [policy] * 3
+
+
+def test_head_sees_scored_rows_only(tmp_path):
+    """Sampling: one row per sampled distribution. Training: a row per scored token, in chunks."""
+    model = tiny_model("llama")
+    trainer = make_trainer(model, tmp_path, ce_coef=0.0)
+    rows = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    inputs, _ = unequal_batch()
+    out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
+    b, nb = out.anchors.shape
+    n, g = 3, 4
+    sampling = b * nb * (1 + n * (g - 1))
+    scoring = b * nb * (1 + n * (g - 1)) + (26 + 15 + 12)  # and the text's own tokens
+    assert sum(rows) == sampling + scoring
+
+
+def test_rollouts_leave_no_gradient_state(tmp_path):
+    """Nothing but the training forward holds an autograd graph, and modes come back as they were."""
+    model = tiny_model("gpt2")
+    frozen = copy.deepcopy(model.state_dict())
+    trainer = make_trainer(model, tmp_path)
+    trainer.model.train()
+    out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
+    assert trainer.model.training and all(m.training for m in trainer.model.modules())
+    assert not any(value.requires_grad for value in vars(out).values())
+    assert all(frozen[k].equal(v) for k, v in trainer.model.state_dict().items())

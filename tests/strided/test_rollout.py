@@ -1,0 +1,136 @@
+"""What is sampled is what the model would have sampled: frequencies, nuclei, greedy decoding, and the noise behind."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.policy import prepare
+from ebft.strided.rollout import DocumentNoise, sample_rollouts, sample_tokens
+from tests.strided.families import tiny_model
+from tests.strided.oracle import plain_logits
+from tests.strided.test_exactness import make_trainer, unequal_batch
+
+
+@torch.no_grad()
+def sequence_probabilities(model, prefix, temperature, top_p, steps):
+    """Probability of every continuation of `steps` tokens, by one plain forward per prefix."""
+    result = {}
+    for tokens in itertools.product(range(model.config.vocab_size), repeat=steps):
+        probability, ids = 1.0, prefix
+        for token in tokens:
+            p = (plain_logits(model, ids)[-1].double() / temperature).softmax(-1)
+            order = p.argsort(descending=True)
+            kept, mass = [], 0.0
+            for index in order.tolist():
+                kept.append(index)
+                mass += p[index].item()
+                if mass >= top_p:
+                    break
+            allowed = torch.zeros_like(p)
+            allowed[kept] = p[kept] / p[kept].sum()
+            probability *= allowed[token].item()
+            if probability == 0:
+                break
+            ids = torch.cat([ids, torch.tensor([token])])
+        result[tokens] = probability
+    return result
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.9), (1.0, 0.5)])
+def test_frequencies_match_the_plain_model(temperature, top_p):
+    """Chi-square over whole two-token continuations, at two anchors of two documents of unequal length."""
+    model = tiny_model("llama", vocab_size=6).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 6, (2, 11), generator=generator)
+    mask = torch.arange(11) < torch.tensor([11, 8])[:, None]
+    plain = copy.deepcopy(model)
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    layout = StridedLayout.place(
+        documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        tokens, _ = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p)
+    assert layout.block_mask.tolist() == [[True, True], [True, False]]
+    for row, block in ((0, 0), (0, 1), (1, 0)):
+        prefix = ids[row, : layout.anchors[row, block]]
+        expected = sequence_probabilities(plain, prefix, temperature, top_p, steps=2)
+        counts = torch.zeros(6, 6)
+        for a, b in tokens[row, block].tolist():
+            counts[a, b] += 1
+        wanted = torch.tensor([expected[a, b] * 4000 for a in range(6) for b in range(6)]).view(6, 6)
+        assert counts[wanted == 0].eq(0).all()  # nothing outside the nucleus
+        seen = wanted >= 5
+        statistic = ((counts - wanted)[seen] ** 2 / wanted[seen]).sum().item()
+        freedom = int(seen.sum()) - 1
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+def test_greedy_equals_generate(tmp_path):
+    model = tiny_model("qwen3").eval()
+    plain = copy.deepcopy(model)
+    inputs, rows = unequal_batch()
+    trainer = make_trainer(model, tmp_path, temperature=0.0, n_samples_per_prompt=2)
+    out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
+    for r, (ids, _, _) in enumerate(rows):
+        for b, anchor in enumerate(out.anchors[r][out.block_mask[r]].tolist()):
+            expected = plain.generate(
+                ids[None, :anchor], max_new_tokens=4, min_new_tokens=4, do_sample=False, eos_token_id=None
+            )[0, anchor:]
+            assert out.rollouts[r, 0, b].tolist() == out.rollouts[r, 1, b].tolist() == expected.tolist()
+
+
+def test_training_greedily_is_refused(tmp_path):
+    trainer = make_trainer(tiny_model("llama"), tmp_path, temperature=0.0)
+    with pytest.raises(ValueError, match="temperature"):
+        trainer.train()
+
+
+def test_nucleus_keeps_the_smallest_sufficient_set():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    noise = torch.linspace(0, 0.9999, 50).unsqueeze(0)
+    assert sample_tokens(logits, noise, 1.0, top_p=0.5).unique().tolist() == [0]
+    assert sample_tokens(logits, noise, 1.0, top_p=0.6).unique().tolist() == [0, 1]
+    assert sample_tokens(logits, noise, 1.0, top_p=0.01).unique().tolist() == [0]
+    assert sample_tokens(logits, noise, 1.0, top_p=1.0).unique().tolist() == [0, 1, 2, 3]
+
+
+def test_tokens_without_probability_are_never_drawn():
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    noise = torch.tensor([[0.0, 0.25, 0.5, 0.75, 1 - 2**-24]])
+    assert sample_tokens(logits, noise, 1.0).tolist() == [[1, 1, 3, 3, 3]]
+
+
+def documents_of(*rows):
+    length = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    return documents, StridedLayout.place(
+        documents, stride=2, context_length=2, generate_max_len=2, n_samples_per_prompt=3
+    )
+
+
+def test_noise_follows_the_document_not_the_batch():
+    """A document draws the same noise alone, beside a longer one, and in the other order; and fresh noise when due."""
+    short, long = list(range(6)), list(range(3, 14))
+    together = DocumentNoise(0).draw(*documents_of(short, long), step=4)
+    swapped = DocumentNoise(0).draw(*documents_of(long, short), step=4)
+    alone = DocumentNoise(0).draw(*documents_of(short), step=4)
+    blocks = alone.shape[1]
+    assert together[0, :blocks].equal(alone[0]) and swapped[1, :blocks].equal(alone[0])
+    assert together[1].equal(swapped[0])
+    noise = DocumentNoise(0)
+    drawn = [noise.draw(*documents_of(short), step=s) for s in (4, 4, 5)] + [
+        DocumentNoise(1).draw(*documents_of(short), step=4)
+    ]
+    assert drawn[0].equal(alone)
+    assert not any(drawn[i].equal(drawn[j]) for i in range(4) for j in range(i))
+
+
+def test_repeated_documents_draw_apart():
+    drawn = DocumentNoise(0).draw(*documents_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]), step=0)
+    assert not drawn[0].equal(drawn[1])
