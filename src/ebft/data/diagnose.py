@@ -5,20 +5,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from ebft.data.text_file import read_text
+
 
 def explain(kind: str, paths: list[Path], error: Exception) -> str:
     """A message naming the first file and row of `paths` that cannot be read as `kind`.
 
-    Falls back to the reader's own words (of `error`) when each file can be read alone.
+    Falls back to the reader's own words (of `error`) when each file can be read alone. Raises DataError itself for
+    a file that is no UTF-8 text.
     """
     check = _CHECKS.get(kind, _check_table)
     for path in paths:
-        try:
-            problem = check(path)
-        except OSError as unreadable:
-            problem = f"{path}: cannot be read ({unreadable.strerror})"
-        except UnicodeDecodeError as undecodable:
-            problem = f"{path}: not UTF-8 text (offset {undecodable.start})"
+        problem = check(path)
         if problem:
             return f"{problem}. Correct the file or leave it out."
     cause = error.__cause__ or error
@@ -27,7 +25,7 @@ def explain(kind: str, paths: list[Path], error: Exception) -> str:
 
 
 def _check_json(path: Path) -> str | None:
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if not text.strip():
         return f"{path}: the file is empty"
     if text.lstrip().startswith("["):
@@ -56,14 +54,13 @@ def _check_json_array(path: Path, text: str) -> str | None:
 
 
 def _check_csv(path: Path) -> str | None:
-    with path.open(encoding="utf-8", newline="") as lines:
-        reader = csv.reader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
-        header = next(reader, None)
-        if header is None:
-            return f"{path}: the file is empty"
-        for row in reader:
-            if row and len(row) != len(header):
-                return f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}"
+    reader = csv.reader(read_text(path).splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",")
+    header = next(reader, None)
+    if header is None:
+        return f"{path}: the file is empty"
+    for row in reader:
+        if row and len(row) != len(header):
+            return f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}"
     return None
 
 

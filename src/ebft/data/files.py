@@ -7,7 +7,9 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets, load_dataset
 
+from ebft.data.diagnose import explain
 from ebft.data.splits import DEFAULT_SPLIT
+from ebft.data.text_file import read_text
 from ebft.errors import DataError
 
 _TEXT = (
@@ -103,26 +105,11 @@ def _read_texts(paths: list[Path]) -> Dataset:
     return Dataset.from_dict({"text": [read_text(path) for path in paths], "file": [str(path) for path in paths]})
 
 
-def read_text(path: Path) -> str:
-    """A file's text as UTF-8; DataError names the file and the line of the first bad byte."""
-    try:
-        data = path.read_bytes()
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}, line {line}: not UTF-8 text (byte {data[error.start]:#04x} at offset {error.start}). "
-            "Convert the file to UTF-8 or leave it out."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
-
-
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
-    from ebft.data.diagnose import explain
-
     options = {"sep": "\t"} if kind == "csv" and all(path.suffix == ".tsv" for path in paths) else {}
     try:
-        return load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+        rows = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+        rows.data.validate(full=True)  # the JSON reader lets bytes through that are no UTF-8
     except Exception as error:  # builders raise whatever their parser raises
         raise DataError(explain(kind, paths, error)) from error
+    return rows

@@ -1,0 +1,41 @@
+"""Broken files are named, with the line where there is one."""
+
+import pytest
+
+from ebft.config.data import DatasetEntry
+from ebft.data import read_source
+from ebft.errors import DataError
+
+
+def read(path):
+    return read_source(DatasetEntry(path=str(path), type="ebft_pretrain.transform"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n' * 16 + '{"text": a}\n', r"a.jsonl, line 17: not valid JSON \(Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a.jsonl, line 2: a row must be a JSON object, this is \[1\]"),
+        ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json, line 2: not valid JSON"),
+        ("a.json", '[{"text": "a"}, 3]', "a.json, row 1: a row must be a JSON object, this is 3"),
+        ("a.jsonl", "", "a.jsonl: the file is empty"),
+        ("a.csv", "text,n\na,1\nb,2,3\n", "a.csv, line 3: 3 fields, the header has 2"),
+        ("a.csv", "", "a.csv: the file is empty"),
+        ("a.parquet", "not parquet", "a.parquet: not a readable Parquet file"),
+        ("a.csv", b"text\n\xff\n", "a.csv, line 2: not UTF-8 text"),
+        ("a.txt", b"good\nbad \xff\n", r"a.txt, line 2: not UTF-8 text \(byte 0xff at offset 9\)"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8 text"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_the_broken_file_of_a_folder_is_named(tmp_path):
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
+    with pytest.raises(DataError, match="broken.jsonl, line 1"):
+        read(tmp_path)

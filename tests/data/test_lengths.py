@@ -1,0 +1,87 @@
+"""Which rows are kept, cut or dropped, by hand-made lengths."""
+
+from collections import Counter
+
+import pytest
+from datasets import Dataset
+
+from ebft.data.lengths import (
+    EMPTY,
+    NO_REFERENCE,
+    PROMPT_TOO_LONG,
+    SPLIT,
+    TAIL,
+    TOO_SHORT,
+    TRUNCATED,
+    cut_and_drop,
+    fits_one_block,
+)
+from ebft.data.tokenise import FEATURES
+
+
+def cut(config, *rows):
+    """Rows are (length, prompt_length); returns the kept lengths and the counts."""
+    table = [
+        {
+            "input_ids": list(range(length)),
+            "labels": [-100] * prompt + list(range(length))[prompt:],
+            "prompt_length": prompt,
+            "document": 0,
+        }
+        for length, prompt in rows
+    ]
+    counts = Counter()
+    kept = cut_and_drop(Dataset.from_list(table, features=FEATURES), config, counts)
+    return [len(ids) for ids in kept["input_ids"]], {reason: count for reason, count in counts.items() if count}
+
+
+@pytest.fixture
+def config(make_config):
+    # A block needs 4 tokens of context (or the prompt and 2 more) and 3 to generate, within 12.
+    ebft = {"mode": "strided", "context_length": 4, "generate_max_len": 3, "min_completion_prefix": 2}
+    return make_config("unused", sequence_len=12, ebft=ebft)
+
+
+@pytest.mark.parametrize(
+    ("row", "kept", "counts"),
+    [
+        ((7, 0), [7], {}),
+        ((6, 0), [], {TOO_SHORT: 1}),
+        ((0, 0), [], {EMPTY: 1}),
+        ((12, 0), [12], {}),
+        ((20, 0), [12, 8], {SPLIT: 1}),
+        ((30, 0), [12, 12], {SPLIT: 1, TAIL: 1}),
+        ((10, 5), [10], {}),
+        ((9, 5), [], {TOO_SHORT: 1}),
+        ((7, 1), [7], {}),
+        ((5, 5), [], {NO_REFERENCE: 1}),
+        ((20, 7), [12], {TRUNCATED: 1}),
+        ((20, 8), [], {PROMPT_TOO_LONG: 1}),
+        ((20, 15), [], {PROMPT_TOO_LONG: 1}),
+    ],
+)
+def test_strided_rows(config, row, kept, counts):
+    assert cut(config, row) == (kept, counts)
+
+
+@pytest.mark.parametrize(
+    ("row", "kept", "counts"),
+    [
+        ((2, 0), [2], {}),
+        ((1, 0), [], {TOO_SHORT: 1}),
+        ((25, 0), [12, 12], {SPLIT: 1, TAIL: 1}),
+        ((2, 1), [2], {}),
+        ((20, 12), [], {PROMPT_TOO_LONG: 1}),
+    ],
+)
+def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, counts):
+    assert cut(make_config("unused", sequence_len=12, rl=None, ebft=None), row) == (kept, counts)
+
+
+def test_rule_is_the_layouts(config):
+    from ebft.strided.layout import first_anchor
+
+    for length in range(1, 14):
+        for prompt in range(length):
+            room = first_anchor(prompt, 4, 2) + 3 <= length
+            assert fits_one_block(length, prompt, config.ebft) == room

@@ -1,0 +1,78 @@
+"""Paths and hub ids told apart; the hub is replaced by what it would answer."""
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+
+from ebft.data.locate import locate, looks_local
+from ebft.errors import DataError, ModelError
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """`hub(error)` makes every question to the hub raise it, `hub(None)` answers every one; counts the questions."""
+    asked = []
+
+    def install(error):
+        def answer(self, repo_id, **kwargs):
+            asked.append((repo_id, kwargs["timeout"]))
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", answer)
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
+        return asked
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["./x", "../x", "/x", "~/x", "a/b/c", "rows.jsonl", "a\\b"])
+def test_names_that_can_only_be_paths(name):
+    assert looks_local(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3.5-4B"])
+def test_names_that_may_be_hub_ids(name):
+    assert not looks_local(name)
+
+
+def test_existing_path_wins(tmp_path, monkeypatch, hub):
+    asked = hub(None)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate("owner/name", "model", "base_model").is_dir()
+    assert not asked
+
+
+def test_hub_id_that_exists(hub):
+    asked = hub(None)
+    assert locate("owner/name", "dataset", "datasets.path") is None
+    assert asked == [("owner/name", 5.0)]
+
+
+def test_missing_path_is_not_looked_up(hub):
+    asked = hub(None)
+    with pytest.raises(ModelError, match="base_model: './gone' was taken as a local path and there is no such file"):
+        locate("./gone", "model", "base_model")
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (HFValidationError("bad id"), "taken as a hub id, and the hub has no such dataset"),
+        (OSError("no route"), "the hub cannot be reached .no route.. Give a local path, or set HF_HUB_OFFLINE=1"),
+    ],
+)
+def test_hub_that_says_no(hub, error, message):
+    hub(error)
+    with pytest.raises(DataError, match=message):
+        locate("owner/name", "dataset", "datasets.path")
+
+
+def test_offline_mode_leaves_the_cache_to_the_library(hub, monkeypatch):
+    asked = hub(None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate("owner/name", "dataset", "datasets.path") is None
+    assert not asked

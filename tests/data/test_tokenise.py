@@ -1,0 +1,116 @@
+"""Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
+
+import textwrap
+
+import pytest
+from datasets import Dataset
+
+from ebft.data import tokenise
+from ebft.data.transforms import BUILT_IN, find_transform
+from ebft.errors import DataError
+
+
+@pytest.fixture
+def run_own(make_config, tokenizer, tmp_path, monkeypatch, request):
+    """Run a module with the given body over rows, from a working directory that holds it."""
+
+    def run(body, rows=({"a": "x"}, {"a": "y"}), **keys):
+        name = f"own_{abs(hash(request.node.nodeid))}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
+        monkeypatch.chdir(tmp_path)
+        config = make_config("unused", f"{name}.transform", **keys)
+        return tokenise(Dataset.from_list(list(rows)), config.datasets[0], config, tokenizer)
+
+    return run
+
+
+def simple(result, map_kwargs='{"remove_columns": "__all__"}'):
+    return f"""
+    def transform(cfg, **kwargs):
+        def transform_fn(example, tokenizer=None):
+            return {result}
+        return transform_fn, {map_kwargs}
+    """
+
+
+def test_own_transform(run_own, tokenizer):
+    ids = 'tokenizer(example["a"])["input_ids"]'
+    rows = run_own(simple(f'{{"input_ids": {ids}, "labels": {ids}, "prompt_length": 1}}'))
+    assert rows.column_names == ["input_ids", "labels", "prompt_length", "document"]
+    assert rows[1]["input_ids"] == tokenizer("y")["input_ids"] and rows[1]["prompt_length"] == 1
+
+
+@pytest.mark.parametrize("read", ["cfg.sequence_len", 'cfg["sequence_len"]', 'cfg.get("sequence_len")'])
+def test_config_reads_as_attributes_and_as_a_mapping(run_own, read):
+    body = f"""
+    def transform(cfg, **kwargs):
+        assert cfg.get("no_such_key") is None and "no_such_key" not in cfg
+        length = {read}
+        return lambda example, tokenizer=None: {{"input_ids": [length], "labels": [length]}}, {{}}
+    """
+    assert run_own(body)[0]["input_ids"] == [64]
+
+
+def test_padding_is_taken_off(run_own):
+    rows = run_own(simple('{"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}'))
+    assert rows[0]["input_ids"] == [1, 2] and rows[0]["labels"] == [1, 2]
+
+
+def test_columns_that_are_not_removed_count_as_fields(run_own):
+    rows = [{"input_ids": [4, 5]}]
+    assert run_own(simple('{"labels": [4, 5]}', "{}"), rows)[0]["input_ids"] == [4, 5]
+
+
+def test_batched_transform_may_change_the_number_of_rows(run_own):
+    ids = "[[1]] * 3"
+    rows = run_own(simple(f'{{"input_ids": {ids}, "labels": {ids}}}', '{"remove_columns": "__all__", "batched": True}'))
+    assert rows["document"][:] == [0, 0, 0]
+
+
+def test_several_processes_give_the_same_rows(run_own):
+    body = simple('{"input_ids": [ord(example["a"])], "labels": [1]}')
+    rows = [{"a": chr(97 + number)} for number in range(6)]
+    assert run_own(body, rows, dataset_num_proc=2)[:] == run_own(body, rows)[:]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ('{"prompt": "x", "ground_truth": "y"}', "row 0: the field 'input_ids' is missing, it returned prompt"),
+        ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),
+        ('{"input_ids": [1, 2], "labels": [1]}', "labels has 1 entries, input_ids has 2"),
+        ('{"input_ids": "abc", "labels": [1]}', "input_ids must be a list of token numbers, it is abc"),
+        ('{"input_ids": [1], "labels": [1], "prompt_length": -1}', "prompt_length must be a whole number from 0"),
+        ('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}', "must be ones followed by zeros"),
+        ("[1, 2]", "it returned list, it must return a dict of fields"),
+        ('example["b"]', "row 0: KeyError: 'b'. The row has the columns a"),
+    ],
+)
+def test_wrong_results_name_transform_row_and_field(run_own, result, message):
+    with pytest.raises(DataError, match=message) as caught:
+        run_own(simple(result))
+    assert "transform 'own_" in str(caught.value)
+
+
+def test_transform_that_returns_no_pair(run_own):
+    with pytest.raises(DataError, match=r"returned function; it must return \(transform_fn, map_kwargs\)"):
+        run_own("def transform(cfg, **kwargs):\n    return lambda example: {}\n")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_names(name):
+    assert find_transform(name) is find_transform(f"{name}.transform")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ebft_pretrian.transform", "no such module here.*Did you mean 'ebft_pretrain'"),
+        ("alpaca", "there is no transform 'alpaca'.*your own is written module.function"),
+        ("ebft_pretrain.transfrom", "has no function 'transfrom'"),
+        ("textwrap.nothing", "module textwrap has no function 'nothing'"),
+    ],
+)
+def test_unknown_names(name, message):
+    with pytest.raises(DataError, match=message):
+        find_transform(name)

@@ -1,0 +1,144 @@
+"""Fields of the built-in transforms, checked against the tokenizer."""
+
+import pytest
+
+from ebft.data import tokenise
+from ebft.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def run(make_config, tokenizer):
+    from datasets import Dataset
+
+    def run(type, rows, field=None, template=None, **keys):
+        config = make_config("unused", type, entry={"field": field}, **keys)
+        tokenizer.chat_template = template
+        return tokenise(Dataset.from_list(rows), config.datasets[0], config, tokenizer)[:]
+
+    yield run
+    tokenizer.chat_template = None
+
+
+def test_pretrain_text(run, tokenizer):
+    out = run("ebft_pretrain.transform", [{"text": "def f():"}, {"text": None}])
+    ids = tokenizer("def f():")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert out["input_ids"] == [ids, []] and out["labels"] == [ids, []]
+    assert out["prompt_length"] == [0, 0] and out["document"] == [0, 1]
+
+
+@pytest.mark.parametrize(("column", "field"), [("content", None), ("code", "code")])
+def test_pretrain_columns(run, column, field):
+    assert run("ebft_pretrain.transform", [{column: "x"}], field=field)["input_ids"][0]
+
+
+def test_pretrain_names_the_columns_that_are_there(run):
+    with pytest.raises(DataError, match=r"row 0: no column with text: looked for text, content, the row has body"):
+        run("ebft_pretrain.transform", [{"body": "x"}])
+
+
+def test_pretrain_refuses_other_things_than_text(run):
+    with pytest.raises(DataError, match="row 0: column 'text' must hold text, it holds int"):
+        run("ebft_pretrain.transform", [{"text": 3}])
+
+
+def test_completion_ends_with_eos(run, tokenizer):
+    out = run("completion", [{"text": "x = 1"}])
+    assert out["input_ids"][0] == [*tokenizer("x = 1")["input_ids"], tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": "Say hel", "output": "lo"},
+        {"prompt": "Say hel", "completion": "lo"},
+        {"question": "Say hel", "answer": "lo"},
+        {"instruction": "Say hel", "input": "", "output": "lo"},
+    ],
+)
+def test_structured_boundary_is_exact(run, tokenizer, row):
+    out = run("ebft_strided_structured.transform", [row])
+    prompt = tokenizer("Say hel")["input_ids"]
+    completion = tokenizer("lo", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    assert out["input_ids"] == [prompt + completion]
+    assert out["labels"] == [[-100] * len(prompt) + completion]
+    assert out["prompt_length"] == [len(prompt)]
+
+
+def test_structured_joins_instruction_and_input(run, tokenizer):
+    out = run("ebft_strided_structured.transform", [{"instruction": "Add.", "input": "1 2", "output": "3"}])
+    assert out["prompt_length"] == [len(tokenizer("Add.\n\n1 2")["input_ids"])]
+
+
+def test_structured_train_on_inputs(run):
+    out = run("ebft_strided_structured.transform", [{"input": "a", "output": "b"}], train_on_inputs=True)
+    assert out["labels"] == out["input_ids"]
+
+
+def test_structured_without_reference_has_no_labels(run):
+    out = run("ebft_strided_structured.transform", [{"input": "a", "output": None}])
+    assert out["prompt_length"][0] == len(out["input_ids"][0])
+
+
+def test_structured_names_the_known_pairs(run):
+    with pytest.raises(DataError, match="known pairs are input/output, .* the row has text"):
+        run("ebft_strided_structured.transform", [{"text": "a"}])
+
+
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Goodbye"},
+    {"role": "user", "content": "Left out"},
+]
+
+
+def test_chat_reference_is_the_last_assistant_turn(run, tokenizer):
+    out = run("ebft_strided_chat.transform", [{"messages": CHAT}], template=CHATML)
+    ids, length = out["input_ids"][0], out["prompt_length"][0]
+    assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"
+    assert tokenizer.decode(ids[:length]).endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+    assert out["labels"][0] == [-100] * length + ids[length:]
+
+
+def test_chat_template_trains_every_assistant_turn(run, tokenizer):
+    out = run("chat_template", [{"messages": CHAT}], template=CHATML)
+    trained = [label for label in out["labels"][0] if label != -100]
+    assert tokenizer.decode(trained) == "Hello<|im_end|>\nGoodbye<|im_end|>\n"
+
+
+@pytest.mark.parametrize("messages", [CHAT[:1], [], [*CHAT[:1], {"role": "assistant", "content": ""}], CHAT[1:2]])
+def test_chat_without_a_reply_has_nothing(run, messages):
+    rows = [{"messages": CHAT}, {"messages": messages}]
+    assert run("ebft_strided_chat.transform", rows, template=CHATML)["input_ids"][1] == []
+
+
+def test_chat_without_template(run):
+    with pytest.raises(DataError, match="the tokenizer has no chat template. Set chat_template"):
+        run("ebft_strided_chat.transform", [{"messages": CHAT}])
+
+
+def test_chat_with_a_template_that_rewrites_history(run):
+    rewriting = "{{ messages | length }}" + CHATML
+    with pytest.raises(
+        DataError, match="chat template the tokenizer's own renders .* otherwise .* another chat_template"
+    ):
+        run("ebft_strided_chat.transform", [{"messages": CHAT}], template=rewriting)
+
+
+def test_chat_with_a_template_that_refuses(run):
+    refusing = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match="cannot render these messages: no system role"):
+        run("ebft_strided_chat.transform", [{"messages": CHAT}], template=refusing)
+
+
+@pytest.mark.parametrize("messages", ["Hi", [{"from": "human", "value": "Hi"}]])
+def test_chat_with_other_messages(run, messages):
+    with pytest.raises(DataError, match="column 'messages' must hold a list of messages with the keys role"):
+        run("ebft_strided_chat.transform", [{"messages": messages}], template=CHATML)
