@@ -6,8 +6,8 @@ from typing import Any
 _EXPORTS = {
     "load_config": "ebft.config",
     "RunConfig": "ebft.config",
-    "train": "ebft.train",
-    "TrainResult": "ebft.train",
+    "train": "ebft.training",
+    "TrainResult": "ebft.training",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
 }

@@ -36,7 +36,7 @@ def command(
 ) -> None:
     """Load the config, train, and say where the model is."""
     run_config = load_config(config, overrides or [])
-    from ebft.train import train  # imports torch, which help and config errors need not wait for
+    from ebft.training import train  # imports torch, which help and config errors need not wait for
 
     result = train(run_config)
     typer.echo(f"Model saved in {result.output_dir}")

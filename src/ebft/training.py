@@ -118,7 +118,7 @@ def run(trainer: Trainer, checkpoint: str | None) -> None:
             trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         raise TrainingInterrupted(_how_to_resume(trainer)) from None
-    if stop.requested:
+    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
         raise TrainingInterrupted(_how_to_resume(trainer))
 
 

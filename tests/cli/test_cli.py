@@ -1,0 +1,104 @@
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from ebft.cli import app
+from ebft.config import RunConfig
+
+ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture
+def ebft():
+    """`ebft("config", "--check", path)`: the command line in this process."""
+    return lambda *arguments: CliRunner(env=ENVIRONMENT).invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("base_model: nowhere/model\ndatasets:\n  - {path: some/data, type: completion}\nmax_steps: 7\n")
+    return path
+
+
+def test_help_is_fast_and_imports_no_torch():
+    code = (
+        "import sys, ebft.cli\nsys.argv = ['ebft', 'train', '--help']\n"
+        "try:\n    ebft.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT)
+        times.append(time.perf_counter() - started)
+        if times[-1] < 1:
+            break
+    assert min(times) < 1
+
+
+def test_train_help_names_every_top_level_key(ebft):
+    text = plain(ebft("train", "--help").output)
+    assert [name for name in RunConfig.model_fields if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_config_prints_every_key(ebft):
+    text = plain(ebft("config").output)
+    for name in ("base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"):
+        assert name in text
+
+
+def test_config_can_search(ebft):
+    text = plain(ebft("config", "stride").output)
+    assert "ebft.stride" in text and "learning_rate" not in text
+
+
+def test_check_says_what_differs(ebft, good):
+    result = ebft("config", "--check", good)
+    assert result.exit_code == 0
+    assert "max_steps: 7" in result.output and "is valid" in result.output
+
+
+def test_an_error_is_one_message_and_exit_code_2(ebft, good):
+    good.write_text(good.read_text() + "learning_rte: 1\n")
+    for arguments in (("config", "--check", good), ("train", good)):
+        result = ebft(*arguments)
+        assert result.exit_code == 2
+        message = plain(result.stderr)
+        assert message.startswith("Error: ") and "'learning_rate'" in message and "Traceback" not in message
+
+
+def test_an_override_reaches_the_config(ebft, good):
+    result = ebft("train", good, "max_steps=many")
+    assert result.exit_code == 2 and "max_steps: 'many'" in plain(result.stderr)
+
+
+def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
+    from ebft import training
+
+    def interrupted(config):
+        raise training.TrainingInterrupted("Stopped at step 4. Go on with: ebft train CONFIG resume...")
+
+    monkeypatch.setattr(training, "train", interrupted)
+    result = CliRunner().invoke(app, ["train", str(good)])
+    assert result.exit_code == 130 and "Stopped at step 4" in plain(result.stderr)
+    monkeypatch.setattr(training, "train", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = CliRunner().invoke(app, ["train", str(good)])
+    assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)
+
+
+def test_warnings_are_one_line(good):
+    good.write_text(good.read_text() + "sample_packing: true\n")
+    command = [sys.executable, "-m", "ebft.cli", "config", "--check", str(good)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0
+    assert done.stderr.startswith("Warning: sample_packing: True has no effect") and done.stderr.count("\n") == 1

@@ -1,0 +1,26 @@
+"""The smallest config, as values and as a file."""
+
+import pytest
+
+MINIMAL = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
+
+
+@pytest.fixture
+def make():
+    """`make(**keys)`: a RunConfig with those keys beside the required ones."""
+    from ebft.config import RunConfig
+
+    return lambda **keys: RunConfig.from_dict({**MINIMAL, **keys})
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(text)`: a config file with the required keys followed by `text`."""
+
+    def write_file(text="", required=True):
+        path = tmp_path / "run.yaml"
+        start = "base_model: some/model\ndatasets:\n  - path: some/data\n    type: completion\n" if required else ""
+        path.write_text(start + text, encoding="utf-8")
+        return path
+
+    return write_file

@@ -1,0 +1,101 @@
+import warnings
+
+import pytest
+
+from ebft.config.ignored import IGNORED, CarriedOverKeys
+from ebft.errors import ConfigError
+
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
+
+
+def warned(make, **keys):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return make(**keys), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ebft": {"mode": "strided"}}, "Add rl: ebft"),
+        ({"adapter": "lora"}, "adapter: lora needs lora_r"),
+        ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
+        ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules names some. Keep one"),
+        ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
+        ({"load_in_4bit": True}, "Set adapter: qlora"),
+        ({**LORA, "load_in_4bit": True}, "Set adapter: qlora"),
+        ({"load_in_8bit": True}, "Set adapter: lora"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "Keep one"),
+        ({"bf16": True, "fp16": True}, "bf16 and fp16"),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio"),
+        ({"save_steps": 5, "saves_per_epoch": 2}, "save_steps and saves_per_epoch"),
+        ({"save_steps": 5, "save_strategy": "epoch"}, "save_steps contradicts save_strategy: epoch"),
+        ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "Keep one"),
+        ({"eval_steps": 5}, "eval_steps needs held-out data"),
+        ({"eval_strategy": "epoch"}, "eval_strategy needs held-out data"),
+        ({"resume_from_checkpoint": "a", "auto_resume_from_checkpoints": True}, "Keep one"),
+        ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and fsdp"),
+        ({"fsdp_config": {"version": 2}}, "Add fsdp: true"),
+    ],
+)
+def test_a_contradiction_names_the_way_out(make, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**keys)
+
+
+def test_a_saved_adapter_brings_its_own_settings(make):
+    assert make(adapter="lora", lora_model_dir="some/adapter").lora_r is None
+
+
+def test_lora_keys_without_an_adapter_warn_once(make):
+    _, messages = warned(make, lora_r=8, lora_alpha=16)
+    assert messages == ["lora_r, lora_alpha: no effect, since adapter is not set, so all weights are trained."]
+
+
+def test_torch_compile_gives_way_in_strided_mode_only(make):
+    config, messages = warned(make, **STRIDED, torch_compile=True)
+    assert config.torch_compile is False
+    assert len(messages) == 1 and messages[0].startswith("torch_compile") and "strided" in messages[0]
+    config, messages = warned(make, torch_compile=True)
+    assert config.torch_compile is True and messages == []
+
+
+def test_options_of_the_other_mode_warn(make):
+    ebft = {"mode": "strided", "gt_length_multiplier": 2.0}
+    _, messages = warned(make, rl="ebft", ebft=ebft, trl={"epsilon": 0.1}, vllm={"port": 8001})
+    assert [message.split()[0] for message in messages] == ["ebft.gt_length_multiplier", "trl", "vllm"]
+    _, messages = warned(make, rl="ebft", ebft={"stride": 4})
+    assert len(messages) == 1 and "ebft.stride has no effect in structured mode" in messages[0]
+
+
+def test_one_sample_becomes_reinforce_without_diversity(make):
+    config, messages = warned(make, rl="ebft", ebft={"mode": "strided", "n_samples_per_prompt": 1})
+    assert config.ebft.advantage_estimator == "reinforce" and config.ebft.diversity_coef == 0
+    assert len(messages) == 1 and "n_samples_per_prompt: 1" in messages[0]
+
+
+@pytest.mark.parametrize("key", IGNORED)
+def test_a_key_without_effect_says_so_once(make, key):
+    value = {"save_safetensors": False, "dataset_prepared_path": "x", "profiler_steps": [1, 2]}.get(key, True)
+    if key in ("model_type", "tokenizer_type"):
+        value = "LlamaForCausalLM"
+    _, messages = warned(make, **{key: value})
+    if key == "strict":
+        assert messages == []
+    else:
+        assert len(messages) == 1 and messages[0].startswith(f"{key}: ") and "has no effect" in messages[0]
+
+
+def test_harmless_values_need_no_word(make):
+    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED.items() if ignored.harmless}
+    assert warned(make, **harmless)[1] == []
+
+
+def test_every_carried_over_key_has_a_reason():
+    assert set(IGNORED) == set(CarriedOverKeys.model_fields)
+
+
+def test_wandb_run_id_names_the_run(make):
+    assert make(wandb_run_id="run-7").wandb_name == "run-7"
+    assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"

@@ -1,0 +1,57 @@
+"""The nine configs of the guide and our own examples load as they are, with the warnings they deserve."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ebft.config import load_config
+
+HERE = Path(__file__).parent
+GUIDE = sorted((HERE / "configs").glob("*.yaml"))
+EXAMPLES = sorted((HERE.parents[1] / "examples").glob("*.yaml"))
+WARNINGS = {"llama-3b-strided": ["torch_compile: true is set to false in strided mode"]}
+STRIDED = {"llama-1b-strided", "llama-1b-strided-structured", "llama-3b-strided", "llama-8b-strided-fft"}
+
+
+def load(path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return load_config(path), [str(warning.message) for warning in caught]
+
+
+def test_all_nine_are_here():
+    assert len(GUIDE) == 9
+
+
+@pytest.mark.parametrize("path", GUIDE, ids=lambda path: path.stem)
+def test_a_config_of_the_guide_loads_unmodified(path):
+    config, messages = load(path)
+    expected = WARNINGS.get(path.stem, [])
+    assert len(messages) == len(expected)
+    for message, start in zip(messages, expected):
+        assert message.startswith(start)
+    assert config.rl == "ebft"
+    assert config.is_strided == (path.stem in STRIDED)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_loads_without_a_warning(path):
+    assert load(path)[1] == []
+
+
+def test_values_arrive():
+    config, _ = load(HERE / "configs" / "llama-3b-strided.yaml")
+    assert config.ebft.use_whitening and config.ebft.stride == 8
+    assert config.learning_rate == 1e-5 and config.device_map == {"": 0} and config.ddp is False
+    assert config.torch_compile is False and config.attn_implementation is None
+    assert config.special_tokens.pad_token == "<|end_of_text|>"
+    assert config.datasets[0].split == "train[:5000]"
+
+
+def test_flags_and_empty_values():
+    config, _ = load(HERE / "configs" / "llama-1b-strided-structured.yaml")
+    assert config.attn_implementation == "flex_attention"
+    config, _ = load(HERE / "configs" / "llama-1b-opencode-novllm.yaml")
+    assert config.attn_implementation == "flash_attention_2"
+    assert config.wandb_run_id is None and config.trl.num_generations == 4

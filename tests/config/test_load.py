@@ -1,0 +1,96 @@
+import pytest
+
+from ebft.config import load_config
+from ebft.errors import ConfigError, EBFTError
+
+
+def fails(path, *parts, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_smallest_config(write):
+    config = load_config(write())
+    assert config.base_model == "some/model" and config.rl is None and not config.is_strided
+
+
+def test_numbers_in_scientific_notation(write):
+    config = load_config(write("learning_rate: 1e-5\nadam_epsilon: 1E-9\nweight_decay: 2.5e-2\n"))
+    assert (config.learning_rate, config.adam_epsilon, config.weight_decay) == (1e-5, 1e-9, 0.025)
+
+
+def test_no_is_a_word_not_false(write):
+    assert load_config(write("save_strategy: no\n")).save_strategy == "no"
+
+
+def test_errors_are_value_errors():
+    assert issubclass(ConfigError, EBFTError) and issubclass(EBFTError, ValueError)
+
+
+def test_a_missing_file(tmp_path):
+    fails(tmp_path / "absent.yaml", "absent.yaml", "No such file", "Give the path")
+
+
+def test_malformed_yaml_names_file_and_line(write):
+    fails(write("ebft: [1,\n"), "run.yaml, line 6", "not valid YAML")
+
+
+def test_a_repeated_key(write):
+    fails(write("seed: 1\nseed: 2\n"), "run.yaml, line 6", "'seed' is repeated")
+
+
+def test_an_empty_file(write):
+    fails(write(required=False), "is empty", "base_model")
+
+
+def test_a_list_instead_of_keys(write):
+    fails(write("- a\n", required=False), "key: value")
+
+
+def test_missing_keys(write):
+    fails(write("seed: 1\n", required=False), "base_model is missing", "datasets is missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "nearest"),
+    [
+        ("learning_rte: 1.0e-5\n", "'learning_rte'", "'learning_rate'"),
+        ("rl: ebft\nebft:\n  stryde: 4\n", "'ebft.stryde'", "'ebft.stride'"),
+        ("special_tokens:\n  pad: x\n", "'special_tokens.pad'", "'special_tokens.pad_token'"),
+        ("stride: 4\n", "'stride'", "'ebft.stride'"),
+        ("special_tokens: {bos: x}\n", "'special_tokens.bos'", "'special_tokens.bos_token'"),
+        ("unlike_anything: 1\n", "'unlike_anything'", "The nearest is"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
+    fails(write(text), "Unknown key", unknown, nearest)
+
+
+def test_an_unknown_key_in_a_list_entry(write):
+    fails(write(), "'datasets.0.splt'", "'datasets.0.split'", overrides=["datasets.0.splt=train"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: high\n", "learning_rate: 'high' does not fit; it must be a number."),
+        ("micro_batch_size: 0\n", "micro_batch_size: 0 does not fit; it must be at least 1."),
+        ("micro_batch_size: true\n", "micro_batch_size: True does not fit; it must be a whole number."),
+        ("bf16: maybe\n", "bf16: 'maybe' does not fit; it must be true or false or 'auto'."),
+        ("wandb_name: 7\n", "put it in quotes"),
+        ("val_set_size: 1.5\n", "val_set_size: 1.5 does not fit; it must be below 1.0 or a whole number."),
+        ("learning_rate: .nan\n", "it must be a finite number"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words(write, text, message):
+    fails(write(text), message)
+
+
+def test_every_wrong_key_is_listed(write):
+    fails(write("seed: x\nlora_dropout: 2\n"), "seed: 'x'", "lora_dropout: 2")
+
+
+def test_an_empty_list_of_datasets(write):
+    fails(write(), "datasets: [] does not fit", overrides=["datasets=[]"])

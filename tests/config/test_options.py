@@ -1,0 +1,99 @@
+import dataclasses
+import warnings
+from dataclasses import dataclass
+
+import pytest
+
+from ebft.config.options import (
+    EBFTSection,
+    StridedOptions,
+    check_trainable,
+    settle_single_sample,
+    validate_options,
+    with_options,
+)
+from ebft.errors import ConfigError
+
+
+@dataclass
+class Base:
+    before: int = 1
+
+
+@dataclass
+@with_options(StridedOptions)
+class Options(Base):
+    after: int = 2
+
+    def __post_init__(self):
+        validate_options(StridedOptions, self)
+
+
+def test_fields_come_from_the_declaration():
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    assert set(fields) == {"before", "after", *StridedOptions.model_fields}
+    for name, info in StridedOptions.model_fields.items():
+        assert getattr(Options(), name) == info.get_default()
+        assert fields[name].metadata["help"] == info.description
+    assert Options().feature_layers is not Options().feature_layers
+
+
+def test_the_trainer_config_declares_nothing_of_its_own(tmp_path):
+    from ebft.strided import StridedEBFTConfig
+
+    config = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    for name, default in StridedOptions().model_dump().items():
+        assert getattr(config, name) == default
+
+
+def test_the_yaml_section_has_the_same_defaults():
+    section = EBFTSection().model_dump()
+    assert StridedOptions().model_dump().items() <= section.items()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("stride", 0, "at least 1"),
+        ("context_length", 0, "at least 1"),
+        ("generate_max_len", 0, "at least 1"),
+        ("n_samples_per_prompt", 0, "at least 1"),
+        ("stride", 2.5, "a whole number"),
+        ("temperature", -0.1, "at least 0"),
+        ("top_p", 0.0, "above 0"),
+        ("top_p", 1.1, "at most 1"),
+        ("feature_layers", [], "at least 1 element"),
+        ("feature_layers", [1.5], "at most 1"),
+        ("embed_method", "middle_token", "'completion_mean'"),
+        ("whitening_space", "both", "'sample'"),
+        ("advantage_estimator", "ppo", "'group_norm'"),
+        ("rloo_baseline", "none", "'independent'"),
+        ("min_completion_prefix", -1, "at least 0"),
+        ("use_whitening", "very", "true or false"),
+    ],
+)
+def test_a_value_out_of_bounds_names_the_option(option, value, allowed):
+    with pytest.raises(ConfigError, match=option) as caught:
+        Options(**{option: value})
+    assert allowed in str(caught.value)
+
+
+def test_converted_values_are_written_back():
+    assert Options(feature_layers=(0, 1)).feature_layers == [0.0, 1.0]
+
+
+def test_a_single_sample_is_settled_once():
+    options = Options(n_samples_per_prompt=1)
+    with pytest.warns(UserWarning, match="n_samples_per_prompt"):
+        settle_single_sample(options)
+    assert (options.advantage_estimator, options.diversity_coef) == ("reinforce", 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settle_single_sample(options)
+        settle_single_sample(Options(n_samples_per_prompt=2))
+
+
+def test_greedy_training_is_refused():
+    check_trainable(Options())
+    with pytest.raises(ConfigError, match="temperature: 0.*Set temperature above 0"):
+        check_trainable(Options(temperature=0))

@@ -1,0 +1,26 @@
+"""The reference page is the one that the schema gives."""
+
+import runpy
+from pathlib import Path
+
+from ebft.config.reference import option_groups
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_is_fresh():
+    render = runpy.run_path(str(DOCS / "generate.py"))["render"]
+    assert (DOCS / "options.md").read_text(encoding="utf-8") == render(), "docs/options.md is stale: run make docs"
+
+
+def test_types_bounds_and_defaults_in_words():
+    options = {option.key: option for group in option_groups().values() for option in group}
+    assert options["ebft.stride"][1:3] == ("int (at least 1)", "8")
+    assert options["ebft.feature_layers"][1:3] == (
+        "list of float (at least 0, at most 1) (not empty)",
+        "[0.25, 0.5, 0.75]",
+    )
+    assert options["bf16"][1:3] == ("true, false or auto", "auto")
+    assert options["max_steps"][1:3] == ("int (at least 1)", "unset")
+    assert options["base_model"].default == "required"
+    assert options["datasets.N.split"].default == "train"

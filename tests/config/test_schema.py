@@ -1,0 +1,67 @@
+"""Every key is documented, and every key has a reader."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ebft
+from ebft.config import RunConfig
+from ebft.config.changed import changed_keys
+from ebft.config.messages import section_of
+from ebft.config.reference import option_groups
+from ebft.config.schema import GROUPS
+
+OPTIONS = [option for options in option_groups().values() for option in options]
+SOURCE = Path(ebft.__file__).parent
+# Files that declare keys do not count as reading them; the sections of structured mode have one warning as a whole.
+DECLARATIONS = {"model.py", "data.py", "training.py", "output.py", "structured.py"}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
+def test_every_key_is_documented_in_one_sentence(option):
+    assert option.description.endswith(".") and len(option.description) > 10
+    assert option.type and option.default
+
+
+def test_no_key_is_declared_twice():
+    names = [name for group in GROUPS.values() for name in group.model_fields]
+    assert len(names) == len(set(names)) == len(RunConfig.model_fields)
+
+
+def test_every_key_has_a_reader():
+    files = [path for path in SOURCE.rglob("*.py") if path.parent.name != "config" or path.name not in DECLARATIONS]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    code += "".join(f'"wandb_{key}"' for key in ("watch", "log_model", "mode", "entity"))  # read by their prefix
+    code += ".save_steps .saves_per_epoch .evals_per_epoch .save_strategy .eval_strategy"  # read by their prefix
+    unread = [name for name in RunConfig.model_fields if not re.search(rf"""[."']{name}\b""", code)]
+    assert unread == []
+
+
+def test_importing_the_schema_imports_no_torch():
+    code = "import sys, ebft, ebft.config, ebft.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_changed_keys_are_those_that_differ(make):
+    config = make(rl="ebft", ebft={"mode": "strided", "stride": 8, "top_p": 0.9}, seed=42, max_steps=4)
+    assert dict(changed_keys(config)) == {
+        "rl": "ebft",
+        "ebft.mode": "strided",
+        "ebft.top_p": 0.9,
+        "max_steps": 4,
+        "base_model": "some/model",
+        "datasets": [{"path": "some/data", "type": "completion"}],
+    }
+
+
+def test_paths_may_be_path_objects(make, tmp_path):
+    assert make(output_dir=tmp_path).output_dir == str(tmp_path)
+
+
+def test_every_key_of_a_dataset_has_a_reader():
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "data").rglob("*.py"))
+    fields = section_of(RunConfig.model_fields["datasets"].annotation).model_fields
+    assert [name for name in fields if not re.search(rf"(entry|dataset)\.{name}\b", code)] == []

@@ -1,0 +1,35 @@
+import yaml
+
+from ebft.config import RunConfig
+from ebft.models.card import model_card
+
+KEYS = {
+    "base_model": "some/model",
+    "datasets": [{"path": "some/data", "type": "completion"}, {"path": __file__, "type": "completion"}],
+}
+
+
+def test_an_ebft_card_says_what_was_done():
+    config = RunConfig.from_dict(
+        {**KEYS, "rl": "ebft", "ebft": {"mode": "strided", "stride": 4}, "adapter": "lora", "lora_r": 8,
+         "lora_alpha": 16, "lora_target_linear": True, "output_dir": "out/my-run"}
+    )  # fmt: skip
+    card = model_card(config, {"ebft/alignment": 0.5, "eval_ce_loss": 2.0, "train_runtime": 9.0})
+    header = yaml.safe_load(card.split("---")[1])
+    assert header == {
+        "base_model": "some/model",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["ebft"],
+        "datasets": ["some/data"],
+    }
+    assert "# my-run" in card and "a lora adapter for `some/model`" in card
+    assert "| `ebft.stride` | `4` |" in card and "`ebft.top_p`" not in card
+    assert "| `eval_ce_loss` | 2 |" in card and "train_runtime" not in card
+    assert "jelassi2026matching" in card
+
+
+def test_a_plain_card_cites_nothing():
+    card = model_card(RunConfig.from_dict(KEYS), {})
+    assert "all weights of `some/model`" in card and "cross-entropy" in card
+    assert "jelassi" not in card and "## Results" not in card

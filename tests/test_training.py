@@ -1,0 +1,185 @@
+"""Whole runs on the CPU: a tiny random model, the standard library's text, a few steps."""
+
+import json
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebft import load_config, train
+from ebft.config import RunConfig
+from ebft.errors import ConfigError
+from ebft.interrupt import TrainingInterrupted
+
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+STRIDED = {
+    "rl": "ebft",
+    "ebft": {"mode": "strided", "generate_max_len": 4, "n_samples_per_prompt": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Twelve rows of source code in a JSON Lines file."""
+    source = Path(textwrap.__file__).read_text()
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": source[at : at + 400]}) for at in range(0, 4800, 400)))
+    return path
+
+
+@pytest.fixture
+def make(tiny_llama_dir, text, tmp_path):
+    """`make(**keys)`: a config for two steps over that text."""
+
+    def make_config(type="completion", **keys):
+        values = {
+            "base_model": tiny_llama_dir,
+            "datasets": [{"path": text, "type": type}],
+            "special_tokens": {"pad_token": "<|end|>"},
+            "sequence_len": 48,
+            "micro_batch_size": 2,
+            "max_steps": 2,
+            "learning_rate": 1e-3,
+            "output_dir": tmp_path / "out",
+        }
+        return RunConfig.from_dict({**values, **keys})
+
+    return make_config
+
+
+def strided(make, **keys):
+    return make("ebft_pretrain.transform", **{**STRIDED, **keys})
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_strided_lora(make):
+    result = train(strided(make, **LORA, val_set_size=2, gradient_checkpointing=True))
+    out = Path(result.output_dir)
+    assert (out / "adapter_model.safetensors").is_file() and (out / "tokenizer.json").is_file()
+    assert result.trainer.state.global_step == 2
+    assert {"loss", "ebft/alignment", "eval_cfm_loss"} <= set(result.metrics)
+    card = (out / "README.md").read_text()
+    assert "strided mode" in card and "| `ebft.n_samples_per_prompt` | `2` |" in card and "2603.12248" in card
+
+
+def test_strided_full_fine_tuning_moves_the_weights(make):
+    result = train(strided(make))
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(make().base_model)
+    after = AutoModelForCausalLM.from_pretrained(result.output_dir)
+    moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters())]
+    assert any(moved)
+
+
+def test_plain_fine_tuning_lowers_the_loss(make):
+    result = train(make(max_steps=12, lr_scheduler="constant", learning_rate=5e-3, val_set_size=2, evals_per_epoch=1))
+    losses = [entry["loss"] for entry in result.trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] and "eval_loss" in result.metrics
+    assert "plain fine-tuning" in (Path(result.output_dir) / "README.md").read_text()
+
+
+def test_plain_lora_in_bfloat16(make):
+    result = train(make(**LORA, bf16=True, gradient_checkpointing=True))
+    assert result.model.get_base_model().dtype == torch.bfloat16
+    assert result.trainer.args.bf16
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path):
+    keys = {**LORA, "max_steps": 4, "save_steps": 2}
+    unbroken = weights(train(strided(make, **keys, output_dir=tmp_path / "a")).model)
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    resumed = train(strided(make, **keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))
+    assert resumed.trainer.state.global_step == 4
+    for name, value in weights(resumed.model).items():
+        torch.testing.assert_close(value, unbroken[name], rtol=0, atol=0)
+
+
+def test_auto_resume_takes_the_newest_complete_checkpoint(make, tmp_path):
+    train(make(save_steps=1))
+    (tmp_path / "out" / "checkpoint-9").mkdir()  # one whose saving was cut off
+    result = train(make(max_steps=3, auto_resume_from_checkpoints=True))
+    steps = [entry["step"] for entry in result.trainer.state.log_history if "loss" in entry]
+    assert steps == [1, 2, 3]
+
+
+def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
+    config = make(base_model="does/not-exist", resume_from_checkpoint=tmp_path / "nope")
+    with pytest.raises(ConfigError, match="resume_from_checkpoint: .*nope is not a folder. There is none"):
+        train(config)
+
+
+def test_ctrl_c_saves_a_checkpoint(make, monkeypatch):
+    import os
+    import signal
+
+    from transformers import TrainerCallback
+
+    class Press(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("ebft.training.default_callbacks", lambda config: [Press()])
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2"):
+        train(make(max_steps=50, save_strategy="no"))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rl": "grpo"}, "rl: grpo cannot be trained in this version. Set ebft.mode: strided"),
+        ({"rl": "ebft"}, "ebft.mode: structured .* cannot be trained in this version"),
+        ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 0}}, "temperature: 0"),
+        ({"ddp": True}, "torchrun"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_early(make, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        train(make(base_model="does/not-exist", **keys))
+
+
+def test_ddp_false_refuses_several_processes(make, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were launched"):
+        train(make(ddp=False))
+
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+SMALL = (
+    "sequence_len=48",
+    "max_steps=2",
+    "val_set_size=2",
+    "evals_per_epoch=",
+    "eval_steps=2",
+    "gradient_accumulation_steps=1",
+)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path, tiny_llama_dir, text, tmp_path):
+    if "prompt" in path.stem:
+        rows = [{"input": "Say hello.", "output": "x = 1\n" * 12}] * 8
+        text = tmp_path / "pairs.jsonl"
+        text.write_text("\n".join(json.dumps(row) for row in rows))
+    overrides = [
+        f"base_model={tiny_llama_dir}",
+        f"datasets.0.path={text}",
+        "datasets.0.split=train",
+        "special_tokens.pad_token=<|end|>",
+        f"output_dir={tmp_path / 'out'}",
+        *SMALL,
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", module="torch")
+        config = load_config(path, overrides)
+    result = train(config)
+    assert result.trainer.state.global_step == 2
