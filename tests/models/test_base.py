@@ -70,6 +70,11 @@ def test_folder_without_model(make_config, tokenizer, tmp_path):
         load_model(make_config(base_model=str(tmp_path)), tokenizer)
 
 
+def test_missing_base_model_config(make_config, tokenizer):
+    with pytest.raises(ModelError, match="base_model_config: './gone' was taken as a local path"):
+        load_model(make_config(base_model_config="./gone"), tokenizer)
+
+
 def test_folder_without_weights(make_config, tokenizer, tiny_llama_dir, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
     with pytest.raises(ModelError, match="base_model: .* cannot be loaded"):

@@ -36,6 +36,10 @@ def test_line_of_evaluation():
     assert format_logs(logs, 3, 9) == "eval ebft reward | align +0.300 ^ | cfm 0.500 v | step 3/9 | ce_loss 1.0000"
 
 
+def test_rounding_leaves_no_negative_zero():
+    assert format_logs({"ebft/diversity": -6e-10}, 1, 0) == "ebft reward | divers +0.000 v | step 1"
+
+
 def test_other_logs_give_no_line():
     assert format_logs({"train_runtime": 3.0}, 3, 9) is None
 

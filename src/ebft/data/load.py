@@ -43,7 +43,7 @@ def _load_entries(entries: list, section: str, config: Any, tokenizer: PreTraine
     joined = concatenate_datasets(parts)
     report = describe(section, documents, len(joined), counts)
     if not len(joined):
-        raise DataError(f"{report}. Nothing is left to train on: {_way_out(config)}")
+        raise DataError(f"{report}. Nothing usable is left: {_way_out(config)}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
     return joined

@@ -134,6 +134,6 @@ def _real_length(row: Mapping[str, Any], length: int, where: str) -> int:
 
 def _integers(values: Any, field: str, where: str) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise DataError(f"{where}: {field} must be a list of token numbers, it is {str(values)[:60]}.")
     return values

@@ -49,7 +49,7 @@ def load_model_config(config: Any) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
     name = config.base_model_config or config.base_model
-    locate(config.base_model, "model", "base_model")
+    locate(name, "model", key)
     try:
         return AutoConfig.from_pretrained(
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code

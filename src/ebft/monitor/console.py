@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 # Label, metric, format, wanted direction (^ up, v down).
@@ -25,7 +26,7 @@ class ConsoleMetrics(TrainerCallback):
             return
         line = format_logs(logs, state.global_step, state.max_steps)
         if line:
-            print(line, flush=True)
+            tqdm.write(line)  # above a progress bar, if there is one
 
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
@@ -40,7 +41,7 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
 
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
-    return f"{label} {value:{spec}} {wanted}"
+    return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0: no -0.000
 
 
 def _losses(logs: dict[str, float], prefix: str) -> list[str]:
