@@ -48,9 +48,7 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
     mask = torch.arange(11) < torch.tensor([11, 8])[:, None]
     plain = copy.deepcopy(model)
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    layout = StridedLayout.place(
-        documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000
-    )
+    layout = StridedLayout.place(documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000)
     torch.manual_seed(1)
     with torch.no_grad():
         tokens, _ = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p)

@@ -25,7 +25,9 @@ from ebft.strided.attention import IMPLEMENTATION, StridedPass
 
 Head = Callable[[Tensor], Tensor]  # hidden states (P, D) -> logits (P, V)
 
-_RECURRENT = re.compile(r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I)
+_RECURRENT = re.compile(
+    r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I
+)
 _WAY_OUT = "Use `ebft.mode: structured` for this model"
 
 

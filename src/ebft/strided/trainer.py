@@ -34,6 +34,7 @@ from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.policy import check_supported, prepare
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from ebft.strided.self_check import check_exact
 
 BLOCK_OPTIONS = (
     "stride",
@@ -99,6 +100,7 @@ class StridedEBFTTrainer(Trainer):
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         self._causal_lm = prepare(model)
+        check_exact(self._causal_lm)
         if args.disable_dropout:
             disable_dropout(model)
         if args.gradient_checkpointing:

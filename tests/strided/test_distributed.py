@@ -1,0 +1,47 @@
+"""Two processes, or many micro-batches, give the losses and the parameters of one process with the same batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/mean_reward", "ebft/cfm_loss", "ebft/rl_loss", "ebft/ce_loss")
+
+
+def launch(path, processes, *options):
+    python = [sys.executable]
+    if processes > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*python, "-m" if processes == 1 else "--module", "tests.strided.short_run", str(path), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("lora", [0, 1])
+def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
+    whole = launch(tmp_path / "whole", 1, f"lora={lora}", "per_device_train_batch_size=4")
+    moved = {name: (value - whole["before"][name]).abs().max() for name, value in whole["parameters"].items()}
+    assert max(moved.values()) > 1e-3  # or there would be nothing to compare
+    layouts = {
+        "accumulation": (1, "per_device_train_batch_size=1", "gradient_accumulation_steps=4"),
+        "two processes": (2, "per_device_train_batch_size=2"),
+        "both": (2, "per_device_train_batch_size=1", "gradient_accumulation_steps=2"),
+    }
+    if not lora:
+        layouts = {"both": layouts["both"]}
+    for name, (processes, *options) in layouts.items():
+        split = launch(tmp_path / name.replace(" ", "_"), processes, f"lora={lora}", *options)
+        assert len(whole["logs"]) == len(split["logs"]) == 4
+        for ours, theirs in zip(split["logs"], whole["logs"]):
+            for key in COMPARED:
+                assert ours[key] == pytest.approx(theirs[key], abs=1e-5, rel=1e-5), (name, key, theirs["step"])
+        for parameter, value in whole["parameters"].items():
+            torch.testing.assert_close(
+                split["parameters"][parameter], value, atol=1e-5, rtol=0, msg=f"{name}: {parameter}"
+            )

@@ -1,0 +1,66 @@
+"""Anchors, blocks and documents, written out by hand."""
+
+import pytest
+import torch
+
+from ebft.strided.layout import Documents, StridedLayout, first_anchor, generated_token_count
+
+OPTIONS = {
+    "stride": 4,
+    "context_length": 3,
+    "generate_max_len": 2,
+    "n_samples_per_prompt": 2,
+    "min_completion_prefix": 1,
+}
+
+
+def test_first_anchor_of_text_and_of_completions():
+    assert first_anchor(0, 8, 5) == 8  # text: min_completion_prefix has no say
+    assert first_anchor(20, 8, 5) == 25
+    assert first_anchor(2, 8, 5) == 8
+    assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
+
+
+def test_anchors_by_hand():
+    ids = torch.arange(1, 14).repeat(4, 1)
+    mask = torch.arange(13) < torch.tensor([13, 9, 4, 13])[:, None]
+    documents = Documents.from_inputs(
+        {"input_ids": ids, "attention_mask": mask, "prompt_length": torch.tensor([0, 0, 0, 6])}
+    )
+    layout = StridedLayout.place(documents, **OPTIONS)
+    # lengths 13, 9, 4, 13: last anchors at most 11, 7, 2, 11
+    assert layout.anchors.tolist() == [[3, 7, 11], [3, 7, 0], [0, 0, 0], [7, 11, 0]]
+    assert layout.block_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
+    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
+    assert layout.reference_positions()[0].tolist() == [[3, 4], [7, 8], [11, 12]]
+    assert layout.rollout_positions(1, 1)[0].tolist() == [4, 4, 8, 8, 12, 12]
+    assert layout.rollout_positions(0, 2)[3].tolist() == [7, 8, 7, 8, 11, 12, 11, 12, 0, 1, 0, 1]
+
+
+def test_the_last_anchor_just_fits():
+    for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
+        documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
+        assert generated_token_count(documents, **OPTIONS) == blocks * 4
+        if blocks:
+            assert StridedLayout.place(documents, **OPTIONS).num_blocks == blocks
+        else:
+            with pytest.raises(ValueError, match=r"lengths \[4\], first anchors \[3\], generate_max_len 2"):
+                StridedLayout.place(documents, **OPTIONS)
+
+
+def test_documents_from_left_padded_rows_with_masked_labels():
+    inputs = {
+        "input_ids": torch.tensor([[0, 0, 11, 12, 13, 14], [21, 22, 23, 0, 0, 0]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]),
+        "labels": torch.tensor([[-100, -100, -100, -100, 13, 14], [21, 22, 23, -100, -100, -100]]),
+    }
+    documents = Documents.from_inputs(inputs)
+    assert documents.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 23, 0]]
+    assert documents.lengths.tolist() == [4, 3] and documents.prompt_length.tolist() == [2, 0]
+    assert documents.ce_mask.int().tolist() == [[0, 0, 1, 1], [0, 1, 1, 0]]
+
+
+def test_columns_of_padding_only_are_cut():
+    ids = torch.ones(2, 9, dtype=torch.long)
+    mask = torch.arange(9) < torch.tensor([4, 6])[:, None]
+    assert Documents.from_inputs({"input_ids": ids, "attention_mask": mask}).input_ids.shape == (2, 6)

@@ -1,0 +1,89 @@
+"""Models that strided EBFT cannot honour exactly are refused, by name or by rehearsal."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ebft.errors import ModelError
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.policy import check_length, check_supported, prepare
+from ebft.strided.self_check import check_exact
+from tests.strided.families import _COMMON, FAMILIES, tiny_model
+
+
+def refused(family, match, **config):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    with pytest.raises(ModelError, match=match) as caught:
+        check_supported(model)
+        prepare(model)
+        check_exact(model)
+    return str(caught.value)
+
+
+def test_state_space_layers_are_refused():
+    small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    message = refused("mamba", "state-space", state_size=4, **small)
+    assert "Mamba" in message and "structured" in message
+
+
+def test_linear_attention_layers_are_refused():
+    refused(
+        "qwen3_next",
+        "linear",
+        **{**_COMMON, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+
+
+def test_attention_outside_the_interface_is_refused():
+    refused("bloom", "attention", vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+
+
+def test_router_noise_is_refused():
+    refused("mixtral", "router_jitter_noise", **_COMMON, num_local_experts=4, router_jitter_noise=0.1)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rehearsal_passes_for_supported_families(family, dtype):
+    check_exact(tiny_model(family).to(dtype))
+
+
+def test_rehearsal_catches_what_nobody_named():
+    """A layer that mixes neighbouring tokens outside attention."""
+    model = tiny_model("llama")
+    mixer = model.model.layers[1].mlp
+    plain = mixer.forward
+    mixer.forward = lambda x: plain(x + x.roll(1, dims=1))
+    with pytest.raises(ModelError, match="differ from the plain model's"):
+        check_exact(model)
+
+
+def test_documents_beyond_the_models_positions_are_refused():
+    with pytest.raises(ValueError, match="129 tokens.*max_position_embeddings 128"):
+        check_length(tiny_model("llama"), 129)
+
+
+def test_length_dependent_rotary_is_refused_past_its_switch():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    model = tiny_model("llama", rope_parameters=rope)
+    check_length(model, 32)
+    with pytest.raises(ModelError, match="'dynamic'.*past|once a sequence passes 32"):
+        check_length(model, 33)
+
+
+def test_attention_that_swallows_keyword_arguments_is_named():
+    model = prepare(tiny_model("llama"))
+    attention = model.model.layers[0].self_attn
+    plain = attention.forward
+    attention.forward = lambda *args, strided=None, **kwargs: plain(*args, **kwargs)
+    documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
+    layout = StridedLayout.place(documents, stride=4, context_length=4, generate_max_len=2, n_samples_per_prompt=2)
+    from ebft.strided.rollout import sample_rollouts
+
+    with pytest.raises(ModelError, match="LlamaAttention does not pass keyword arguments"):
+        sample_rollouts(model, documents, layout, temperature=1.0)
+    assert model.config._attn_implementation == "eager"

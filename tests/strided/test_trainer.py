@@ -1,0 +1,189 @@
+"""The trainer as users meet it: training, logging, resuming, evaluating, and stopping on bad numbers."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftModel
+
+from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.strided.trainer import NonFiniteLossError
+from tests.strided.families import tiny_model
+from tests.strided.short_run import documents
+from tests.strided.test_exactness import with_lora
+
+GUIDE_METRICS = {
+    "ebft/alignment",
+    "ebft/diversity",
+    "ebft/mean_reward",
+    "ebft/reward",
+    "ebft/cfm_loss",
+    "ebft/rl_loss",
+    "ebft/ce_loss",
+    "ebft/advantages_std",
+    "entropy",
+    "grad_norm",
+    "throughput/documents_per_s",
+    "throughput/generated_tokens_per_s",
+    "memory/peak_gib",
+}
+
+
+def make(tmp_path, model=None, train=None, evaluation=None, **changes):
+    given = {
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+        "disable_tqdm": True,
+        **changes,
+    }
+    args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **given)
+    model = model if model is not None else with_lora(tiny_model("llama"))
+    rows = train if train is not None else Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 18])
+    return StridedEBFTTrainer(model=model, args=args, train_dataset=rows, eval_dataset=evaluation)
+
+
+def test_every_metric_of_the_guide_is_logged(tmp_path):
+    trainer = make(tmp_path)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 4
+    for entry in steps:
+        assert entry.keys() >= GUIDE_METRICS
+        assert entry["ebft/reward"] == entry["ebft/mean_reward"]
+        assert entry["ebft/mean_reward"] == pytest.approx(entry["ebft/alignment"] - entry["ebft/diversity"], abs=1e-5)
+        assert entry["ebft/advantages_std"] > 0 and entry["throughput/generated_tokens_per_s"] > 0
+        assert entry["loss"] == pytest.approx(entry["ebft/rl_loss"], abs=1e-4)
+
+
+def test_training_moves_the_policy_towards_the_reference(tmp_path):
+    """On one short document that is seen over and over, alignment rises and the feature-matching loss falls."""
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 10] * 4}] * 8
+    trainer = make(
+        tmp_path,
+        model=tiny_model("llama", seed=2),
+        train=rows,
+        max_steps=40,
+        learning_rate=3e-3,
+        stride=4,
+        context_length=4,
+        generate_max_len=3,
+        temperature=1.0,
+        lr_scheduler_type="constant",
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    mean = lambda name, part: sum(entry[name] for entry in part) / len(part)
+    assert mean("ebft/alignment", logs[-8:]) > mean("ebft/alignment", logs[:8]) + 0.2
+    assert mean("ebft/cfm_loss", logs[-8:]) < mean("ebft/cfm_loss", logs[:8]) - 0.1
+
+
+def test_resuming_gives_the_run_that_was_not_stopped(tmp_path):
+    whole = make(tmp_path / "whole", max_steps=4, lr_scheduler_type="constant")
+    whole.train()
+    first = make(tmp_path / "parts", max_steps=4, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
+    first.train()
+    resumed = make(tmp_path / "parts", max_steps=4, lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
+    logs = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-6)
+
+
+def test_saved_adapter_loads_with_plain_peft(tmp_path):
+    base = tiny_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    model = with_lora(type(base).from_pretrained(tmp_path / "base"))
+    trainer = make(tmp_path / "run", model=model)
+    trainer.train()
+    trainer.save_model()
+    ids = torch.randint(3, 90, (1, 12))
+    expected = trainer.model.eval()(input_ids=ids).logits
+    for loaded in (
+        PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / "run"),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run"),
+    ):
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_full_model_saves_and_keeps_its_frozen_copy(tmp_path):
+    model = tiny_model("qwen3")
+    trainer = make(tmp_path, model=model, feature_device="cpu")
+    before = {k: v.clone() for k, v in trainer.feature_network.causal_lm.state_dict().items()}
+    trainer.train()
+    trainer.save_model()
+    after = trainer.feature_network.causal_lm.state_dict()
+    assert all(before[k].equal(after[k]) for k in before)
+    assert not any(before[k].equal(v) for k, v in model.state_dict().items() if "q_proj" in k)
+    loaded = type(model).from_pretrained(tmp_path)
+    ids = torch.randint(3, 90, (1, 12))
+    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert "attn" not in json.loads((tmp_path / "config.json").read_text()).get("_attn_implementation", "")
+
+
+def test_feature_device_with_an_adapter_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="feature_device 'cpu' has no effect with an adapter"):
+        make(tmp_path, feature_device="cpu")
+
+
+def test_evaluation_is_logged_and_repeatable(tmp_path):
+    held_out = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 25])
+    trainer = make(tmp_path, evaluation=held_out, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if "eval_cfm_loss" in e]
+    assert [e["step"] for e in entries] == [2, 4]
+    assert trainer.evaluate() == trainer.evaluate()
+    assert {"eval_ce_loss", "eval_alignment", "eval_diversity", "eval_cfm_loss_plugin"} <= entries[0].keys()
+    assert trainer.model.training
+
+
+def test_non_finite_loss_stops_before_the_update(tmp_path):
+    model = tiny_model("llama")
+    trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0)
+    plain = trainer.compute_loss
+    trainer.compute_loss = lambda *a, **k: plain(*a, **k) * (float("nan") if trainer.state.global_step == 1 else 1.0)
+    with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 1.*token ids \[\["):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_one_sample_falls_back_to_reinforce_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="n_samples_per_prompt"):
+        trainer = make(tmp_path, n_samples_per_prompt=1)
+    assert trainer.args.advantage_estimator == "reinforce" and trainer.args.diversity_coef == 0
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ({"input_ids": torch.ones(1, 5, dtype=torch.long)}, "no document of the batch has room"),
+        ({"input_ids": torch.ones(5, dtype=torch.long)}, "input_ids must be"),
+        ({"input_ids": torch.ones(1, 40, dtype=torch.long), "attention_mask": torch.zeros(1, 40)}, "padding"),
+        ({"input_ids": torch.ones(1, 40, dtype=torch.long), "attention_mask": torch.ones(1, 39)}, "does not fit"),
+        ({"input_ids": torch.ones(1, 40, dtype=torch.long), "prompt_length": torch.tensor([-1])}, "prompt_length"),
+        ({"input_ids": torch.ones(1, 200, dtype=torch.long)}, "max_position_embeddings"),
+    ],
+)
+def test_unusable_batches_are_refused(inputs, match, tmp_path):
+    trainer = make(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        trainer.compute_loss(trainer.model, inputs)
+
+
+def test_scalar_item_count_is_refused(tmp_path):
+    trainer = make(tmp_path)
+    inputs = {"input_ids": torch.randint(3, 90, (1, 40))}
+    with pytest.raises(ValueError, match="num_items_in_batch"):
+        trainer.compute_loss(trainer.model, inputs, num_items_in_batch=40)
+
+
+@pytest.mark.parametrize("changes", [{"stride": 0}, {"temperature": -1.0}, {"embed_method": "first"}, {"top_p": 0.0}])
+def test_bad_options_are_named(changes, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, **changes)

@@ -1,0 +1,192 @@
+"""Each formula against numbers worked out by hand, and the properties that the definitions promise."""
+
+import math
+
+import pytest
+import torch
+
+from ebft.rewards import (
+    alignment_rewards,
+    cfm_loss,
+    compute_advantages,
+    diversity_rewards,
+    unbiased_cfm_loss,
+    whiten,
+)
+
+# Two samples and a reference in the plane: phi_1 = (1, 0), phi_2 = (0.6, 0.8), phi_ref = (0, 1).
+SAMPLES = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+REFERENCE = torch.tensor([0.0, 1.0])
+
+
+def random_features(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_alignment_by_hand():
+    torch.testing.assert_close(alignment_rewards(SAMPLES, REFERENCE), torch.tensor([0.0, 1.6]))
+    torch.testing.assert_close(alignment_rewards(3 * SAMPLES, 7 * REFERENCE), torch.tensor([0.0, 1.6]))
+
+
+def test_diversity_by_hand():
+    torch.testing.assert_close(diversity_rewards(SAMPLES), torch.tensor([1.2, 1.2]))
+    three = torch.cat([SAMPLES, REFERENCE[None]])  # products 0.6, 0, 0.8; scale 2 / 2
+    torch.testing.assert_close(diversity_rewards(three), torch.tensor([0.6, 1.4, 0.8]))
+    assert diversity_rewards(SAMPLES[:1]).tolist() == [0.0]
+
+
+def test_cfm_by_hand():
+    # mean (0.8, 0.4), distance to (0, 1): 0.64 + 0.36
+    torch.testing.assert_close(cfm_loss(SAMPLES, REFERENCE), torch.tensor(1.0))
+    # 1 - 2 * mean(0, 0.8) + 0.6
+    torch.testing.assert_close(unbiased_cfm_loss(SAMPLES, REFERENCE), torch.tensor(0.8))
+
+
+def test_unbiased_cfm_does_not_depend_on_the_number_of_samples():
+    generator = torch.Generator().manual_seed(0)
+    mean, reference = torch.tensor([0.5, -0.2, 0.1]), torch.tensor([0.1, 0.4, -0.3])
+    truth = (mean - reference).square().sum().item()
+    for n in (2, 4):
+        samples = mean + torch.randn(200_000, n, 3, generator=generator)
+        assert unbiased_cfm_loss(samples, reference.expand(200_000, 3)).mean() == pytest.approx(truth, abs=0.02)
+        assert cfm_loss(samples, reference.expand(200_000, 3)).mean() == pytest.approx(truth + 3 / n, abs=0.02)
+    with pytest.raises(ValueError, match="at least two samples"):
+        unbiased_cfm_loss(samples[:, :1], reference.expand(200_000, 3))
+
+
+def test_whitened_samples_are_orthonormal_and_the_reference_follows():
+    x, y = random_features(5, 2, 4, 9), random_features(5, 2, 9, seed=1)
+    white_x, white_y = whiten(x, y)
+    torch.testing.assert_close(white_x @ white_x.mT, torch.eye(4).expand(5, 2, 4, 4), atol=1e-5, rtol=0)
+    # W itself, D x D, in one group.
+    u, s, vt = torch.linalg.svd(x[3, 1].double(), full_matrices=False)
+    w = vt.T @ torch.diag(1 / s) @ vt
+    torch.testing.assert_close(white_x[3, 1], (x[3, 1].double() @ w).float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(white_y[3, 1], (y[3, 1].double() @ w).float(), atol=1e-5, rtol=1e-4)
+
+
+def test_whitening_a_reference_inside_the_span_keeps_its_coordinates():
+    """A reference equal to one sample lands on that sample's whitened vector."""
+    x = random_features(3, 6)
+    white_x, white_y = whiten(x, x[1])
+    torch.testing.assert_close(white_y, white_x[1], atol=1e-5, rtol=1e-4)
+
+
+def test_duplicates_are_dropped_not_amplified():
+    x = random_features(4, 8)
+    x[2] = x[0] * (1 + 1e-7)
+    white_x, white_y = whiten(x, random_features(8, seed=1))
+    assert white_x.isfinite().all() and white_x.norm(dim=-1).max() <= 1 + 1e-4
+    torch.testing.assert_close(white_x[0], white_x[2], atol=1e-4, rtol=0)
+    assert (white_x[0] @ white_x[2]).item() == pytest.approx(0.5, abs=1e-4)  # duplicates share one direction
+    same = x[:1].expand(4, -1)
+    torch.testing.assert_close(diversity_rewards(whiten(same, x[1])[0]), torch.full((4,), 0.5), atol=1e-5, rtol=0)
+
+
+def test_all_zero_samples_whiten_to_zero():
+    white_x, white_y = whiten(torch.zeros(3, 5), torch.ones(5))
+    assert white_x.eq(0).all() and white_y.eq(0).all()
+
+
+def test_sample_space_multiplies_both_from_the_left():
+    x, y = random_features(4, 7), random_features(7, seed=1)
+    white_x, white_y = whiten(x, y, space="sample")
+    eigenvalue, u = torch.linalg.eigh((x @ x.T).double())
+    root = u @ torch.diag(eigenvalue**-0.5) @ u.T
+    torch.testing.assert_close(white_x, (root @ x.double()).float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(white_y, (root @ y.double().repeat(4, 1)).float(), atol=1e-5, rtol=1e-4)
+    cosine = alignment_rewards(white_x, white_y) / 2
+    expected = torch.nn.functional.cosine_similarity(white_x, y[None]) * root.sum(1).sign()
+    torch.testing.assert_close(cosine, expected.float(), atol=1e-5, rtol=1e-4)
+
+
+def test_whitening_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="space 'row'"):
+        whiten(SAMPLES, REFERENCE, space="row")
+    with pytest.raises(ValueError, match="NaN"):
+        whiten(SAMPLES * float("nan"), REFERENCE)
+    with pytest.raises(ValueError, match="do not fit"):
+        whiten(SAMPLES, torch.zeros(3))
+
+
+def test_rloo_by_hand():
+    rewards = torch.tensor([1.0, 2.0, 6.0])
+    torch.testing.assert_close(compute_advantages(rewards, "rloo"), torch.tensor([-3.0, -1.5, 4.5]))
+    # rewards = a - d with a = (1.5, 2.2, 6.9), d = (0.5, 0.2, 0.9); d without j: sum 1.6 - 2 d_j
+    d = torch.tensor([0.5, 0.2, 0.9])
+    expected = rewards - (torch.tensor([4.55, 4.2, 1.85]) - torch.tensor([0.6, 1.2, -0.2]))
+    torch.testing.assert_close(compute_advantages(rewards, "rloo", diversity=d), expected)
+    torch.testing.assert_close(
+        compute_advantages(rewards, "rloo", diversity=d, rloo_baseline="mean"), torch.tensor([-3.0, -1.5, 4.5])
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_independent_baseline_does_not_depend_on_its_own_sample(n):
+    """Changing sample j changes its reward, never the baseline that is subtracted from it."""
+    y = random_features(6, seed=9)
+
+    def baseline(x):
+        d = 0.7 * diversity_rewards(x)
+        rewards = alignment_rewards(x, y) - d
+        return rewards - compute_advantages(rewards, "rloo", diversity=d)
+
+    x = random_features(n, 6)
+    changed = x.clone()
+    changed[0] = random_features(6, seed=5)
+    torch.testing.assert_close(baseline(x)[0], baseline(changed)[0])
+    assert (baseline(x)[1] - baseline(changed)[1]).abs() > 1e-3 or n == 2
+
+
+def test_literal_leave_one_out_and_group_norm_sum_to_zero():
+    rewards = random_features(7, 3, 4)
+    for estimator in ("rloo", "group_norm"):
+        total = compute_advantages(rewards, estimator).sum(-1)
+        torch.testing.assert_close(total, torch.zeros(7, 3), atol=1e-5, rtol=0)
+
+
+def test_group_norm_by_hand_and_for_equal_rewards():
+    expected = torch.tensor([-1.0, 0.0, 1.0])
+    torch.testing.assert_close(compute_advantages(torch.tensor([1.0, 2.0, 3.0]), "group_norm"), expected)
+    assert compute_advantages(torch.full((4,), 0.3), "group_norm").tolist() == [0.0] * 4
+
+
+def test_reinforce_is_the_reward():
+    assert compute_advantages(torch.tensor([0.5]), "reinforce").tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((torch.zeros(3), "ppo"), "'ppo' is unknown"),
+        ((torch.zeros(1), "rloo"), "at least 2 samples"),
+        ((torch.zeros(1), "group_norm"), "at least 2 samples"),
+    ],
+)
+def test_bad_estimators_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        compute_advantages(*arguments)
+    with pytest.raises(ValueError, match="rloo_baseline"):
+        compute_advantages(torch.zeros(3), "rloo", rloo_baseline="none")
+
+
+def test_policy_gradient_of_the_reward_is_the_gradient_of_the_feature_matching_loss():
+    """In expectation over three categorical samples, RLOO on eq. 7 ascends minus the loss, with both baselines' scales.
+
+    With alignment as a plain inner product, r_j = 2 <phi_j, ref> - d_j is the score whose REINFORCE gradient is
+    -grad ||E phi - ref||^2. Enumerated exactly, so this also fixes the factor that the literal baseline loses.
+    """
+    phi, ref = random_features(3, 4), random_features(4, seed=3)
+    logits = torch.tensor([0.3, -0.4, 0.2], requires_grad=True)
+    p = logits.softmax(-1)
+    (target,) = torch.autograd.grad(-(p @ phi - ref).square().sum(), logits)
+    for n in (2, 3):
+        total = torch.zeros(3)
+        for index in torch.cartesian_prod(*[torch.arange(3)] * n):
+            x = phi[index]
+            d = diversity_rewards(x)
+            advantages = compute_advantages(2 * x @ ref - d, "rloo", diversity=d)
+            logp = logits.log_softmax(-1)[index]
+            (gradient,) = torch.autograd.grad((advantages * logp).mean(), logits)
+            total += math.prod(p[index].tolist()) * gradient
+        torch.testing.assert_close(total, target, atol=1e-5, rtol=1e-4)
