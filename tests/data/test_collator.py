@@ -26,4 +26,4 @@ def test_without_prompt_length_for_plain_models():
 def test_rows_with_tokens_only_train_on_every_token():
     batch = DocumentCollator(0)([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "attention_mask": [1, 0]}])
     assert batch["labels"].tolist() == [[1, 2], [3, -100]]
-    assert batch["prompt_length"].tolist() == [0, 0]
+    assert "prompt_length" not in batch

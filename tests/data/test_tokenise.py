@@ -51,6 +51,11 @@ def test_config_reads_as_attributes_and_as_a_mapping(run_own, read):
     assert run_own(body)[0]["input_ids"] == [64]
 
 
+@pytest.mark.parametrize(("labels", "prompt"), [([-100, 5, 6], 1), ([4, -100, 6], 0), ([-100] * 3, 0)])
+def test_prompt_that_only_the_labels_tell(run_own, labels, prompt):
+    assert run_own(simple(f'{{"input_ids": [4, 5, 6], "labels": {labels}}}'))[0]["prompt_length"] == prompt
+
+
 def test_padding_is_taken_off(run_own):
     rows = run_own(simple('{"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}'))
     assert rows[0]["input_ids"] == [1, 2] and rows[0]["labels"] == [1, 2]
@@ -89,7 +94,7 @@ def test_several_processes_give_the_same_rows(run_own):
 def test_wrong_results_name_transform_row_and_field(run_own, result, message):
     with pytest.raises(DataError, match=message) as caught:
         run_own(simple(result))
-    assert "transform 'own_" in str(caught.value)
+    assert str(caught.value).startswith("unused, train: transform 'own_")
 
 
 def test_transform_that_returns_no_pair(run_own):

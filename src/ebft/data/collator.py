@@ -14,8 +14,9 @@ class DocumentCollator:
     """Pads the rows of a batch to its longest row.
 
     Rows hold `input_ids`, and optionally `labels` (else every token is one), `attention_mask` (else all ones) and
-    `prompt_length` (else 0). The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S), and
-    `prompt_length` (B,) unless `with_prompt_length` is false, as plain causal models do not take it.
+    `prompt_length`. The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S), and `prompt_length`
+    (B,) where every row has one (the strided trainer else reads it off the labels), unless `with_prompt_length` is
+    false, as plain causal models do not take it.
     """
 
     pad_token_id: int
@@ -40,8 +41,8 @@ class DocumentCollator:
             "attention_mask": _padded(masks, 0),
             "labels": _padded(labels, IGNORE),
         }
-        if self.with_prompt_length:
-            batch["prompt_length"] = torch.tensor([int(row.get("prompt_length", 0)) for row in rows])
+        if self.with_prompt_length and all("prompt_length" in row for row in rows):
+            batch["prompt_length"] = torch.tensor([int(row["prompt_length"]) for row in rows])
         return batch
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.config_view import ConfigView
 from ebft.data.transforms import find_transform
+from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 
 FEATURES = Features(
@@ -31,7 +32,9 @@ def tokenise(
     transform_fn, map_kwargs = _build(entry, config)
     removed = map_kwargs.pop("remove_columns", [])
     removed = raw.column_names if removed == "__all__" else removed
-    step = _Step(entry.type, transform_fn, tokenizer, set(removed), first_document)
+    step = _Step(
+        f"{entry.path}, {entry.split}: transform {entry.type!r}", transform_fn, tokenizer, set(removed), first_document
+    )
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     return raw.map(
         step.batch if map_kwargs.get("batched") else step.row,
@@ -70,12 +73,12 @@ class _Step:
         self.removed, self.first_document = removed, first_document
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
-        where = f"transform {self.name!r}, row {index}"
+        where = f"{self.name}, row {index}"
         return {**_checked(self._call(example, where), where), "document": self.first_document + index}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they were given."""
-        where = f"transform {self.name!r}, rows {indices[0]}-{indices[-1]}"
+        where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         result = self._call(examples, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
@@ -113,10 +116,15 @@ def _checked(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if len(labels) != len(input_ids):
         raise DataError(f"{where}: labels has {len(labels)} entries, input_ids has {len(input_ids)}.")
     length = _real_length(row, len(input_ids), where)
-    prompt_length = row.get("prompt_length", 0)
+    prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
         raise DataError(f"{where}: prompt_length must be a whole number from 0, it is {prompt_length!r}.")
     return {"input_ids": input_ids[:length], "labels": labels[:length], "prompt_length": prompt_length}
+
+
+def _leading_masked(labels: list[int]) -> int:
+    """Where labels begin: the prompt of a row that does not say, 0 for a row without labels."""
+    return next((index for index, label in enumerate(labels) if label != IGNORE), 0)
 
 
 def _real_length(row: Mapping[str, Any], length: int, where: str) -> int:
