@@ -12,6 +12,7 @@ from ebft import load_config, train
 from ebft.config import RunConfig
 from ebft.errors import ConfigError
 from ebft.interrupt import TrainingInterrupted
+from ebft.training import push
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 STRIDED = {
@@ -152,6 +153,15 @@ def test_ddp_false_refuses_several_processes(make, monkeypatch):
         train(make(ddp=False))
 
 
+def test_the_model_is_pushed_without_its_checkpoints(make, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda **kwargs: calls.append(kwargs))
+    push(make(hub_model_id="me/model"))
+    assert calls[0]["repo_id"] == "me/model" and "checkpoint-*" in calls[0]["ignore_patterns"]
+
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 SMALL = (
     "sequence_len=48",
@@ -183,3 +193,16 @@ def test_an_example_trains(path, tiny_llama_dir, text, tmp_path):
         config = load_config(path, overrides)
     result = train(config)
     assert result.trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"optimizer": "quick"}, "quick"),
+        ({"lr_scheduler": "up"}, "up"),
+        ({"val_set_size": 2, "save_steps": 3, "load_best_model_at_end": True}, "strategy"),
+    ],
+)
+def test_what_transformers_refuses_is_a_config_error(make, keys, told):
+    with pytest.raises(ConfigError, match=f"transformers cannot train with these settings: .*{told}"):
+        train(make(**keys))

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
 from ebft.checkpoints import find_checkpoint, newest_checkpoint
-from ebft.config import RunConfig, check_trainable
+from ebft.config import RunConfig, check_runnable
 from ebft.config.arguments import Machine, strided_kwargs, training_kwargs
 from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets
@@ -52,8 +52,9 @@ def train(config: RunConfig) -> TrainResult:
     set_seed(config.seed)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = load_datasets(config, tokenizer)
+    args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
-    trainer = build_trainer(config, model, tokenizer, train_data, eval_data)
+    trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data)
 
     run(trainer, checkpoint)
     metrics = last_metrics(trainer)
@@ -61,34 +62,28 @@ def train(config: RunConfig) -> TrainResult:
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
-def check_runnable(config: RunConfig) -> None:
-    """Refuse what loads as a config but cannot be trained here; ConfigError says what to do instead."""
-    if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided):
-        asked = "rl: grpo" if config.rl == "grpo" else "ebft.mode: structured (the default)"
-        raise ConfigError(
-            f"{asked} cannot be trained in this version. Set ebft.mode: strided with rl: ebft for energy-based "
-            "fine-tuning, or remove rl for plain fine-tuning."
-        )
-    if config.is_strided:
-        check_trainable(config.ebft)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if config.ddp is False and processes > 1:
-        raise ConfigError(f"ddp: false, but {processes} processes were launched. Launch one, or remove ddp.")
-    if config.ddp and processes == 1:
-        raise ConfigError(
-            "ddp: true, but only one process runs. Launch several, for example torchrun --nproc-per-node 2 "
-            "-m ebft.cli train CONFIG, or remove ddp."
-        )
+def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
+    """The arguments of the config's trainer, for `rows` rows of training data.
 
-
-def build_trainer(config: RunConfig, model: Any, tokenizer: Any, train_data: Any, eval_data: Any = None) -> Trainer:
-    """The trainer of the config's method: StridedEBFTTrainer, or transformers' own for plain fine-tuning."""
-    kwargs = training_kwargs(config, this_machine(), rows=len(train_data), has_eval=eval_data is not None)
-    if config.is_strided:
-        trainer_class, args = StridedEBFTTrainer, StridedEBFTConfig(**kwargs, **strided_kwargs(config))
-    else:
-        trainer_class, args = Trainer, TrainingArguments(**kwargs, prediction_loss_only=True)
+    Raises ConfigError for what only transformers can tell, such as the name of an unknown optimizer.
+    """
+    kwargs = training_kwargs(config, this_machine(), rows, has_eval)
+    try:
+        if config.is_strided:
+            args = StridedEBFTConfig(**kwargs, **strided_kwargs(config))
+        else:
+            args = TrainingArguments(**kwargs, prediction_loss_only=True)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"transformers cannot train with these settings: {error}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one process trains on one GPU: Trainer would use DataParallel on several
+    return args
+
+
+def build_trainer(
+    config: RunConfig, args: TrainingArguments, model: Any, tokenizer: Any, train_data: Any, eval_data: Any
+) -> Trainer:
+    """The trainer of the config's method: StridedEBFTTrainer, or transformers' own for plain fine-tuning."""
+    trainer_class = StridedEBFTTrainer if config.is_strided else Trainer
     return trainer_class(
         model=model,
         args=args,
@@ -104,7 +99,7 @@ def this_machine() -> Machine:
     """What the training arguments need to know about this machine."""
     return Machine(
         has_accelerator=torch.accelerator.is_available(),
-        supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
+        supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         processes=int(os.environ.get("WORLD_SIZE", 1)),
     )
 

@@ -77,6 +77,12 @@ def test_an_error_is_one_message_and_exit_code_2(ebft, good):
         assert message.startswith("Error: ") and "'learning_rate'" in message and "Traceback" not in message
 
 
+def test_check_refuses_what_cannot_be_trained(ebft, good):
+    good.write_text(good.read_text() + "rl: grpo\n")
+    result = ebft("config", "--check", good)
+    assert result.exit_code == 2 and "rl: grpo cannot be trained in this version" in plain(result.stderr)
+
+
 def test_an_override_reaches_the_config(ebft, good):
     result = ebft("train", good, "max_steps=many")
     assert result.exit_code == 2 and "max_steps: 'many'" in plain(result.stderr)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ebft.cli.console import polite
 from ebft.cli.listing import option_listing
-from ebft.config import load_config
+from ebft.config import check_runnable, load_config
 from ebft.config.changed import changed_keys
 
 HELP = "Print every key of a config with its meaning, or check a config."
@@ -23,7 +23,8 @@ def register(app: typer.Typer) -> None:
 def command(
     search: Annotated[str, typer.Argument(help="Show only the keys that contain this.", show_default=False)] = "",
     check: Annotated[
-        Path | None, typer.Option("--check", metavar="FILE", help="Check this YAML file.", show_default=False)
+        Path | None,
+        typer.Option("--check", metavar="FILE", help="Check that this YAML file can be trained.", show_default=False),
     ] = None,
 ) -> None:
     """Print the keys, or what a checked file changes."""
@@ -32,6 +33,8 @@ def command(
         for part in option_listing(search):
             console.print(part)
         return
-    for key, value in changed_keys(load_config(check)):
+    config = load_config(check)
+    check_runnable(config)
+    for key, value in changed_keys(config):
         console.print(f"{key}: {value!r}", markup=False)
     console.print(f"{check} is valid; every option not shown has its default.", markup=False)

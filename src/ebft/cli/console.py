@@ -1,6 +1,7 @@
 """What the commands print on the error stream: errors in red, warnings in yellow, one message each."""
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,14 @@ def show_warnings() -> None:
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
 
 
+def is_main_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    _say(("Warning: ", "bold yellow"), str(message))
+    if is_main_process():
+        _say(("Warning: ", "bold yellow"), str(message))
 
 
 def _say(*parts: str | tuple[str, str]) -> None:

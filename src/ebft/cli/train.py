@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ebft.cli.console import polite
+from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
-from ebft.config import load_config
+from ebft.config import check_runnable, load_config
 
 HELP = """Train a model as a config says.
 
@@ -36,7 +36,9 @@ def command(
 ) -> None:
     """Load the config, train, and say where the model is."""
     run_config = load_config(config, overrides or [])
+    check_runnable(run_config)
     from ebft.training import train  # imports torch, which help and config errors need not wait for
 
     result = train(run_config)
-    typer.echo(f"Model saved in {result.output_dir}")
+    if is_main_process():
+        typer.echo(f"Model saved in {result.output_dir}")

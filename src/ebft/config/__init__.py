@@ -13,12 +13,14 @@ from ebft.config.options import (
     validate_options,
     with_options,
 )
+from ebft.config.runnable import check_runnable
 from ebft.config.schema import RunConfig
 
 __all__ = [
     "EBFTSection",
     "RunConfig",
     "StridedOptions",
+    "check_runnable",
     "check_trainable",
     "load_config",
     "settle_single_sample",

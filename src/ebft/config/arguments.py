@@ -70,6 +70,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
         "use_cpu": not machine.has_accelerator,
         "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
         "report_to": trackers(config),
+        "ddp_find_unused_parameters": config.ddp_find_unused_parameters if machine.processes > 1 else None,
         "push_to_hub": True if config.hub_model_id else None,
     }
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:

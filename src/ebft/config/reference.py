@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ebft.config.messages import section_of
-from ebft.config.schema import GROUPS
+from ebft.config.schema import GROUPS, MethodKeys
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -23,8 +23,13 @@ class Option(NamedTuple):
 
 
 def option_groups(nested: bool = True) -> dict[str, list[Option]]:
-    """The keys of every group, in order; `nested` adds the keys of sections, such as ebft.stride."""
-    return {title: list(_options(model, "", nested)) for title, model in GROUPS.items()}
+    """The keys of every group, in order; `nested` adds the keys of sections, the method's as their own groups."""
+    groups: dict[str, list[Option]] = {}
+    for title, model in GROUPS.items():
+        for option in _options(model, "", nested):
+            section = option.key.partition(".")[0] if model is MethodKeys and "." in option.key else None
+            groups.setdefault(f"Section {section}" if section else title, []).append(option)
+    return groups
 
 
 def _options(model: type[BaseModel], prefix: str, nested: bool) -> Iterator[Option]:

@@ -72,6 +72,9 @@ class HardwareKeys(Section):
         None,
         description="true insists on several processes, false on one; unset takes what was launched.",
     )
+    ddp_find_unused_parameters: bool = Field(
+        False, description="Let DDP look for weights without a gradient, as some mixtures of experts need."
+    )
     deepspeed: str | dict[str, Any] | None = Field(None, description="DeepSpeed configuration: a file or a mapping.")
     fsdp: bool | str | list[str] | None = Field(None, description="FSDP options, as transformers reads them.")
     fsdp_config: dict[str, Any] | None = Field(None, description="FSDP details, as transformers reads them.")
