@@ -34,19 +34,21 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def show_warnings() -> None:
-    """Print warnings as one line each, without the place in the code that raised them."""
-    warnings.showwarning = _show
+    """Print each warning once, as one line without the place in the code that raised it."""
+    seen = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if is_main_process() and str(message) not in seen:
+            seen.add(str(message))
+            _say(("Warning: ", "bold yellow"), str(message))
+
+    warnings.showwarning = show
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
 
 
 def is_main_process() -> bool:
     """Whether this is the first of the processes that a launcher started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if is_main_process():
-        _say(("Warning: ", "bold yellow"), str(message))
 
 
 def _say(*parts: str | tuple[str, str]) -> None:
