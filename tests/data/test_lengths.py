@@ -79,7 +79,7 @@ def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, co
 
 
 def test_rule_is_the_layouts(config):
-    from ebft.strided.layout import first_anchor
+    from ebft.anchors import first_anchor
 
     for length in range(1, 14):
         for prompt in range(length):

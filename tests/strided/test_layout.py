@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ebft.strided.layout import Documents, StridedLayout, first_anchor, generated_token_count
+from ebft.anchors import first_anchor
+from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 
 OPTIONS = {
     "stride": 4,

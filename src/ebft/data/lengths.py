@@ -5,9 +5,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from ebft.anchors import first_anchor
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
-from ebft.strided.layout import first_anchor
 
 # Reasons to drop, worded to follow "dropped 12 ".
 EMPTY = "without text"
