@@ -15,3 +15,7 @@ class DataError(EBFTError):
 
 class ModelError(EBFTError):
     """A model, a tokenizer or an adapter cannot be loaded or cannot be trained this way."""
+
+
+class NonFiniteLossError(EBFTError):
+    """The loss or its gradient became NaN or infinite; training stopped before the update."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from ebft.checkpoints import find_checkpoint, newest_checkpoint
 from ebft.config import RunConfig, check_runnable
@@ -21,8 +21,12 @@ from ebft.errors import ConfigError
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
-from ebft.monitor import default_callbacks
+from ebft.monitor import ProgressBar, StopOnNonFinite, default_callbacks
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+
+
+class PlainTrainer(StopOnNonFinite, Trainer):
+    """Fine-tuning on the text alone: transformers' own trainer."""
 
 
 @dataclass
@@ -83,8 +87,8 @@ def build_trainer(
     config: RunConfig, args: TrainingArguments, model: Any, tokenizer: Any, train_data: Any, eval_data: Any
 ) -> Trainer:
     """The trainer of the config's method: StridedEBFTTrainer, or transformers' own for plain fine-tuning."""
-    trainer_class = StridedEBFTTrainer if config.is_strided else Trainer
-    return trainer_class(
+    trainer_class = StridedEBFTTrainer if config.is_strided else PlainTrainer
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=train_data,
@@ -93,6 +97,11 @@ def build_trainer(
         processing_class=tokenizer,
         callbacks=default_callbacks(config),
     )
+    for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
+        trainer.remove_callback(printer)
+    if not args.disable_tqdm:
+        trainer.add_callback(ProgressBar)
+    return trainer
 
 
 def this_machine() -> Machine:

@@ -7,8 +7,8 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftModel
 
+from ebft.errors import NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.strided.trainer import NonFiniteLossError
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
 from tests.strided.test_exactness import with_lora
@@ -149,6 +149,16 @@ def test_non_finite_loss_stops_before_the_update(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 1.*token ids \[\["):
         trainer.train()
     assert trainer.state.global_step == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_non_finite_gradient_stops_before_the_update(tmp_path):
+    model = tiny_model("llama")
+    trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda g: g * float("inf") if trainer.state.global_step == 1 else g)
+    with pytest.raises(NonFiniteLossError, match="gradient norm is (nan|inf) at step 1"):
+        trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
 
 

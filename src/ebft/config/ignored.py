@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
-_PREPARED = "rows are tokenised when the run starts, and the datasets library caches them"
+_PREPARED = "rows are tokenised anew when the run starts"
 _UNPACKED = "every document keeps a row of its own"
 
 
@@ -20,7 +20,7 @@ class CarriedOverKeys(Section):
     eval_sample_packing: bool = Field(False, description="Without effect, like sample_packing.")
     pad_to_sequence_len: bool = Field(False, description="Without effect: a batch is as long as its longest row.")
     skip_prepare_dataset: bool = Field(False, description="Without effect: there is no separate preparation.")
-    dataset_prepared_path: str | None = Field(None, description="Without effect: the datasets library caches rows.")
+    dataset_prepared_path: str | None = Field(None, description="Without effect: rows are tokenised in each run.")
     activation_offloading: bool = Field(
         False, description="Without effect: gradient_checkpointing is how memory is saved here."
     )

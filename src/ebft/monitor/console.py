@@ -3,7 +3,7 @@
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 # Label, metric, format, wanted direction (^ up, v down).
 _TERMS = (
@@ -27,6 +27,13 @@ class ConsoleMetrics(TrainerCallback):
         line = format_logs(logs, state.global_step, state.max_steps)
         if line:
             tqdm.write(line)  # above a progress bar, if there is one
+
+
+class ProgressBar(ProgressCallback):
+    """The progress bar of transformers without its copy of every log, which `ConsoleMetrics` prints already."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        pass
 
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:

@@ -25,6 +25,7 @@ from ebft.config.options import (
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.throughput import Throughput
 from ebft.rewards import alignment_rewards, cfm_loss, compute_advantages, diversity_rewards, whiten
@@ -79,7 +80,7 @@ class StridedOutput:
     loss: Tensor
 
 
-class StridedEBFTTrainer(Trainer):
+class StridedEBFTTrainer(StopOnNonFinite, Trainer):
     """Fine-tune a causal LM by strided EBFT (Jelassi et al. 2026, section 2 and appendix F).
 
     Rows of `train_dataset` hold `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
@@ -93,6 +94,7 @@ class StridedEBFTTrainer(Trainer):
     def __init__(self, model: Any = None, args: StridedEBFTConfig | None = None, *, data_collator=None, **kwargs):
         args = args if args is not None else StridedEBFTConfig()
         settle_single_sample(args)
+        args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model)
         check_supported(unwrap_adapter(model))
@@ -186,13 +188,6 @@ class StridedEBFTTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss.item()} at step {self.state.global_step}, in the batch with documents of "
-                f"{Documents.from_inputs(inputs).lengths.tolist()} tokens that begin with token ids "
-                f"{inputs['input_ids'][:, :8].tolist()}. No update was made from it and saved checkpoints are kept; "
-                "lower learning_rate or look at these documents, then resume with resume_from_checkpoint"
-            )
         self._throughput.add(seconds=time.perf_counter() - started)
         return loss
 
@@ -278,10 +273,6 @@ class StridedEBFTTrainer(Trainer):
             means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
             means["ebft/reward"] = means["ebft/mean_reward"]
         return means
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss became NaN or infinite; training stopped before the update."""
 
 
 def disable_dropout(model: nn.Module) -> None:
