@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 
 from ebft.errors import NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -197,3 +197,39 @@ def test_scalar_item_count_is_refused(tmp_path):
 def test_bad_options_are_named(changes, tmp_path):
     with pytest.raises(ValueError, match=next(iter(changes))):
         StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
+
+
+def test_model_by_name_with_a_new_adapter(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    args = StridedEBFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], max_steps=1)
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = StridedEBFTTrainer(str(tmp_path / "base"), args, peft_config=adapter, train_dataset=documents())
+    trainer.train()
+    assert trainer.feature_network.shares_weights
+    with pytest.raises(ValueError, match="has an adapter already"):
+        StridedEBFTTrainer(trainer.model, args, peft_config=adapter)
+    with pytest.raises(ValueError, match="model must be a causal language model"):
+        StridedEBFTTrainer(None, args)
+
+
+def test_untokenised_datasets_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train_dataset has the columns \['text'\]"):
+        make(tmp_path, train=Dataset.from_list([{"text": "def f(): pass"}]))
+
+
+def test_mixed_precision_samples_as_it_trains(tmp_path):
+    """Under bf16 autocast the rollout pass and the training forward see the same numbers, up to summation order."""
+    model = tiny_model("llama")
+    trainer = make(tmp_path, model=model, bf16=True, max_steps=1, temperature=1.0)
+    drawn = []
+    model.lm_head.register_forward_hook(lambda module, args, out: drawn.append(out.dtype))
+    trainer.train()
+    assert set(drawn) == {torch.bfloat16}
+    assert drawn.count(torch.bfloat16) > 8
+
+
+def test_several_evaluation_sets(tmp_path):
+    held_out = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 25])
+    trainer = make(tmp_path, evaluation={"a": held_out, "b": held_out})
+    metrics = trainer.evaluate()
+    assert metrics["eval_a_cfm_loss"] == metrics["eval_b_cfm_loss"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -50,18 +51,19 @@ def held_out_metrics(
             f"{block_options['n_samples_per_prompt']}"
         )
     causal_lm, metrics, noise = prepare(causal_lm), MeanMetrics(), DocumentNoise(seed)
+    autocast = accelerator.autocast if accelerator is not None else nullcontext
     device = next(causal_lm.parameters()).device
     for inputs in batches:
         documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
         layout = StridedLayout.place(documents, **block_options)
-        with evaluating(causal_lm):
+        with evaluating(causal_lm), autocast():
             drawn = noise.draw(documents, layout, step=0)
             rollouts, _ = sample_rollouts(
                 causal_lm, documents, layout, temperature=temperature, top_p=top_p, noise=drawn
             )
             phi, phi_ref = embed_blocks(network, documents, layout, rollouts)
-            _add_feature_metrics(metrics, phi, phi_ref, layout.block_mask)
             _add_cross_entropy(metrics, causal_lm, documents, layout)
+        _add_feature_metrics(metrics, phi, phi_ref, layout.block_mask)
     means = metrics.drain(accelerator)
     if not means:
         raise ValueError("there is nothing to evaluate on: the held-out set has no batches")

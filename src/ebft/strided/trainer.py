@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -86,18 +87,28 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
     Rows of `train_dataset` hold `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
     them. The feature network is the model with its adapter disabled, or a frozen copy made here (on
     `args.feature_device`). The loss is normalised by the tokens of the whole optimizer step, over micro-batches
-    and ranks. Raises ModelError where the model's architecture cannot be honoured exactly.
+    and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config` puts a new
+    adapter around it. Raises ModelError where the model's architecture cannot be honoured exactly.
     """
 
     args: StridedEBFTConfig
 
-    def __init__(self, model: Any = None, args: StridedEBFTConfig | None = None, *, data_collator=None, **kwargs):
+    def __init__(
+        self,
+        model: Any = None,
+        args: StridedEBFTConfig | None = None,
+        *,
+        data_collator=None,
+        peft_config=None,
+        **kwargs,
+    ):
         args = args if args is not None else StridedEBFTConfig()
         settle_single_sample(args)
         args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
-        if isinstance(model, str):
-            model = AutoModelForCausalLM.from_pretrained(model)
+        model = _load(model, peft_config)
         check_supported(unwrap_adapter(model))
+        for name in ("train_dataset", "eval_dataset"):
+            _check_columns(name, kwargs.get(name))
         self.feature_network = FeatureNetwork(model, args.feature_layers, args.embed_method, args.feature_device)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
@@ -128,7 +139,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         documents = Documents.from_inputs(inputs)
         layout = StridedLayout.place(documents, **self._block_options())
 
-        with evaluating(model):
+        with evaluating(model), self.accelerator.autocast():
             noise = self._noise.draw(documents, layout, self.state.global_step)
             rollouts, entropy = sample_rollouts(
                 self._causal_lm,
@@ -139,6 +150,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
                 noise=noise,
             )
             phi, phi_ref = embed_blocks(self.feature_network, documents, layout, rollouts)
+        with torch.no_grad():
             if args.use_whitening:
                 phi, phi_ref = whiten(phi, phi_ref, args.whitening_space)
             alignment = alignment_rewards(phi, phi_ref)
@@ -198,6 +210,9 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Metrics of the policy on held-out documents, in the fixed feature space of `ebft.evaluate`."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, dict):
+            parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
+            return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset: set test_datasets or val_set_size")
         metrics = held_out_metrics(
@@ -273,6 +288,29 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
             means["ebft/reward"] = means["ebft/mean_reward"]
         return means
+
+
+def _load(model: Any, peft_config: Any) -> nn.Module:
+    """The model, loaded where a name is given, with a new adapter where one is asked for."""
+    if isinstance(model, str):
+        model = AutoModelForCausalLM.from_pretrained(model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a causal language model or the name of one, got {model!r}")
+    if peft_config is None:
+        return model
+    if hasattr(model, "disable_adapter"):
+        raise ValueError("the model has an adapter already: give peft_config with a plain model, or leave it out")
+    return get_peft_model(model, peft_config)
+
+
+def _check_columns(name: str, dataset: Any) -> None:
+    """Refuse untokenised datasets before training starts."""
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list) and "input_ids" not in columns:
+        raise ValueError(
+            f"{name} has the columns {columns}, but rows must hold input_ids (and may hold labels and prompt_length). "
+            "Tokenise it first, or describe it under `datasets:` in a config for `ebft train`"
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:
