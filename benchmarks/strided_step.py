@@ -21,7 +21,6 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.monitor.throughput import peak_memory_gib
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -74,6 +73,27 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def one_round(trainer, inputs, documents, layout, device) -> dict[str, float]:
+    """Seconds of each phase, once."""
+    model, kept = trainer.model, {}
+
+    def sample():
+        kept["tokens"], _ = sample_rollouts(trainer._causal_lm, documents, layout, temperature=0.6)
+
+    def embed():
+        embed_blocks(trainer.feature_network, documents, layout, kept["tokens"])
+
+    def step():
+        kept["loss"] = trainer.compute_loss(model, inputs)
+
+    with evaluating(model):
+        seconds = {"rollout": timed(sample, device), "features": timed(embed, device)}
+    seconds["loss"] = timed(step, device)
+    seconds["backward"] = timed(lambda: kept["loss"].backward(), device)
+    model.zero_grad()
+    return seconds
+
+
 def measure(trainer: StridedEBFTTrainer, length: int, repeats: int) -> dict[str, float]:
     """Median seconds of the whole step, of its no-gradient phases alone, and of forward and backward."""
     model = trainer.model
@@ -82,19 +102,10 @@ def measure(trainer: StridedEBFTTrainer, length: int, repeats: int) -> dict[str,
     inputs = {name: value.to(device) for name, value in inputs.items()}
     documents = Documents.from_inputs(inputs)
     layout = StridedLayout.place(documents, **BLOCKS)
-    network: FeatureNetwork = trainer.feature_network
-    rows: dict[str, list[float]] = {"rollout": [], "features": [], "loss": [], "backward": []}
-    for _ in range(repeats + 1):
-        drawn = []
-        with evaluating(model):
-            sample = lambda: drawn.append(sample_rollouts(trainer._causal_lm, documents, layout, temperature=0.6)[0])
-            rows["rollout"].append(timed(sample, device))
-            rows["features"].append(timed(lambda: embed_blocks(network, documents, layout, drawn[0]), device))
-        losses = []
-        rows["loss"].append(timed(lambda: losses.append(trainer.compute_loss(model, inputs)), device))
-        rows["backward"].append(timed(losses[0].backward, device))
-        model.zero_grad()
-    result = {name: median(values[1:]) for name, values in rows.items()}  # the first round warms up
+    rounds = [one_round(trainer, inputs, documents, layout, device) for _ in range(repeats + 1)][
+        1:
+    ]  # the first warms up
+    result = {name: median(row[name] for row in rounds) for name in rounds[0]}
     result["forward"] = max(result["loss"] - result["rollout"] - result["features"], 0.0)
     result["step"] = result.pop("loss") + result["backward"]
     with FlopCounterMode(display=False) as counter:

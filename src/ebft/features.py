@@ -70,15 +70,15 @@ class FeatureNetwork:
     def device(self) -> torch.device:
         return next(self.causal_lm.parameters()).device
 
-    def hidden_states(self, forward: Callable[[PreTrainedModel], Tensor]) -> list[Tensor]:
+    def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:
         """`hidden_states[d]` for each chosen depth d, (B, tokens, hidden size) each, without gradients.
 
-        `forward` runs the network, given as its argument, and returns the backbone's last hidden state. Layers above
+        `forward` runs the network it is given and returns the backbone's last hidden state. Layers above
         the deepest feature layer are taken out while it runs.
         """
         adapter_off = self._model.disable_adapter() if self.shares_weights else nullcontext()
         with evaluating(self._model), adapter_off, _truncated(self.causal_lm, max(self._depths)) as found:
-            last = forward(self.causal_lm)
+            last = forward(self._model)
         return [found.get(d, last) for d in self._depths]
 
 

@@ -12,20 +12,24 @@ ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/mean_reward", "ebft/cfm_loss", "ebft/rl_loss", "ebft/ce_loss")
 
 
-def launch(path, processes, *options):
-    python = [sys.executable]
+def launch(module, processes, *arguments):
+    python = [sys.executable, "-m"]
     if processes > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*python, "-m" if processes == 1 else "--module", "tests.strided.short_run", str(path), *options]
+        python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--module"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    command = [*python, module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def short_run(path, processes, *options):
+    launch("tests.strided.short_run", processes, str(path), *options)
     return torch.load(path, weights_only=False)
 
 
 @pytest.mark.parametrize("lora", [0, 1])
 def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
-    whole = launch(tmp_path / "whole", 1, f"lora={lora}", "per_device_train_batch_size=4")
+    whole = short_run(tmp_path / "whole", 1, f"lora={lora}", "per_device_train_batch_size=4")
     moved = {name: (value - whole["before"][name]).abs().max() for name, value in whole["parameters"].items()}
     assert max(moved.values()) > 1e-3  # or there would be nothing to compare
     layouts = {
@@ -36,7 +40,7 @@ def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
     if not lora:
         layouts = {"both": layouts["both"]}
     for name, (processes, *options) in layouts.items():
-        split = launch(tmp_path / name.replace(" ", "_"), processes, f"lora={lora}", *options)
+        split = short_run(tmp_path / name.replace(" ", "_"), processes, f"lora={lora}", *options)
         assert len(whole["logs"]) == len(split["logs"]) == 4
         for ours, theirs in zip(split["logs"], whole["logs"]):
             for key in COMPARED:
@@ -45,3 +49,8 @@ def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
             torch.testing.assert_close(
                 split["parameters"][parameter], value, atol=1e-5, rtol=0, msg=f"{name}: {parameter}"
             )
+
+
+@pytest.mark.parametrize("lora", ["0", "1"])
+def test_fsdp_gives_the_loss_and_gradients_of_one_process(lora):
+    launch("tests.strided.sharded_run", 2, lora)

@@ -28,7 +28,7 @@ def embed_blocks(
     input_ids = torch.cat([documents.input_ids, rollouts.flatten(1)], dim=1).to(network.device)
     run = StridedPass(layout.to(network.device), "score", num_document_tokens=s, steps=layout.generate_max_len)
     states = network.hidden_states(
-        lambda causal_lm: causal_lm(input_ids=input_ids, strided=run, on_hidden=lambda hidden, head: hidden)
+        lambda model: model(input_ids=input_ids, strided=run, on_hidden=lambda hidden, head: hidden)
     )
     features = token_features([x.to(home) for x in states])
     reference_at = layout.reference_positions().flatten(1)[..., None].expand(-1, -1, features.shape[-1])

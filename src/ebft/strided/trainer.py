@@ -142,7 +142,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         with evaluating(model), self.accelerator.autocast():
             noise = self._noise.draw(documents, layout, self.state.global_step)
             rollouts, entropy = sample_rollouts(
-                self._causal_lm,
+                self._sampling_policy(model),
                 documents,
                 layout,
                 temperature=args.temperature,
@@ -253,6 +253,10 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
                 f"got {counts!r}; leave it out to normalise by this batch alone"
             )
         return counts.clamp_min(1)
+
+    def _sampling_policy(self, model: nn.Module) -> nn.Module:
+        """The model below its wrappers, but under FSDP the wrapped one, which gathers the weights."""
+        return model if self.is_fsdp_enabled else self._causal_lm
 
     def _block_options(self) -> dict[str, int]:
         return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}
