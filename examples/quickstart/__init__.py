@@ -1,0 +1,1 @@
+"""The parts of examples/quickstart.py: text, base model, measurement, report."""

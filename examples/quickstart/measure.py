@@ -1,0 +1,75 @@
+"""Before and after, in one fixed feature space: that of the frozen base model."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import track
+from torch import Tensor
+
+from ebft.data import DocumentCollator, load_datasets
+from ebft.features import FeatureNetwork
+from ebft.strided.held_out import held_out_metrics
+
+DOCUMENTS_PER_GROUP = 8
+
+
+@dataclass
+class HeldOut:
+    """Equally long windows of held-out files, in groups, with the settings that every measurement shares."""
+
+    groups: list[dict[str, Tensor]]
+    block_options: dict[str, int]
+    seed: int
+
+    def __len__(self) -> int:
+        return sum(len(group["input_ids"]) for group in self.groups)
+
+
+def held_out_windows(config: Any, tokenizer: Any, groups: int) -> HeldOut:
+    """`groups` x DOCUMENTS_PER_GROUP full windows of the config's `test_datasets`, spread evenly over its files."""
+    _, rows = load_datasets(config, tokenizer)
+    full = [row for row in rows if len(row["input_ids"]) == config.sequence_len]
+    wanted = min(groups, len(full) // DOCUMENTS_PER_GROUP) * DOCUMENTS_PER_GROUP
+    if wanted == 0:
+        raise ValueError(
+            f"the held-out files have {len(full)} windows of sequence_len {config.sequence_len} tokens, and a "
+            f"measurement needs {DOCUMENTS_PER_GROUP}. Lower sequence_len in ebft.yaml."
+        )
+    chosen = [full[i * len(full) // wanted] for i in range(wanted)]
+    collate = DocumentCollator(tokenizer.pad_token_id)
+    # Every groups-th window goes into one group, so that each group mixes many files.
+    parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
+    ebft = config.ebft
+    options = {
+        "stride": ebft.stride,
+        "context_length": ebft.context_length,
+        "generate_max_len": ebft.generate_max_len,
+        "n_samples_per_prompt": ebft.n_samples_per_prompt,
+        "min_completion_prefix": ebft.min_completion_prefix,
+    }
+    return HeldOut(parts, options, config.seed)
+
+
+def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:
+    """The held-out metrics of `model` in each group of windows; the same noise samples each time it is called."""
+    return [
+        held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
+        for group in track(held_out.groups, description="sampling and comparing")
+    ]
+
+
+def means(groups: list[dict[str, float]]) -> dict[str, float]:
+    """Each metric over all groups; the perplexity is that of the mean cross-entropy."""
+    found = {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
+    return {**found, "perplexity": math.exp(found["ce_loss"])}
+
+
+def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
+    """Name, mean change and its standard error (NaN for one group) of each metric, paired by group."""
+    for name in before[0]:
+        differences = [b[name] - a[name] for a, b in zip(before, after)]
+        n, mean = len(differences), sum(differences) / len(differences)
+        variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
+        yield name, mean, math.sqrt(variance / n)

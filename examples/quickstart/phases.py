@@ -1,0 +1,47 @@
+"""Phases of the quickstart: what each one made is kept, stamped with what it was made from, and used again."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+console = Console(soft_wrap=True)
+
+
+class Phases:
+    """Headings with running numbers, and the seconds that each phase took."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, heading: str) -> Iterator[None]:
+        """Print the heading, and keep the time that the block takes under `name`."""
+        console.print(f"\n[bold cyan]{len(self.seconds) + 1}/{self.count}  {heading}")
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 1)
+        console.print(f"[dim]{self.seconds[name]:.1f} s")
+
+
+def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
+    """Call `make`, which fills `folder`, unless an earlier run finished it from the same `made_from`, and say so."""
+    stamp = folder / "made_from.txt"
+    mark = fingerprint(made_from)
+    if stamp.is_file() and stamp.read_text() == mark:
+        console.print(f"[green]Made by an earlier run, and used again: {folder}")
+        return
+    stamp.unlink(missing_ok=True)
+    make()
+    stamp.write_text(mark)  # last, so that what was interrupted is made again
+
+
+def fingerprint(value: Any) -> str:
+    """A short text that changes with any part of a JSON-like value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
