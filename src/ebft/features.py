@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
@@ -76,10 +77,33 @@ class FeatureNetwork:
         `forward` runs the network it is given and returns the backbone's last hidden state. Layers above
         the deepest feature layer are taken out while it runs.
         """
-        adapter_off = self._model.disable_adapter() if self.shares_weights else nullcontext()
-        with evaluating(self._model), adapter_off, _truncated(self.causal_lm, max(self._depths)) as found:
+        with self._frozen(), _truncated(self.causal_lm, max(self._depths)) as found:
             last = forward(self._model)
-        return [found.get(d, last) for d in self._depths]
+        states = [found.get(d, last) for d in self._depths]
+        if any(x.dim() != 3 for x in states):
+            raise ModelError(
+                f"{type(self.causal_lm).__name__} carries several streams of hidden states between its layers "
+                f"({tuple(states[-1].shape)}), so a token has no one state to take features from. EBFT needs models "
+                "with one"
+            )
+        return states
+
+    def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
+        """The same states as `output_hidden_states` gives them, every layer run, with eager attention."""
+        config = self.causal_lm.config
+        before, config._attn_implementation = config._attn_implementation, "eager"
+        try:
+            with self._frozen():
+                states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
+        finally:
+            config._attn_implementation = before
+        return [states[d] for d in self._depths]
+
+    @contextmanager
+    def _frozen(self) -> Iterator[None]:
+        """Eval mode, no gradients, no adapter."""
+        with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
+            yield
 
 
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:

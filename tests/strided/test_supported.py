@@ -5,10 +5,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
+from ebft.features import FeatureNetwork
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.policy import check_length, check_supported, prepare
-from ebft.strided.self_check import check_exact
+from ebft.strided.rehearsal import rehearse
+from ebft.strided.trainer import disable_dropout
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
+
+
+def check(model, as_trained=False):
+    rehearse(prepare(model), FeatureNetwork(model, [0.25, 0.5, 1.0], "last_token"), as_trained)
 
 
 def refused(family, match, **config):
@@ -16,7 +22,7 @@ def refused(family, match, **config):
     with pytest.raises(ModelError, match=match) as caught:
         check_supported(model)
         prepare(model)
-        check_exact(model)
+        check(model)
     return str(caught.value)
 
 
@@ -42,14 +48,27 @@ def test_attention_outside_the_interface_is_refused():
     refused("bloom", "attention", vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
 
 
-def test_router_noise_is_refused():
-    refused("mixtral", "router_jitter_noise", **_COMMON, num_local_experts=4, router_jitter_noise=0.1)
+def test_noise_of_the_training_mode_is_refused_where_it_stays():
+    """Functional dropout and router noise: off by default, refused by the rehearsal if left on."""
+    for family, changes in {
+        "mixtral": {"router_jitter_noise": 0.5},
+        "seed_oss": {"residual_dropout": 0.4, "attention_dropout": 0.0, "head_dim": 8},
+    }.items():
+        model = tiny_model(family, **changes).train()
+        with pytest.raises(ModelError, match="log-probabilities differ.*noise while training"):
+            check(model, as_trained=True)
+        disable_dropout(model)
+        check(model.train(), as_trained=True)
+
+
+def test_models_that_break_on_the_mask_are_refused_with_their_name():
+    refused("doge", "DogeForCausalLM cannot run with strided attention", **_COMMON, head_dim=8)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rehearsal_passes_for_supported_families(family, dtype):
-    check_exact(tiny_model(family).to(dtype))
+    check(tiny_model(family).to(dtype))
 
 
 def test_rehearsal_catches_what_nobody_named():
@@ -59,7 +78,7 @@ def test_rehearsal_catches_what_nobody_named():
     plain = mixer.forward
     mixer.forward = lambda x: plain(x + x.roll(1, dims=1))
     with pytest.raises(ModelError, match="differ from the plain model's"):
-        check_exact(model)
+        check(model)
 
 
 def test_documents_beyond_the_models_positions_are_refused():

@@ -153,14 +153,14 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
     )
     if run.phase == "decode":
         output = _decode(run, layer, query, key, value, attention_mask, scores)
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None
     s = run.num_document_tokens
     document = _document_attention(query[:, :, :s], key[:, :, :s], value[:, :, :s], attention_mask, scores)
     if run.phase == "prefill":
         run.cache[layer] = (key, value)
-        return document.transpose(1, 2), None
+        return document.transpose(1, 2).contiguous(), None
     if run.steps == 0:  # one-token rollouts are scored from the document's own states
-        return document.transpose(1, 2), None
+        return document.transpose(1, 2).contiguous(), None
     rollout = _rollout_attention(
         run,
         query[:, :, s:],
@@ -169,7 +169,7 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
         attention_mask,
         scores,
     )
-    return torch.cat([document, rollout], dim=2).transpose(1, 2), None
+    return torch.cat([document, rollout], dim=2).transpose(1, 2).contiguous(), None
 
 
 def _decode(run, layer, query, key, value, pattern, scores) -> Tensor:

@@ -22,16 +22,28 @@ def embed_blocks(
     One forward over [document | rollouts]. A reference block's states are the document's own, which see the same
     prefix as the rollouts do.
     """
-    home = documents.input_ids.device
     s = documents.input_ids.shape[1]
-    prepare(network.causal_lm)
-    input_ids = torch.cat([documents.input_ids, rollouts.flatten(1)], dim=1).to(network.device)
-    run = StridedPass(layout.to(network.device), "score", num_document_tokens=s, steps=layout.generate_max_len)
-    states = network.hidden_states(
-        lambda model: model(input_ids=input_ids, strided=run, on_hidden=lambda hidden, head: hidden)
-    )
-    features = token_features([x.to(home) for x in states])
+    features = token_features(layout_states(network, documents, layout, rollouts))
     reference_at = layout.reference_positions().flatten(1)[..., None].expand(-1, -1, features.shape[-1])
     reference = features[:, :s].gather(1, reference_at).unflatten(1, (layout.num_blocks, -1))
     generated = features[:, s:].unflatten(1, tuple(rollouts.shape[1:]))
     return pool(generated, network.embed_method), pool(reference, network.embed_method)
+
+
+def layout_states(
+    network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
+) -> list[Tensor]:
+    """Hidden states (B, S + NB * N * G, hidden size) of [document | rollouts] at each feature depth."""
+    home, device = documents.input_ids.device, network.device
+    prepare(network.causal_lm)
+    input_ids = torch.cat([documents.input_ids, rollouts.flatten(1)], dim=1).to(device)
+    run = StridedPass(
+        layout.to(device),
+        "score",
+        num_document_tokens=documents.input_ids.shape[1],
+        steps=layout.generate_max_len,
+    )
+    states = network.hidden_states(
+        lambda model: model(input_ids=input_ids, strided=run, on_hidden=lambda hidden, head: hidden)
+    )
+    return [x.to(home) for x in states]

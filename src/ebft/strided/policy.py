@@ -46,12 +46,6 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
         )
     if not causal_lm._supports_attention_backend:
         raise ModelError(f"{name} does not use the attention interface of transformers. {_WAY_OUT}")
-    noise = getattr(config, "router_jitter_noise", 0.0)
-    if noise:
-        raise ModelError(
-            f"{name} adds noise to its router while training (router_jitter_noise {noise}), so it would not be "
-            "trained as it was sampled. Set router_jitter_noise to 0 in the model's config"
-        )
 
 
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:
@@ -116,7 +110,10 @@ def _strided_forward(self, *args, strided: StridedPass | None = None, on_hidden=
 
 
 class _GivenStates(nn.Module):
-    """Stands in for the backbone while a head is applied to states that are already there."""
+    """Stands in for the backbone, and for any part of it, while a head is applied to states already there."""
+
+    def __getattr__(self, name):
+        return self
 
     def forward(self, *args, inputs_embeds=None, **kwargs):
         return _States(last_hidden_state=inputs_embeds)

@@ -35,8 +35,8 @@ from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.policy import check_supported, prepare
+from ebft.strided.rehearsal import rehearse
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
-from ebft.strided.self_check import check_exact
 
 BLOCK_OPTIONS = (
     "stride",
@@ -113,9 +113,9 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         self._causal_lm = prepare(model)
-        check_exact(self._causal_lm)
         if args.disable_dropout:
             disable_dropout(model)
+        rehearse(self._causal_lm, self.feature_network, as_trained=args.disable_dropout)
         if args.gradient_checkpointing:
             self._causal_lm.enable_input_require_grads()  # frozen embeddings would cut reentrant checkpoints off
         self.model_accepts_loss_kwargs = True  # our loss is normalised by the whole step, see _get_num_items_in_batch
@@ -318,12 +318,16 @@ def _check_columns(name: str, dataset: Any) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout of the model to 0, with one warning where an adapter asked for some."""
+    """Set the dropouts and the router noise of the model to 0, with one warning where an adapter asked for dropout."""
     lora_dropout = 0.0
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
             module.p = 0.0
+        # Models that call F.dropout, or jitter their router, keep the rate as a number on the module.
+        for attribute, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in attribute or "jitter" in attribute):
+                setattr(module, attribute, 0.0)
     if lora_dropout > 0:
         warnings.warn(
             f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "

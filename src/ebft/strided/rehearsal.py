@@ -1,0 +1,123 @@
+"""A rehearsal before training: a few tokens through strided attention and through the plain model must agree.
+
+Known obstacles are refused by name (policy.py, attention.py). This catches the ones nobody has named yet: a new
+architecture whose layers mix tokens outside attention, share keys between layers, read the batch's layout, or add
+noise while training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ebft.errors import EBFTError, ModelError
+from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import evaluating
+from ebft.strided.embed import layout_states
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.loss import score
+from ebft.strided.policy import override_attn_implementation, prepare
+from ebft.strided.rollout import sample_rollouts
+
+_DOCUMENT_TOKENS = 24
+# Nats. Full precision: the largest difference, between two orders of summation. Half precision: the median, as a
+# router's near-tie may send a single token to another expert; a layout that leaks reaches them all.
+_FULL_TOLERANCE, _HALF_TOLERANCE = 5e-3, 0.15
+_WAY_OUT = "Use `ebft.mode: structured` for this model"
+
+
+def rehearse(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bool = True) -> None:
+    """Raise ModelError where strided EBFT differs from the plain model on a short random document.
+
+    Three blocks of two rollouts, sampled with the cache and scored in one pass, in training mode if `as_trained`; the
+    plain twin runs each short sequence by itself with eager attention. Hidden states of the feature network are held
+    against those that the plain network returns.
+    """
+    prepare(causal_lm)
+    vocabulary, device = causal_lm.config.get_text_config().vocab_size, next(causal_lm.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, _DOCUMENT_TOKENS), generator=generator).to(device)
+    documents = Documents.from_inputs({"input_ids": ids})
+    layout = StridedLayout.place(documents, stride=7, context_length=5, generate_max_len=3, n_samples_per_prompt=2)
+    noise = torch.rand(*layout.anchors.shape, 2, 3, generator=generator).to(device)
+    with _refusing(causal_lm):
+        with evaluating(causal_lm):
+            rollouts, _ = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
+            with override_attn_implementation(causal_lm, "eager"):
+                expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
+        logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
+        _compare(causal_lm, "log-probabilities", (logps - expected).abs())
+        _compare(causal_lm, "hidden states", _state_differences(network, documents, layout, rollouts))
+
+
+@contextmanager
+def _refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Whatever breaks inside the model under strided attention is a refusal that says where."""
+    try:
+        yield
+    except (EBFTError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(causal_lm).__name__} cannot run with strided attention ({type(error).__name__}: {error}). {_WAY_OUT}"
+        ) from error
+
+
+def _compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
+    half = causal_lm.dtype in (torch.bfloat16, torch.float16)
+    difference = (differences.median() if half else differences.max()).item()
+    tolerance = _HALF_TOLERANCE if half else _FULL_TOLERANCE
+    if not difference <= tolerance:
+        raise ModelError(
+            f"{type(causal_lm).__name__}: strided {what} differ from the plain model's by {difference:.2g} on a short "
+            f"random document (allowed: {tolerance:g}), so something in this architecture depends on more than "
+            f"attention to a prefix, or adds noise while training. {_WAY_OUT}"
+        )
+
+
+def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:
+    """Log-probabilities of the rollouts by the training forward, without gradients."""
+    with evaluating(causal_lm):
+        causal_lm.train(as_trained)
+        return score(
+            causal_lm,
+            causal_lm,
+            documents,
+            layout,
+            rollouts,
+            temperature=1.0,
+            ce_gradient=False,
+            apply_dropout=False,
+        )[0]
+
+
+def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:
+    """Log-probabilities (1, NB, N, G) of the rollouts, each short sequence in a row of its own."""
+    expected = torch.zeros(rollouts.shape, device=ids.device)
+    g = layout.generate_max_len
+    for b, anchor in enumerate(layout.anchors[0].tolist()):
+        prefix = ids[:anchor].expand(layout.num_samples, -1)
+        sequences = torch.cat([prefix, rollouts[0, b]], dim=1)
+        logp = causal_lm(input_ids=sequences, use_cache=False).logits[:, anchor - 1 : -1].float().log_softmax(-1)
+        expected[0, b] = logp.gather(-1, sequences[:, -g:, None]).squeeze(-1)
+    return expected
+
+
+def _state_differences(
+    network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
+) -> Tensor:
+    """Differences of the document's unit states at each feature depth from `output_hidden_states`."""
+    ours = layout_states(network, documents, layout, rollouts)
+    plain = network.plain_hidden_states(documents.input_ids.to(network.device))
+    s = documents.input_ids.shape[1]
+    unit = torch.nn.functional.normalize
+    return torch.stack(
+        [
+            (unit(a[:, :s].float(), dim=-1) - unit(b.to(a.device).float(), dim=-1)).norm(dim=-1)
+            for a, b in zip(ours, plain)
+        ]
+    )
