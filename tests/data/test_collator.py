@@ -1,5 +1,6 @@
 """Padding, written out by hand."""
 
+import pytest
 import torch
 
 from ebft.data import DocumentCollator
@@ -27,3 +28,17 @@ def test_rows_with_tokens_only_train_on_every_token():
     batch = DocumentCollator(0)([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "attention_mask": [1, 0]}])
     assert batch["labels"].tolist() == [[1, 2], [3, -100]]
     assert "prompt_length" not in batch
+
+
+def test_a_row_without_prompt_length_gets_it_from_its_labels():
+    rows = [
+        {"input_ids": [1, 2, 3, 4], "prompt_length": 2},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+        {"input_ids": [1, 2], "prompt_length": None},
+    ]
+    assert DocumentCollator(0)(rows)["prompt_length"].tolist() == [2, 1, 0]
+
+
+def test_rows_whose_fields_differ_in_length_are_named():
+    with pytest.raises(ValueError, match="row 1 of a batch has 3 input_ids, 3 attention_mask and 4 labels"):
+        DocumentCollator(0)([{"input_ids": [1]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}])

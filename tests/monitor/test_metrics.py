@@ -14,7 +14,7 @@ def test_means_are_over_items_not_over_batches():
     assert metrics.drain() == {}
 
 
-def test_nothing_weighed_is_zero():
+def test_nothing_weighed_has_no_mean():
     metrics = MeanMetrics()
     metrics.add("x", 0.0, 0)
-    assert metrics.drain() == {"x": 0.0}
+    assert metrics.drain() == {}

@@ -43,12 +43,21 @@ def main(path, *options):
         ce_coef=0.2,
         **{name: int(value) for name, value in given.items()},
     )
-    trainer = StridedEBFTTrainer(model=model, args=args, train_dataset=documents())
+    trainer = StridedEBFTTrainer(model=model, args=args, train_dataset=documents(), eval_dataset=documents(11)[4:])
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
+    held_out = trainer.evaluate()
     if trainer.is_world_process_zero():
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        torch.save({"logs": logs, "parameters": dict(trainer.model.named_parameters()), "before": before}, path)
+        torch.save(
+            {
+                "logs": logs,
+                "parameters": dict(trainer.model.named_parameters()),
+                "before": before,
+                "held_out": held_out,
+            },
+            path,
+        )
 
 
 if __name__ == "__main__":

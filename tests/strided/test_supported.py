@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import check_length, check_supported, prepare
+from ebft.strided.policy import check_adapter, check_length, check_supported, prepare
+from ebft.strided.preflight import disable_dropout
 from ebft.strided.rehearsal import rehearse
-from ebft.strided.trainer import disable_dropout
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 
 
@@ -106,3 +107,20 @@ def test_attention_that_swallows_keyword_arguments_is_named():
     with pytest.raises(ModelError, match="LlamaAttention does not pass keyword arguments"):
         sample_rollouts(model, documents, layout, temperature=1.0)
     assert model.config._attn_implementation == "eager"
+
+
+def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
+    for config, match in (
+        (
+            LoraConfig(r=2, target_modules="all-linear", bias="all", task_type="CAUSAL_LM"),
+            "trainable beside the adapter",
+        ),
+        (PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PrefixTuningConfig puts virtual tokens"),
+        (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PromptTuningConfig puts virtual tokens"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            check_adapter(get_peft_model(tiny_model("qwen2"), config))
+    check_adapter(get_peft_model(tiny_model("qwen2"), IA3Config(task_type="CAUSAL_LM")))
+    saved = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    check_adapter(get_peft_model(tiny_model("qwen2"), saved))
+    check_adapter(tiny_model("qwen2"))

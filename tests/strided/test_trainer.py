@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from transformers import TrainingArguments
 
 from ebft.errors import NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -233,3 +234,59 @@ def test_several_evaluation_sets(tmp_path):
     trainer = make(tmp_path, evaluation={"a": held_out, "b": held_out})
     metrics = trainer.evaluate()
     assert metrics["eval_a_cfm_loss"] == metrics["eval_b_cfm_loss"]
+
+
+def test_rows_too_short_for_a_block_are_dropped_and_counted(tmp_path):
+    rows = [{"input_ids": [3] * n} for n in (40, 10, 30)] + [{"input_ids": [3] * 40, "prompt_length": 37}]
+    for dataset in (rows, Dataset.from_list([{"prompt_length": 0, **row} for row in rows])):
+        with pytest.warns(UserWarning, match="train_dataset: dropped 2 of 4 rows"):
+            trainer = make(tmp_path, train=dataset)
+        assert [len(row["input_ids"]) for row in trainer.train_dataset] == [40, 30]
+    with pytest.raises(ValueError, match="no row with room for a block: 1 rows of at most 10 tokens"):
+        make(tmp_path, train=rows[1:2])
+    with pytest.raises(ValueError, match="a row of 129 tokens, and the model knows 128"):
+        make(tmp_path, train=[{"input_ids": [3] * 129}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "match"),
+    [
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({}, {"compute_metrics": print}, "compute_metrics has no effect"),
+    ],
+)
+def test_arguments_without_effect_are_refused(arguments, kwargs, match, tmp_path):
+    args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **arguments)
+    with pytest.raises(ValueError, match=match):
+        StridedEBFTTrainer(tiny_model("llama"), args, **kwargs)
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="args must be a StridedEBFTConfig, got TrainingArguments"):
+        StridedEBFTTrainer(tiny_model("llama"), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_predict_is_refused_and_one_sample_still_evaluates(tmp_path):
+    held_out = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 25])
+    trainer = make(tmp_path, evaluation=held_out, n_samples_per_prompt=1)
+    assert trainer.evaluate()["eval_cfm_loss"] > 0
+    with pytest.raises(ValueError, match="use evaluate"):
+        trainer.predict(held_out)
+
+
+def test_mismatched_labels_are_refused(tmp_path):
+    trainer = make(tmp_path)
+    inputs = {"input_ids": torch.ones(1, 40, dtype=torch.long), "labels": torch.ones(1, 45, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"labels \(1, 45\) do not fit"):
+        trainer.compute_loss(trainer.model, inputs)
+
+
+def test_token_type_does_not_change_the_noise(tmp_path):
+    trainer = make(tmp_path)
+    ids = torch.randint(3, 90, (1, 40))
+    out = []
+    for dtype in (torch.int64, torch.int32):
+        trainer = make(tmp_path, model=tiny_model("llama"))
+        out.append(trainer.compute_loss(trainer.model, {"input_ids": ids.to(dtype)}, return_outputs=True)[1])
+    assert out[0].rollouts.equal(out[1].rollouts)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ebft.data.transforms.rows import IGNORE
+from ebft.errors import DataError
 
 
 @dataclass
@@ -36,14 +37,28 @@ class DocumentCollator:
             else tokens.masked_fill(mask == 0, IGNORE)
             for row, tokens, mask in zip(rows, ids, masks)
         ]
+        for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):
+            if not len(tokens) == len(mask) == len(label):
+                raise DataError(
+                    f"row {row} of a batch has {len(tokens)} input_ids, {len(mask)} attention_mask and {len(label)} "
+                    "labels: they must be equally long"
+                )
         batch = {
             "input_ids": _padded(ids, self.pad_token_id),
             "attention_mask": _padded(masks, 0),
             "labels": _padded(labels, IGNORE),
         }
-        if self.with_prompt_length and all("prompt_length" in row for row in rows):
-            batch["prompt_length"] = torch.tensor([int(row["prompt_length"]) for row in rows])
+        given = [row.get("prompt_length") for row in rows]
+        if self.with_prompt_length and any(length is not None for length in given):
+            lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
+            batch["prompt_length"] = torch.tensor(lengths)
         return batch
+
+
+def _leading_masked(labels: Tensor) -> int:
+    """Where the labels of a row without `prompt_length` begin; 0 for a row without labels."""
+    trained = labels.ne(IGNORE).nonzero()
+    return int(trained[0]) if len(trained) else 0
 
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:

@@ -21,12 +21,15 @@ class MeanMetrics:
         self._sums[name].append(torch.stack(pair))
 
     def drain(self, accelerator=None) -> dict[str, float]:
-        """Weighted means by name since the last call; every rank must call it, and with the same names."""
+        """Weighted means by name since the last call, of names with any weight; all ranks add the same names."""
         means = {}
+        device = accelerator.device if accelerator is not None else "cpu"
         for name in sorted(self._sums):
-            pair = torch.stack(self._sums[name]).sum(0)
+            pair = torch.stack([pair.to(device) for pair in self._sums[name]]).sum(0)
             if accelerator is not None:
                 pair = accelerator.reduce(pair, "sum")
-            means[name] = (pair[0] / pair[1].clamp_min(1e-12)).item()
+            total, weight = pair.tolist()
+            if weight:
+                means[name] = total / weight
         self._sums.clear()
         return means

@@ -26,6 +26,8 @@ from ebft.strided.loss import text_logps
 from ebft.strided.policy import prepare
 from ebft.strided.rollout import DocumentNoise, rows_per_chunk, sample_rollouts
 
+METRICS = ("alignment", "diversity", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "ce_loss")
+
 
 def held_out_metrics(
     causal_lm: PreTrainedModel,
@@ -43,14 +45,13 @@ def held_out_metrics(
     Returns `ce_loss` and `perplexity` of the reference text; `alignment` and `diversity` (scaled by 2 as in training);
     `cfm_loss` (unbiased), `cfm_loss_plugin` (eq. 2 with sample means) and `cfm_loss_whitened` (plug-in, whitened by
     each group's samples: not comparable between models). Each document draws the same noise in every call with the
-    same seed. Needs n_samples_per_prompt >= 2.
+    same seed. At least two samples are drawn per block, as an unbiased estimate needs them.
     """
-    if block_options["n_samples_per_prompt"] < 2:
-        raise ValueError(
-            f"evaluation needs n_samples_per_prompt >= 2 to estimate the feature-matching loss without bias, got "
-            f"{block_options['n_samples_per_prompt']}"
-        )
-    causal_lm, metrics, noise = prepare(causal_lm), MeanMetrics(), DocumentNoise(seed)
+    block_options = {**block_options, "n_samples_per_prompt": max(2, block_options["n_samples_per_prompt"])}
+    prepare(causal_lm)
+    metrics, noise = MeanMetrics(), DocumentNoise(seed)
+    for name in METRICS:  # a rank without documents still takes part in the sums
+        metrics.add(name, 0.0, 0.0)
     autocast = accelerator.autocast if accelerator is not None else nullcontext
     device = next(causal_lm.parameters()).device
     for inputs in batches:
@@ -65,9 +66,9 @@ def held_out_metrics(
             _add_cross_entropy(metrics, causal_lm, documents, layout)
         _add_feature_metrics(metrics, phi, phi_ref, layout.block_mask)
     means = metrics.drain(accelerator)
-    if not means:
+    if "cfm_loss" not in means:
         raise ValueError("there is nothing to evaluate on: the held-out set has no batches")
-    return {**means, "perplexity": math.exp(min(means["ce_loss"], 700.0))}
+    return {**means, "perplexity": math.exp(min(means.get("ce_loss", math.nan), 700.0))}
 
 
 def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor, block_mask: Tensor) -> None:

@@ -35,13 +35,15 @@ class Documents:
 
         Without `prompt_length`, a leading run of masked labels (-100) on real tokens is the prompt.
         """
-        input_ids = inputs["input_ids"]
+        input_ids = inputs["input_ids"].long()
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids must be (batch, tokens) and not empty, got {tuple(input_ids.shape)}")
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
         if mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(input_ids.shape)}")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} do not fit input_ids {tuple(input_ids.shape)}")
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)  # real tokens first, in their order
         lengths = mask.sum(1)
         length = int(lengths.max())

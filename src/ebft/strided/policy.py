@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MethodType
 
 import torch
+from peft import PeftType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -48,6 +49,26 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
         raise ModelError(f"{name} does not use the attention interface of transformers. {_WAY_OUT}")
 
 
+def check_adapter(model: nn.Module) -> None:
+    """Refuse adapters whose disabled model is not the base model, or that are no part of the layers' own forward."""
+    if not hasattr(model, "disable_adapter"):
+        return
+    kind = model.active_peft_config
+    if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
+        raise ModelError(
+            f"{type(kind).__name__} puts virtual tokens before the prompt, which strided EBFT does not sample with. "
+            "Use an adapter on the layers, such as LoraConfig"
+        )
+    own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
+    stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
+    if stray:
+        raise ModelError(
+            f"{len(stray)} parameters of the base model are trainable beside the adapter (the first is {stray[0]}), so "
+            "the feature network, which is the model with its adapter disabled, would not stay frozen. Freeze them "
+            "(LoraConfig(bias='none')), name their modules in modules_to_save, or train without an adapter"
+        )
+
+
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:
     """Refuse lengths beyond the model's positions, or where its rotary frequencies depend on the length."""
     config = causal_lm.config.get_text_config()
@@ -55,7 +76,7 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
     if limit is not None and length > limit:
         raise ValueError(
             f"a document of {length} tokens is longer than the model's max_position_embeddings {limit}: "
-            f"set sequence_len to at most {limit}"
+            f"cut documents to at most {limit} tokens (sequence_len in a config)"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]

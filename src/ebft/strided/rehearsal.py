@@ -63,7 +63,8 @@ def _refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(causal_lm).__name__} cannot run with strided attention ({type(error).__name__}: {error}). {_WAY_OUT}"
+            f"{type(causal_lm).__name__} cannot run with strided attention "
+            f"({type(error).__name__}: {error}). {_WAY_OUT}"
         ) from error
 
 

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from torch.utils.data import DataLoader, Subset
+from transformers import Trainer, TrainingArguments
 
 from ebft.config.options import (
     StridedOptions,
@@ -34,7 +33,8 @@ from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
-from ebft.strided.policy import check_supported, prepare
+from ebft.strided.policy import check_adapter, check_supported, prepare
+from ebft.strided.preflight import check_arguments, disable_dropout, load, usable_rows
 from ebft.strided.rehearsal import rehearse
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 
@@ -103,12 +103,13 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         **kwargs,
     ):
         args = args if args is not None else StridedEBFTConfig()
+        check_arguments(args, StridedEBFTConfig, kwargs)
         settle_single_sample(args)
-        args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
-        model = _load(model, peft_config)
+        model = load(model, peft_config)
         check_supported(unwrap_adapter(model))
-        for name in ("train_dataset", "eval_dataset"):
-            _check_columns(name, kwargs.get(name))
+        check_adapter(model)
+        for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
+            kwargs[name] = usable_rows(name, kwargs[name], model, args)
         self.feature_network = FeatureNetwork(model, args.feature_layers, args.embed_method, args.feature_device)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
@@ -216,9 +217,9 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset: set test_datasets or val_set_size")
         metrics = held_out_metrics(
-            self._causal_lm,
+            self._sampling_policy(self.model_wrapped),
             self.feature_network,
-            self.get_eval_dataloader(dataset),
+            self._held_out_batches(dataset),
             block_options=self._block_options(),
             seed=self.args.seed,
             accelerator=self.accelerator,
@@ -227,6 +228,23 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         self.log(logs)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
+
+    def predict(self, *args, **kwargs):
+        raise ValueError(
+            "StridedEBFTTrainer predicts nothing: use evaluate() for metrics on held-out documents, or the model's "
+            "generate() for text"
+        )
+
+    def _held_out_batches(self, dataset: Any) -> Any:
+        """This rank's share of the held-out rows, every row once.
+
+        Under FSDP, whose ranks must run in step, and for streams, it is Trainer's loader, which repeats rows to even
+        the ranks out.
+        """
+        if self.is_fsdp_enabled or not hasattr(dataset, "__len__"):
+            return self.get_eval_dataloader(dataset)
+        share = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))
+        return DataLoader(share, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the EBFT metrics and the throughput since the last call, then log as any Trainer does."""
@@ -292,48 +310,6 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
             means["ebft/reward"] = means["ebft/mean_reward"]
         return means
-
-
-def _load(model: Any, peft_config: Any) -> nn.Module:
-    """The model, loaded where a name is given, with a new adapter where one is asked for."""
-    if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a causal language model or the name of one, got {model!r}")
-    if peft_config is None:
-        return model
-    if hasattr(model, "disable_adapter"):
-        raise ValueError("the model has an adapter already: give peft_config with a plain model, or leave it out")
-    return get_peft_model(model, peft_config)
-
-
-def _check_columns(name: str, dataset: Any) -> None:
-    """Refuse untokenised datasets before training starts."""
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and "input_ids" not in columns:
-        raise ValueError(
-            f"{name} has the columns {columns}, but rows must hold input_ids (and may hold labels and prompt_length). "
-            "Tokenise it first, or describe it under `datasets:` in a config for `ebft train`"
-        )
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set the dropouts and the router noise of the model to 0, with one warning where an adapter asked for dropout."""
-    lora_dropout = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
-            module.p = 0.0
-        # Models that call F.dropout, or jitter their router, keep the rate as a number on the module.
-        for attribute, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in attribute or "jitter" in attribute):
-                setattr(module, attribute, 0.0)
-    if lora_dropout > 0:
-        warnings.warn(
-            f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
-            "forward runs without it too. Set disable_dropout: false to train with it",
-            stacklevel=3,
-        )
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

@@ -1,0 +1,131 @@
+"""What the trainer checks and settles before it starts: arguments, model, dropout, rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ebft.anchors import count_blocks, first_anchor
+from ebft.errors import ConfigError, DataError, ModelError
+from ebft.models.causal_lm import unwrap_adapter
+
+
+def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of a transformers Trainer that would have no effect here, or the wrong one."""
+    if not isinstance(args, config_class):
+        raise ConfigError(f"args must be a {config_class.__name__}, got {type(args).__name__}")
+    if args.neftune_noise_alpha is not None:
+        raise ConfigError(
+            "neftune_noise_alpha adds noise to the training forward that rollouts are sampled without. Leave it out"
+        )
+    if args.label_smoothing_factor:
+        raise ConfigError("label_smoothing_factor has no part in the EBFT loss. Leave it out, or use ce_coef")
+    for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
+        if trainer_kwargs.get(name) is not None:
+            raise ConfigError(f"{name} has no effect in StridedEBFTTrainer: leave it out")
+    if args.torch_compile:
+        args.torch_compile = False
+        warnings.warn(
+            "torch_compile is not applied: the number of blocks changes from batch to batch, and every change would "
+            "compile the model anew",
+            stacklevel=3,
+        )
+    args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
+
+
+def load(model: Any, peft_config: Any) -> nn.Module:
+    """The model, loaded where a name is given, with a new adapter where one is asked for."""
+    if isinstance(model, str):
+        model = AutoModelForCausalLM.from_pretrained(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
+    if peft_config is None:
+        return model
+    if hasattr(model, "disable_adapter"):
+        raise ModelError("the model has an adapter already: give peft_config with a plain model, or leave it out")
+    return get_peft_model(model, peft_config)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set the dropouts and the router noise of the model to 0, with one warning where an adapter asked for dropout."""
+    lora_dropout = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
+            module.p = 0.0
+        # Models that call F.dropout, or jitter their router, keep the rate as a number on the module.
+        for attribute, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in attribute or "jitter" in attribute):
+                setattr(module, attribute, 0.0)
+    if lora_dropout > 0:
+        warnings.warn(
+            f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
+            "forward runs without it too. Set disable_dropout: false to train with it",
+            stacklevel=4,
+        )
+
+
+def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
+    """The dataset without rows too short for a block, which are counted in one warning; streams come back unchanged.
+
+    Raises DataError for rows that are not tokenised, rows longer than the model's positions, or where none is usable.
+    """
+    if isinstance(dataset, dict):
+        return {key: usable_rows(f"{name}[{key!r}]", part, model, args) for key, part in dataset.items()}
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list) and "input_ids" not in columns:
+        raise DataError(
+            f"{name} has the columns {columns}, but rows must hold input_ids (and may hold labels and prompt_length). "
+            "Tokenise it first, or describe it under `datasets:` in a config for `ebft train`"
+        )
+    sizes = _sizes(dataset)
+    if sizes is None:
+        return dataset
+    limit = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
+    longest = max((length for length, _ in sizes), default=0)
+    if limit is not None and longest > limit:
+        raise DataError(
+            f"{name} has a row of {longest} tokens, and the model knows {limit} positions (max_position_embeddings): "
+            f"cut rows to at most {limit} tokens"
+        )
+    usable = [i for i, (length, prompt) in enumerate(sizes) if _blocks(length, prompt, args)]
+    if not usable:
+        raise DataError(
+            f"{name} has no row with room for a block: {len(sizes)} rows of at most {longest} tokens, and a block "
+            f"needs {args.context_length + args.generate_max_len} (context_length + generate_max_len), or more behind "
+            "a prompt. Use longer documents, or lower these options"
+        )
+    if len(usable) == len(sizes):
+        return dataset
+    warnings.warn(
+        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows, which are too short for a block",
+        stacklevel=3,
+    )
+    return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
+
+
+def _blocks(length: int, prompt_length: int, args: Any) -> int:
+    first = first_anchor(prompt_length, args.context_length, args.min_completion_prefix)
+    return count_blocks(length, first, args.stride, args.generate_max_len)
+
+
+def _sizes(dataset: Any) -> list[tuple[int, int]] | None:
+    """(tokens, prompt tokens) of every row; None for what is neither a Dataset nor a list, or holds padding."""
+    if isinstance(dataset, list):
+        if any("attention_mask" in row for row in dataset):
+            return None
+        return [(len(row["input_ids"]), row.get("prompt_length") or 0) for row in dataset]
+    if not isinstance(dataset, Dataset) or "attention_mask" in dataset.column_names:
+        return None
+    sizes = []
+    for table in dataset.with_format("arrow").iter(batch_size=10_000):
+        lengths = pc.list_value_length(table["input_ids"]).to_pylist()
+        prompts = table["prompt_length"].to_pylist() if "prompt_length" in table.column_names else [0] * len(lengths)
+        sizes += zip(lengths, (prompt or 0 for prompt in prompts))
+    return sizes
