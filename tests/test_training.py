@@ -78,6 +78,13 @@ def test_strided_full_fine_tuning_moves_the_weights(make):
     assert any(moved)
 
 
+@pytest.mark.parametrize("keys", [{"load_best_model_at_end": True}, {"save_strategy": "best"}])
+def test_the_best_model_is_the_one_with_the_lowest_cfm_loss(make, keys):
+    state = train(strided(make, **LORA, val_set_size=2, save_steps=1, eval_steps=1, **keys)).trainer.state
+    measured = [entry["eval_cfm_loss"] for entry in state.log_history if "eval_cfm_loss" in entry]
+    assert len(measured) == 2 and state.best_metric == min(measured)
+
+
 def test_plain_fine_tuning_lowers_the_loss(make):
     result = train(make(max_steps=12, lr_scheduler="constant", learning_rate=5e-3, val_set_size=2, evals_per_epoch=1))
     losses = [entry["loss"] for entry in result.trainer.state.log_history if "loss" in entry]
@@ -109,28 +116,53 @@ def test_auto_resume_takes_the_newest_complete_checkpoint(make, tmp_path):
     assert steps == [1, 2, 3]
 
 
+@pytest.mark.parametrize("adapter", [{}, LORA])
+def test_resuming_a_finished_run_trains_nothing(make, tmp_path, adapter):
+    first = train(strided(make, **adapter, save_steps=2))
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.warns(UserWarning, match="Nothing is left to train: .*checkpoint-2 is at step 2"):
+        again = train(strided(make, **adapter, save_steps=2, auto_resume_from_checkpoints=True))
+    assert again.trainer.state.global_step == 2 and again.metrics["loss"] == first.metrics["loss"]
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    for name, value in weights(again.model).items():
+        torch.testing.assert_close(value, weights(first.model)[name], rtol=0, atol=0)
+
+
+def test_a_finished_run_without_its_model_gets_it_from_the_checkpoint(make, tmp_path):
+    train(make(save_steps=2))
+    model = tmp_path / "out" / "model.safetensors"
+    before = model.read_bytes()
+    model.unlink()
+    with pytest.warns(UserWarning, match="Nothing is left to train"):
+        train(make(num_epochs=1, auto_resume_from_checkpoints=True))
+    assert model.read_bytes() == before
+
+
 def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
     config = make(base_model="does/not-exist", resume_from_checkpoint=tmp_path / "nope")
     with pytest.raises(ConfigError, match="resume_from_checkpoint: .*nope is not a folder. There is none"):
         train(config)
 
 
-def test_ctrl_c_saves_a_checkpoint(make, monkeypatch):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_a_checkpoint(make, monkeypatch, name):
     import os
     import signal
 
     from transformers import TrainerCallback
 
+    number = getattr(signal, name)
+
     class Press(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr("ebft.training.default_callbacks", lambda config: [Press()])
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2"):
+    handler = signal.getsignal(number)
+    with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2") as caught:
         train(make(max_steps=50, save_strategy="no"))
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler and caught.value.signal_number == number
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Finding the checkpoint that a run goes on from."""
 
+import json
 from pathlib import Path
 
 from ebft.config import RunConfig
@@ -23,6 +24,15 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
     """The complete checkpoint with the highest step in `output_dir`, if there is one."""
     found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / _LAST_FILE).is_file()]
     return max(found, key=_step, default=None)
+
+
+def step_of(checkpoint: str) -> int:
+    """The optimizer steps that a complete checkpoint has behind it; ConfigError if its state cannot be read."""
+    path = Path(checkpoint) / _LAST_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): resume from another checkpoint.") from error
 
 
 def _step(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Ctrl-C while training: finish the step, save a checkpoint, and say how to go on."""
+"""Ctrl-C or SIGTERM while training: finish the step, save a checkpoint, and say how to go on."""
 
 import signal
 import sys
@@ -12,7 +12,14 @@ from transformers import TrainerCallback
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was stopped by the user; the message says where it was saved and how to go on."""
+    """Training was stopped from outside; the message says where it was saved and how to go on.
+
+    `signal_number` is what stopped it: SIGINT (Ctrl-C) or SIGTERM (a scheduler that wants the machine back).
+    """
+
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -20,6 +27,7 @@ class StopAtStepEnd(TrainerCallback):
 
     def __init__(self) -> None:
         self.requested = False
+        self.signal_number: int = signal.SIGINT
         self.accelerator: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -37,19 +45,22 @@ class StopAtStepEnd(TrainerCallback):
 
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
-        """While this lasts, the first Ctrl-C asks for a stop at the end of the step and the second stops at once."""
+        """While this lasts, SIGTERM or Ctrl-C asks for a stop at the end of the step; another Ctrl-C stops at once."""
         self.accelerator = trainer.accelerator
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
-        previous = signal.signal(signal.SIGINT, self._on_signal)
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # a launcher repeats SIGTERM to its processes; SIGKILL is what follows if they take too long
+        self.requested, self.signal_number = True, number
         print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr)

@@ -5,16 +5,17 @@ resume, save.
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
 
-from ebft.checkpoints import find_checkpoint, newest_checkpoint
+from ebft.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import Machine, strided_kwargs, training_kwargs
+from ebft.config.arguments import Machine, planned_steps, strided_kwargs, training_kwargs
 from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets
 from ebft.errors import ConfigError
@@ -47,7 +48,8 @@ def train(config: RunConfig) -> TrainResult:
     """Train as `config` says and save model, tokenizer and model card in `config.output_dir`.
 
     Raises ConfigError, DataError or ModelError (all ValueError) for what the user can put right, before the model is
-    loaded where possible; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C, with a checkpoint saved.
+    loaded where possible; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C or SIGTERM, with a checkpoint saved.
+    A run whose checkpoint is at its last step already is not trained further; its saved model stays as it is.
     """
     check_runnable(config)
     checkpoint = find_checkpoint(config)
@@ -60,9 +62,15 @@ def train(config: RunConfig) -> TrainResult:
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data)
 
-    run(trainer, checkpoint)
+    if is_finished(config, checkpoint, rows=len(train_data)):
+        restore(trainer, checkpoint)
+        must_save = not has_model(config.output_dir)
+    else:
+        run(trainer, checkpoint)
+        must_save = True
     metrics = last_metrics(trainer)
-    save(config, trainer, metrics)
+    if must_save:
+        save(config, trainer, metrics)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
@@ -114,16 +122,39 @@ def this_machine() -> Machine:
 
 
 def run(trainer: Trainer, checkpoint: str | None) -> None:
-    """Train, from `checkpoint` on if there is one; after Ctrl-C raise TrainingInterrupted."""
+    """Train, from `checkpoint` on if there is one; after Ctrl-C or SIGTERM raise TrainingInterrupted."""
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
     try:
         with stop.listening(trainer):
             trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
-        raise TrainingInterrupted(_how_to_resume(trainer)) from None
+        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
     if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise TrainingInterrupted(_how_to_resume(trainer))
+        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number)
+
+
+def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
+    """Whether `checkpoint` is at or past the last step of the run, so that nothing is left to train."""
+    return checkpoint is not None and step_of(checkpoint) >= planned_steps(config, this_machine(), rows)
+
+
+def restore(trainer: Trainer, checkpoint: str) -> None:
+    """Bring model and state to what a finished run left in `checkpoint`, and say that nothing is trained."""
+    step = step_of(checkpoint)
+    warnings.warn(
+        f"Nothing is left to train: {checkpoint} is at step {step}, the end of this run. Raise max_steps or "
+        "num_epochs to train on.",
+        stacklevel=2,
+    )
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    trainer._load_from_checkpoint(best if best is not None and Path(best).is_dir() else checkpoint)
+
+
+def has_model(output_dir: str) -> bool:
+    """Whether a final model or adapter lies in `output_dir`; a run may have ended between checkpoint and model."""
+    return any(Path(output_dir).glob("*.safetensors"))
 
 
 def _how_to_resume(trainer: Trainer) -> str:

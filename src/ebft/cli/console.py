@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from rich.text import Text
 from ebft.errors import EBFTError
 
 WRONG_INPUT = 2
-INTERRUPTED = 130
+INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None]) -> Callable[..., None]:
@@ -28,7 +29,9 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
             _say(str(error) or "Stopped before training began; nothing was saved.")
-            raise typer.Exit(INTERRUPTED) from None
+            # TrainingInterrupted says which signal it was; it is not imported here, since that imports torch.
+            number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
+            raise typer.Exit(INTERRUPTED + number) from None
 
     return run
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ebft.config.metrics import best_metric
 from ebft.config.options import StridedOptions
 from ebft.config.schema import RunConfig
 from ebft.config.trackers import trackers
@@ -33,8 +34,6 @@ _SAME_NAME = (
     "save_total_limit",
     "save_only_model",
     "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
     "logging_steps",
     "hub_model_id",
     "hub_strategy",
@@ -48,6 +47,10 @@ _OTHER_NAME = {
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
+
+
+# Held-out metrics that should rise; all others should fall.
+_GREATER_IS_BETTER = ("alignment",)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     per_epoch = _steps_per_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
+    kwargs |= _best_model(config) if has_eval else {}
     kwargs |= _fsdp(config)
     return {name: value for name, value in kwargs.items() if value is not None}
 
@@ -95,6 +99,13 @@ def use_bf16(config: RunConfig, machine: Machine) -> bool:
     return config.bf16
 
 
+def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
+    """The optimizer steps of the whole run over `rows` rows."""
+    if config.max_steps is not None:
+        return config.max_steps
+    return math.ceil(config.num_epochs * _steps_per_epoch(config, machine, rows))
+
+
 def _steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
     batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
     return max(1, math.ceil(batches / config.gradient_accumulation_steps))
@@ -107,6 +118,15 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
         steps = max(1, steps_per_epoch // times)
     strategy = getattr(config, f"{kind}_strategy") or ("epoch" if steps is None else "steps")
     return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
+
+
+def _best_model(config: RunConfig) -> dict[str, Any]:
+    """The metric that decides which checkpoint is best, and its direction: transformers would guess from the name."""
+    metric = best_metric(config)
+    greater = config.greater_is_better
+    if greater is None:
+        greater = metric.removeprefix("eval_") in _GREATER_IS_BETTER
+    return {"metric_for_best_model": metric, "greater_is_better": greater}
 
 
 def _fsdp(config: RunConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ebft.config.attention import FLAGS, resolve_attention
 from ebft.config.ignored import IGNORED
+from ebft.config.metrics import held_out_metrics
 from ebft.config.model import AdapterKeys
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, settle_single_sample
 from ebft.errors import ConfigError
@@ -78,8 +79,13 @@ def _schedule(config: "RunConfig") -> Iterator[str]:
 def _evaluation(config: "RunConfig") -> Iterator[str]:
     if config.test_datasets and config.val_set_size:
         yield "test_datasets and val_set_size are both set. Keep one of them."
+    metric, known = config.metric_for_best_model, held_out_metrics(config)
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        yield f"metric_for_best_model: {metric!r} is not measured in this run. Choose from {', '.join(known)}."
     if config.test_datasets or config.val_set_size:
         return
+    if config.save_strategy == "best":
+        yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or save by steps or epoch."
     for key in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
         if getattr(config, key):
             yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
