@@ -106,7 +106,8 @@ def compute_advantages(
 
     `rloo` (appendix E) subtracts a leave-one-out baseline. Given the `diversity` part that `rewards` already
     contains with a minus sign (its coefficient applied, (..., N)), the default baseline leaves out every term
-    that touches sample j, also those inside the other samples' diversity; `rloo_baseline="mean"`, or no
+    that touches sample j, also those inside the other samples' diversity: the mean of the others' alignment part less
+    `(sum_k d_k - 2 d_j) / (N - 2)`, or less 0 for N = 2. `rloo_baseline="mean"`, or no
     `diversity`, is the literal mean over the other rewards. `group_norm` is `(r - mean) / std`, with the
     N - 1 standard deviation, and 0 where all rewards are equal. `reinforce` is the reward itself.
 

@@ -83,7 +83,7 @@ def token_logps(states: Tensor, targets: Tensor, head, temperature: float, rows:
 
 
 def policy_gradient_loss(advantages: Tensor, logps: Tensor, block_mask: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """REINFORCE: `-(A logp).sum() / num_tokens` over real blocks (appendix F).
+    """`rl_loss`, REINFORCE: `-(A logp).sum() / num_tokens` over real blocks (appendix F).
 
     advantages (B, NB, N), logps (B, NB, N, G), block_mask (B, NB); no gradient flows into the advantages.
     """
@@ -92,5 +92,5 @@ def policy_gradient_loss(advantages: Tensor, logps: Tensor, block_mask: Tensor, 
 
 
 def cross_entropy_loss(logps: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """Mean negative log-likelihood of the reference text from its (masked) log-probabilities (B, S - 1)."""
+    """`ce_loss`: mean negative log-likelihood of the reference text from its (masked) log-probabilities (B, S - 1)."""
     return -logps.sum() / num_tokens

@@ -195,7 +195,8 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         )
         self._record(output, entropy, reference_logps, documents, layout)
         if num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # DDP averages what ranks computed; ours are shares of a sum
+            # DDP averages over ranks, and ours are shares of a sum; output.loss stays this rank's share.
+            loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -209,7 +210,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         return super().train(*args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics of the policy on held-out documents, in the fixed feature space of `ebft.evaluate`."""
+        """Metrics of the policy on held-out documents, in the fixed feature space of held_out.py."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
             parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
@@ -248,7 +249,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the EBFT metrics and the throughput since the last call, then log as any Trainer does."""
-        if self.model.training or "loss" in logs:
+        if "loss" in logs:  # not evaluation's, which come in between
             logs = {**logs, **self._drain_metrics(), **self._throughput.drain(self.accelerator)}
         super().log(logs, start_time)
 

@@ -1,0 +1,76 @@
+"""Held-out metrics against the naive oracle, and their independence of batching."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebft.data import DocumentCollator
+from ebft.features import FeatureNetwork
+from ebft.strided.held_out import held_out_metrics
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.policy import prepare
+from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from tests.strided.families import tiny_model
+from tests.strided.oracle import anchors_of, block_feature, plain_logits
+from tests.strided.short_run import documents
+from tests.strided.test_exactness import with_lora
+
+OPTIONS = {
+    "stride": 5,
+    "context_length": 4,
+    "generate_max_len": 4,
+    "n_samples_per_prompt": 3,
+    "min_completion_prefix": 1,
+}
+LAYERS = [0.25, 0.75]
+ROWS = [row for row in documents() if len(row["input_ids"]) > 15][:5]
+
+
+def metrics_of(model, rows, batch_size, seed=2):
+    network = FeatureNetwork(model, LAYERS, "last_token")
+    batches = [DocumentCollator(0)(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    return held_out_metrics(model, network, batches, block_options=OPTIONS, seed=seed)
+
+
+def test_every_metric_by_the_oracle():
+    model = with_lora(tiny_model("llama"))
+    plain = copy.deepcopy(model).eval()
+    found = metrics_of(model, ROWS, 2)
+    o = SimpleNamespace(feature_layers=LAYERS, embed_method="last_token", **OPTIONS)
+    noise = DocumentNoise(2)
+    sums = {"alignment": [], "diversity": [], "cfm_loss": [], "cfm_loss_plugin": [], "ce_loss": []}
+    for row in ROWS:
+        single = Documents.from_inputs(DocumentCollator(0)([row]))
+        layout = StridedLayout.place(single, **OPTIONS)
+        with torch.no_grad():
+            drawn = noise.draw(single, layout, 0)
+            rollouts, _ = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn)
+        ids, prompt = torch.tensor(row["input_ids"]), row["prompt_length"]
+        for b, a in enumerate(anchors_of(len(ids), prompt, o)):
+            x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[0, b, j]]), a, o) for j in range(3)])
+            y = block_feature(plain, ids[: a + 4], a, o)
+            pairs = [x[j] @ x[k] for j in range(3) for k in range(3) if j != k]
+            sums["alignment"].append(2 * (x @ y).mean())
+            sums["diversity"].append(2 * sum(pairs) / 6)
+            sums["cfm_loss"].append(y @ y - 2 * (x @ y).mean() + sum(pairs) / 6)
+            sums["cfm_loss_plugin"].append((x.mean(0) - y).square().sum())
+        with torch.no_grad():
+            logp = plain_logits(plain, ids).log_softmax(-1)
+        sums["ce_loss"] += [-logp[i - 1, ids[i]] for i in range(max(prompt, 1), len(ids))]
+    for name, values in sums.items():
+        assert found[name] == pytest.approx(torch.stack(values).mean().item(), abs=1e-4), name
+    assert found["perplexity"] == pytest.approx(torch.tensor(found["ce_loss"]).exp().item(), rel=1e-5)
+    assert found["cfm_loss_whitened"] > 0
+
+
+def test_batching_and_seed():
+    model = tiny_model("qwen3")
+    assert metrics_of(model, ROWS, 1) == pytest.approx(metrics_of(model, ROWS, 5), abs=1e-5, rel=1e-5)
+    assert metrics_of(model, ROWS, 1)["cfm_loss"] != metrics_of(model, ROWS, 1, seed=3)["cfm_loss"]
+
+
+def test_nothing_to_evaluate_on_is_an_error():
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        metrics_of(tiny_model("llama"), [], 1)
