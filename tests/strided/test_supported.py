@@ -124,3 +124,7 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     saved = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     check_adapter(get_peft_model(tiny_model("qwen2"), saved))
     check_adapter(tiny_model("qwen2"))
+
+
+def test_rehearsal_fits_models_with_few_positions():
+    check(tiny_model("gpt2", n_positions=12))
