@@ -23,6 +23,7 @@ def warned(make, **keys):
         ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
         ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules names some. Keep one"),
         ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
+        ({**LORA, "rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, "no effect with an adapter"),
         ({"load_in_4bit": True}, "Set adapter: qlora"),
         ({**LORA, "load_in_4bit": True}, "Set adapter: qlora"),
         ({"load_in_8bit": True}, "Set adapter: lora"),

@@ -49,6 +49,21 @@ def test_a_list_instead_of_keys(write):
     fails(write("- a\n", required=False), "key: value")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("? [a]\n: 1\n", "line 5: not valid YAML: a key must be one word"),
+        ("{a: b}: c\n", "not valid YAML"),
+        ("wandb_name: &x [*x]\n", "an alias (*name) stands inside the value"),
+        ("wandb_name: 2024-02-30\n", "not valid YAML: day"),
+        ("seed: !!int abc\n", "not valid YAML: invalid literal"),
+        ("seed: " + "[" * 3000 + "\n", "not valid YAML"),
+    ],
+)
+def test_odd_yaml_is_told_in_words(write, text, message):
+    fails(write(text), message)
+
+
 def test_missing_keys(write):
     fails(write("seed: 1\n", required=False), "base_model is missing", "datasets is missing")
 
@@ -79,6 +94,9 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("micro_batch_size: 0\n", "micro_batch_size: 0 does not fit; it must be at least 1."),
         ("micro_batch_size: true\n", "micro_batch_size: True does not fit; it must be a whole number."),
         ("bf16: maybe\n", "bf16: 'maybe' does not fit; it must be true or false or 'auto'."),
+        ("seed: 5000000000\n", "seed: 5000000000 does not fit; it must be at most 4294967295."),
+        ("rl: ebft\nebft: {stride: 1e23}\n", "ebft.stride: 1e+23 does not fit"),
+        ("rl: ebft\nebft: {stride: 3000000}\n", "at most 1000000"),
         ("wandb_name: 7\n", "put it in quotes"),
         ("val_set_size: 1.5\n", "val_set_size: 1.5 does not fit; it must be below 1.0 or a whole number."),
         ("learning_rate: .nan\n", "it must be a finite number"),

@@ -43,6 +43,8 @@ def test_a_value_may_hold_an_equals_sign(write):
         ("base_model.x=1", ("looks for 'x' inside 'some/model'",)),
         ("datasets.7.path=a", ("a position in a list of 1", "'7'")),
         ("datasets.first.path=a", ("'first'",)),
+        ("datasets.².path=a", ("a position in a list of 1",)),
+        ("--learning-rate=1e-4", ("without dashes: learning_rate=1e-4",)),
         ("seed=[", ("is not YAML", "Quote it")),
         ("ebft.strid=1", ("Unknown key 'ebft.strid'", "'ebft.stride'")),
     ],

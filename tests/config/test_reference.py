@@ -15,7 +15,7 @@ def test_the_page_is_fresh():
 
 def test_types_bounds_and_defaults_in_words():
     options = {option.key: option for group in option_groups().values() for option in group}
-    assert options["ebft.stride"][1:3] == ("int (at least 1)", "8")
+    assert options["ebft.stride"][1:3] == ("int (at least 1, at most 1000000)", "8")
     assert options["ebft.feature_layers"][1:3] == (
         "list of float (at least 0, at most 1) (not empty)",
         "[0.25, 0.5, 0.75]",

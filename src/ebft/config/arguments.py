@@ -14,6 +14,7 @@ from ebft.config.trackers import trackers
 
 _SAME_NAME = (
     "learning_rate",
+    "lr_scheduler_kwargs",
     "weight_decay",
     "max_grad_norm",
     "adam_beta1",

@@ -47,6 +47,14 @@ def _adapter(config: "RunConfig") -> Iterator[str]:
         )
 
 
+def _feature_device(config: "RunConfig") -> Iterator[str]:
+    if config.is_strided and config.ebft.feature_device is not None and config.adapter is not None:
+        yield (
+            f"ebft.feature_device: {config.ebft.feature_device} has no effect with an adapter, since features come "
+            "from the policy with its adapter disabled. Remove it."
+        )
+
+
 def _quantisation(config: "RunConfig") -> Iterator[str]:
     if config.load_in_4bit and config.load_in_8bit:
         yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
@@ -108,6 +116,7 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _method,
     _adapter,
+    _feature_device,
     _quantisation,
     _precision,
     _schedule,

@@ -14,6 +14,8 @@ from ebft.config.messages import raise_config_error
 from ebft.config.section import Section
 from ebft.errors import ConfigError
 
+MAX_TOKENS = 1_000_000
+MIN_TEMPERATURE = 1e-3  # below it logits divided by the temperature overflow
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -49,14 +51,15 @@ class FeatureOptions(Section):
 class StridedOptions(FeatureOptions):
     """Everything the strided trainer needs to know beyond the usual training arguments."""
 
-    stride: int = Field(8, ge=1, description="Tokens between two anchors of a document.")
+    stride: int = Field(8, ge=1, le=MAX_TOKENS, description="Tokens between two anchors of a document.")
     context_length: int = Field(
         8,
         ge=1,
+        le=MAX_TOKENS,
         description="Fewest tokens before the first anchor of a document; a rollout sees the whole prefix.",
     )
-    generate_max_len: int = Field(8, ge=1, description="Tokens sampled at each anchor.")
-    n_samples_per_prompt: int = Field(4, ge=1, description="Rollouts sampled at each anchor.")
+    generate_max_len: int = Field(8, ge=1, le=MAX_TOKENS, description="Tokens sampled at each anchor.")
+    n_samples_per_prompt: int = Field(4, ge=1, le=MAX_TOKENS, description="Rollouts sampled at each anchor.")
     temperature: float = Field(
         0.6,
         ge=0,
@@ -64,7 +67,7 @@ class StridedOptions(FeatureOptions):
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Share of probability kept by nucleus sampling.")
     min_completion_prefix: int = Field(
-        0, ge=0, description="Completion tokens before the first anchor of a prompt/completion row."
+        0, ge=0, le=MAX_TOKENS, description="Completion tokens before the first anchor of a prompt/completion row."
     )
     rl_coef: float = Field(1.0, ge=0, description="Weight of the policy-gradient term in the loss.")
     advantage_estimator: Literal["rloo", "group_norm", "reinforce"] = Field(
@@ -166,6 +169,11 @@ def settle_single_sample(options: Any) -> None:
 
 def check_trainable(options: Any) -> None:
     """Refuse options that are fine for evaluation but carry no training signal."""
+    if 0 < options.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature: {options.temperature} is too close to 0 for logits to be divided by it. Set at least "
+            f"{MIN_TEMPERATURE}."
+        )
     if options.temperature == 0:
         raise ConfigError(
             "temperature: 0 samples the same greedy rollout every time, so no advantage is left to train on. "

@@ -21,6 +21,9 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
 def _split(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
+    if key.startswith("-"):
+        plain = override.lstrip("-").replace("-", "_") if not equals else f"{key.strip('-').replace('-', '_')}={text}"
+        raise ConfigError(f"The override {override!r} is written without dashes: {plain}.")
     if not equals or not key:
         raise ConfigError(f"The override {override!r} is not key=value. Write for example ebft.stride=4.")
     try:
@@ -38,7 +41,7 @@ def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
         step = _step(values, part, override)
         inner = values[step] if isinstance(values, list) else values.get(step)
         if inner is None:
-            inner = [] if following.isdigit() else {}
+            inner = [] if following.isdecimal() else {}
             values[step] = inner
         values = inner
     step = _step(values, path[-1], override)
@@ -51,7 +54,7 @@ def _step(values: Any, part: str, override: str) -> str | int:
         return part
     if not isinstance(values, list):
         raise ConfigError(f"The override {override!r} looks for {part!r} inside {values!r}, which has no keys.")
-    if not part.isdigit() or int(part) > len(values):
+    if not part.isdecimal() or int(part) > len(values):
         raise ConfigError(
             f"The override {override!r} needs a position in a list of {len(values)}, not {part!r}. "
             "Positions count from 0."

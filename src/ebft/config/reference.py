@@ -71,7 +71,8 @@ def _bounds(metadata: Any) -> str:
     for constraint in metadata:
         for name, words in _BOUNDS.items():
             if hasattr(constraint, name):
-                found.append(f"{words} {getattr(constraint, name):g}")
+                bound = getattr(constraint, name)
+                found.append(f"{words} {bound if isinstance(bound, int) else format(bound, 'g')}")
         if hasattr(constraint, "min_length"):
             found.append("not empty")
     return ", ".join(found)

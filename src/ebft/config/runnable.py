@@ -1,9 +1,14 @@
 """Whether a config that loads can also be trained, here and in this version."""
 
+import json
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
+from ebft.config.optimizer import check_optimizer
 from ebft.config.options import check_trainable
 from ebft.config.schema import RunConfig
+from ebft.config.trackers import check_report_to
 from ebft.errors import ConfigError
 
 
@@ -17,6 +22,14 @@ def check_runnable(config: RunConfig) -> None:
         )
     if config.is_strided:
         check_trainable(config.ebft)
+    _check_processes(config)
+    _check_output_dir(Path(config.output_dir))
+    _check_deepspeed(config.deepspeed)
+    check_report_to(config)
+    check_optimizer(config)
+
+
+def _check_processes(config: RunConfig) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if config.ddp is False and processes > 1:
         raise ConfigError(f"ddp: false, but {processes} processes were launched. Launch one, or remove ddp.")
@@ -25,3 +38,25 @@ def check_runnable(config: RunConfig) -> None:
             "ddp: true, but only one process runs. Launch several, for example torchrun --nproc-per-node 2 "
             "-m ebft.cli train CONFIG, or remove ddp."
         )
+
+
+def _check_output_dir(folder: Path) -> None:
+    """The folder itself is made when training starts; here only what would keep it from being made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir: {folder} cannot be a folder, since {existing} is a file. Choose another.")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"output_dir: {folder} cannot be written ({existing} is read-only). Choose another.")
+
+
+def _check_deepspeed(deepspeed: str | dict | None) -> None:
+    if deepspeed is None:
+        return
+    if find_spec("deepspeed") is None:
+        raise ConfigError("deepspeed needs its package: pip install deepspeed. Or remove it: ddp is used without it.")
+    if isinstance(deepspeed, dict):
+        return
+    try:
+        json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"deepspeed: {deepspeed} cannot be read as JSON ({error}). Give the right file.") from error

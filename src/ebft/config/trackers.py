@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
 
 
 class Tracker(NamedTuple):
@@ -35,6 +36,26 @@ def trackers(config: RunConfig) -> list[str]:
             warnings.warn(f"{key} is set, but {reason}: the run goes on without it.", stacklevel=2)
     names = [name for name in names if name != "none"]
     return names or ["none"]
+
+
+def check_report_to(config: RunConfig) -> None:
+    """ConfigError for a name in `report_to` that transformers does not know, or whose package is missing."""
+    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+    for name in names:
+        if name in ("none", "all"):
+            continue
+        tracker = next((tracker for tracker in (_TENSORBOARD, _WANDB, _TRACKIO) if tracker.name == name), None)
+        if tracker is None:
+            _check_other(name)
+        elif not any(find_spec(package) for package in tracker.packages):
+            raise ConfigError(f"report_to: {name} is not installed. Type {tracker.install}, or remove it.")
+
+
+def _check_other(name: str) -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if name not in INTEGRATION_TO_CALLBACK:
+        raise ConfigError(f"report_to: there is no tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")
 
 
 def _asked(config: RunConfig) -> dict[str, Tracker]:

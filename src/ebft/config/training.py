@@ -6,6 +6,8 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
+MAX_SEED = 2**32 - 1  # the largest that NumPy takes
+
 
 class OptimizerKeys(Section):
     """How the weights move."""
@@ -13,6 +15,9 @@ class OptimizerKeys(Section):
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
     optimizer: str = Field("adamw_torch_fused", description="Optimizer, by the names of transformers' `optim`.")
     lr_scheduler: str = Field("cosine", description="Schedule, by the names of transformers' `lr_scheduler_type`.")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        None, description="Further arguments of the schedule, such as min_lr_rate of cosine_with_min_lr."
+    )
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Steps over which the learning rate rises; unset is warmup_ratio."
     )
@@ -38,8 +43,10 @@ class LengthKeys(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Optimizer steps; when set, num_epochs does not count."
     )
-    seed: int = Field(42, ge=0, description="Seed of weights, sampling and data order.")
-    data_seed: Annotated[int, Field(ge=0)] | None = Field(None, description="Seed of the data order; unset is seed.")
+    seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of weights, sampling and data order.")
+    data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
+        None, description="Seed of the data order; unset is seed."
+    )
     group_by_length: bool = Field(False, description="Put rows of similar length into one batch.")
     dataloader_num_workers: int = Field(0, ge=0, description="Processes that load batches.")
     dataloader_pin_memory: bool = Field(True, description="Pin batches in memory for faster copies to a GPU.")

@@ -21,12 +21,15 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be one word, not a list or a mapping", key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is repeated; keep one", key_node.start_mark
                 )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -36,7 +39,24 @@ _Loader.add_implicit_resolver(_BOOL_TAG, _BOOL, list("tTfF"))
 
 def parse_yaml(text: str) -> Any:
     """The value that `text` spells; yaml.YAMLError where it is malformed."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+        _refuse_cycles(value, ())
+    except ValueError as error:  # a date that does not exist, or !!int in front of a word
+        raise yaml.YAMLError(str(error)) from error
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    return value
+
+
+def _refuse_cycles(value: Any, parents: tuple[int, ...]) -> None:
+    """An alias inside its own anchor makes a value without end."""
+    if not isinstance(value, (dict, list)):
+        return
+    if id(value) in parents:
+        raise yaml.YAMLError("an alias (*name) stands inside the value that it repeats")
+    for item in value.values() if isinstance(value, dict) else value:
+        _refuse_cycles(item, (*parents, id(value)))
 
 
 def problem(error: yaml.YAMLError) -> tuple[int | None, str]:

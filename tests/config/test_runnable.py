@@ -1,0 +1,43 @@
+import pytest
+
+from ebft.config import check_runnable
+from ebft.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"optimizer": "adamw_torch_fusd"},
+            "optimizer: transformers has no 'adamw_torch_fusd'. Did you mean adamw_torch",
+        ),
+        ({"optimizer": "quick"}, "has no 'quick'"),
+        ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw cannot be used here"),
+        ({"lr_scheduler": "cosin"}, "lr_scheduler: transformers has no 'cosin'. Did you mean cosine"),
+        ({"lr_scheduler": "cosine_with_min_lr"}, "does not work: One of min_lr or min_lr_rate"),
+        ({"lr_scheduler_kwargs": {"nope": 1}}, "does not work: .*nope"),
+        ({"report_to": "banana"}, "there is no tracker 'banana'. Choose from"),
+        ({"report_to": ["trackio"]}, "report_to: trackio is not installed. Type pip install trackio"),
+        ({"deepspeed": {}}, "pip install deepspeed"),
+        ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "too close to 0"),
+    ],
+)
+def test_what_cannot_be_trained_here_says_why(make, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make(**keys))
+
+
+def test_a_missing_deepspeed_file(make, monkeypatch):
+    monkeypatch.setattr("ebft.config.runnable.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read"):
+        check_runnable(make(deepspeed="none.json"))
+
+
+def test_an_output_folder_that_cannot_be(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be a folder, since .*file is a file"):
+        check_runnable(make(output_dir=tmp_path / "file" / "out"))
+
+
+def test_a_schedule_with_its_arguments(make):
+    check_runnable(make(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}))
