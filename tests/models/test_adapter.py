@@ -99,3 +99,24 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
 def test_lora_model_dir_without_adapter(make_config, tmp_path):
     with pytest.raises(ModelError, match="lora_model_dir: .* holds no adapter"):
         adapted(make_config(adapter="lora", lora_model_dir=str(tmp_path), special_tokens={"pad_token": "<|end|>"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_target_modules": ["norm"]}, "lora_target_modules: .*'norm'.* cannot all be adapted: .*down_proj"),
+        (
+            {"lora_target_linear": True, "lora_modules_to_save": ["nope"]},
+            "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head",
+        ),
+    ],
+)
+def test_modules_that_peft_cannot_take(make_config, keys, message):
+    with pytest.raises(ModelError, match=message):
+        adapted(make_config(**LORA, **keys))
+
+
+def test_a_saved_adapter_finds_its_local_base_model_from_anywhere(make_config, tiny_llama_dir, monkeypatch, tmp_path):
+    monkeypatch.chdir(tiny_llama_dir.parent)
+    model = adapted(make_config(**LORA, lora_target_linear=True, base_model=tiny_llama_dir.name))
+    assert model.peft_config["default"].base_model_name_or_path == str(tiny_llama_dir)

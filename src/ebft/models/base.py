@@ -1,5 +1,6 @@
 """The base model: loaded once, in the type, place and attention implementation that the config asks for."""
 
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -33,7 +34,7 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     }
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            config.base_model,
+            lasting_name(config.base_model),
             config=model_config,
             revision=config.revision_of_model,
             trust_remote_code=config.trust_remote_code,
@@ -43,6 +44,12 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {error}") from error
     _fit_vocabulary(model, tokenizer)
     return model
+
+
+def lasting_name(base_model: str) -> str:
+    """`base_model` as saved adapters and cards name it: a local folder by its absolute path, a hub id as it is."""
+    path = Path(base_model).expanduser()
+    return str(path.absolute()) if path.exists() else base_model
 
 
 def load_model_config(config: Any) -> Any:

@@ -9,6 +9,7 @@ import yaml
 
 from ebft.config import RunConfig
 from ebft.config.changed import changed_keys
+from ebft.models.base import lasting_name
 
 # Speed, memory and schedule are no results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "train_loss")
@@ -39,7 +40,7 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
 
 def _header(config: RunConfig) -> str:
     header = {
-        "base_model": config.base_model,
+        "base_model": lasting_name(config.base_model),
         "library_name": "peft" if config.adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["ebft"] if config.rl == "ebft" else ["continual-pretraining"],
