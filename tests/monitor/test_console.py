@@ -28,12 +28,12 @@ def test_line():
 
 def test_line_without_ebft_terms():
     assert format_logs({"loss": 2.0}, 3, 0) == "loss | step 3 | loss 2.0000"
-    assert format_logs({"eval_loss": 2.0}, 3, 9) == "eval loss | step 3/9 | loss 2.0000"
+    assert format_logs({"eval_loss": 2.0}, 3, 9) == "held out | step 3/9 | loss 2.0000"
 
 
 def test_line_of_evaluation():
     logs = {"eval_ce_loss": 1.0, "eval_alignment": 0.3, "eval_cfm_loss": 0.5}
-    assert format_logs(logs, 3, 9) == "eval ebft reward | align +0.300 ^ | cfm 0.500 v | step 3/9 | ce_loss 1.0000"
+    assert format_logs(logs, 3, 9) == "held out | align +0.300 ^ | cfm 0.500 v | step 3/9 | ce_loss 1.0000"
 
 
 def test_rounding_leaves_no_negative_zero():

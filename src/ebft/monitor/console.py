@@ -38,12 +38,13 @@ class ProgressBar(ProgressCallback):
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
     """The console line of one log, of training or of evaluation; None for a log without a metric of either."""
-    for title, loss_prefix, term_prefix in (("eval ", "eval_", "eval_"), ("", "", "ebft/")):
+    for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses = _losses(logs, loss_prefix)
         if terms or losses:
-            method = "ebft reward" if terms else "loss"
-            return " | ".join([title + method, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
+            # Not a reward: held-out features are unwhitened, at temperature 1, with the unbiased feature-matching loss.
+            title = "held out" if held_out else "ebft reward" if terms else "loss"
+            return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
     return None
 
 
