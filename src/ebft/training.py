@@ -15,10 +15,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerStat
 
 from ebft.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import Machine, planned_steps, strided_kwargs, training_kwargs
+from ebft.config.arguments import planned_steps, strided_kwargs, training_kwargs
+from ebft.config.machine import Machine, check_machine
 from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets
 from ebft.errors import ConfigError
+from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
@@ -52,7 +54,10 @@ def train(config: RunConfig) -> TrainResult:
     A run whose checkpoint is at its last step already is not trained further; its saved model stays as it is.
     """
     check_runnable(config)
+    check_machine(config, this_machine())
     checkpoint = find_checkpoint(config)
+    make_output_dir(config.output_dir)
+    check_hub(config)
     os.environ.update(wandb_environment(config))
 
     set_seed(config.seed)
@@ -118,7 +123,23 @@ def this_machine() -> Machine:
         has_accelerator=torch.accelerator.is_available(),
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         processes=int(os.environ.get("WORLD_SIZE", 1)),
+        devices=_devices(),
     )
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.accelerator.is_available():
+        return ("cpu",)
+    kind = torch.accelerator.current_accelerator().type
+    return ("cpu", kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count())))
+
+
+def make_output_dir(folder: str) -> None:
+    """Make the output folder; ConfigError where that fails, before anything is loaded."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be made ({error.strerror}). Choose another.") from error
 
 
 def run(trainer: Trainer, checkpoint: str | None) -> None:
@@ -181,11 +202,3 @@ def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None
     write_model_card(config, metrics)
     if config.hub_model_id:
         push(config)
-
-
-def push(config: RunConfig) -> None:
-    """Upload the output folder without its checkpoints; the trainer has made the repository."""
-    from huggingface_hub import upload_folder
-
-    ignored = ["checkpoint-*", "runs/*"]
-    upload_folder(repo_id=config.hub_model_id, folder_path=config.output_dir, ignore_patterns=ignored)

@@ -1,6 +1,7 @@
 import pytest
 
-from ebft.config.arguments import Machine, strided_kwargs, training_kwargs
+from ebft.config.arguments import strided_kwargs, training_kwargs
+from ebft.config.machine import Machine
 from ebft.config.options import StridedOptions
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)

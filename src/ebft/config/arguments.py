@@ -4,9 +4,9 @@ Keys that both know under one name or two are in the tables; the functions below
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from ebft.config.machine import Machine
 from ebft.config.metrics import best_metric
 from ebft.config.options import StridedOptions
 from ebft.config.schema import RunConfig
@@ -52,15 +52,6 @@ _OTHER_NAME = {
 
 # Held-out metrics that should rise; all others should fall.
 _GREATER_IS_BETTER = ("alignment",)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the arguments need to know about where the run takes place."""
-
-    has_accelerator: bool
-    supports_bf16: bool
-    processes: int = 1
 
 
 def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:

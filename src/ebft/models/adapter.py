@@ -15,8 +15,8 @@ def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | Pef
     """`model` with the adapter that the config asks for, or `model` itself where it asks for none.
 
     Adapter weights are float32 whatever the base weights are. `lora_model_dir` goes on from a saved adapter, whose own
-    settings win. Raises ModelError when `lora_target_modules` matches no module of the model, or when it already has
-    an adapter.
+    settings win. Raises ModelError when `lora_target_modules` or `lora_modules_to_save` match no module of the
+    model or one that cannot be adapted, or when it already has an adapter.
     """
     if config.adapter is None:
         return model
@@ -29,7 +29,15 @@ def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | Pef
         model.enable_input_require_grads()
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config.lora_model_dir)
-    return get_peft_model(model, lora_config(model, config))
+    _check_saved_modules(model, config.lora_modules_to_save)
+    settings = lora_config(model, config)
+    try:
+        return get_peft_model(model, settings)
+    except ValueError as error:  # a module that PEFT cannot adapt, such as a norm
+        raise ModelError(
+            f"lora_target_modules: {config.lora_target_modules!r} cannot all be adapted: {error} The linear layers are "
+            f"{', '.join(linear_names(model))}."
+        ) from error
 
 
 def lora_config(model: PreTrainedModel, config: Any) -> LoraConfig:
@@ -65,6 +73,18 @@ def _targets(model: PreTrainedModel, config: Any) -> str | list[str]:
                 f"{', '.join(linear_names(model))}; name some of them, or set lora_target_linear: true."
             )
     return wanted
+
+
+def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> None:
+    """PEFT takes the members for endings of names, and passes over one that matches nothing."""
+    names = [name for name, _ in model.named_modules()]
+    for given in wanted or []:
+        if not any(name.endswith(given) for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names} - {""})
+            raise ModelError(
+                f"lora_modules_to_save: {given!r} matches no module. The modules are "
+                f"{', '.join(part for part in known if not part.isdecimal())}."
+            )
 
 
 def _full_match(pattern: str, name: str) -> bool:
