@@ -31,7 +31,10 @@ def warned(make, **keys):
         ({"bf16": True, "fp16": True}, "bf16 and fp16"),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio"),
         ({"save_steps": 5, "saves_per_epoch": 2}, "save_steps and saves_per_epoch"),
-        ({"save_steps": 5, "save_strategy": "epoch"}, "save_steps contradicts save_strategy: epoch"),
+        (
+            {"save_steps": 5, "save_strategy": "epoch"},
+            r"save_steps contradicts save_strategy: epoch. Remove it \(as an override: save_steps=\)",
+        ),
         ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "Keep one"),
         ({"eval_steps": 5}, "eval_steps needs held-out data"),
         ({"eval_strategy": "epoch"}, "eval_strategy needs held-out data"),
@@ -73,6 +76,11 @@ def test_options_of_the_other_mode_warn(make):
     assert len(messages) == 1 and "ebft.stride has no effect in structured mode" in messages[0]
 
 
+def test_train_on_inputs_does_nothing_in_strided_mode(make):
+    _, messages = warned(make, **STRIDED, train_on_inputs=True)
+    assert len(messages) == 1 and messages[0].startswith("train_on_inputs: true has no effect in strided mode")
+
+
 def test_one_sample_becomes_reinforce_without_diversity(make):
     config, messages = warned(make, rl="ebft", ebft={"mode": "strided", "n_samples_per_prompt": 1})
     assert config.ebft.advantage_estimator == "reinforce" and config.ebft.diversity_coef == 0
@@ -81,7 +89,9 @@ def test_one_sample_becomes_reinforce_without_diversity(make):
 
 @pytest.mark.parametrize("key", IGNORED)
 def test_a_key_without_effect_says_so_once(make, key):
-    value = {"save_safetensors": False, "dataset_prepared_path": "x", "profiler_steps": [1, 2]}.get(key, True)
+    value = {"save_safetensors": False, "dataset_prepared_path": "x", "profiler_steps": [1, 2], "local_rank": 1}.get(
+        key, True
+    )
     if key in ("model_type", "tokenizer_type"):
         value = "LlamaForCausalLM"
     _, messages = warned(make, **{key: value})

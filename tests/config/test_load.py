@@ -1,6 +1,7 @@
 import pytest
 
 from ebft.config import load_config
+from ebft.config.unsupported import UNSUPPORTED
 from ebft.errors import ConfigError, EBFTError
 
 
@@ -76,11 +77,24 @@ def test_missing_keys(write):
         ("special_tokens:\n  pad: x\n", "'special_tokens.pad'", "'special_tokens.pad_token'"),
         ("stride: 4\n", "'stride'", "'ebft.stride'"),
         ("special_tokens: {bos: x}\n", "'special_tokens.bos'", "'special_tokens.bos_token'"),
-        ("unlike_anything: 1\n", "'unlike_anything'", "The nearest is"),
+        ("unlike_anything: 1\n", "'unlike_anything'", "`ebft config` prints every key"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
     fails(write(text), "Unknown key", unknown, nearest)
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_a_key_of_other_trainers_says_what_to_do(write, key):
+    fails(write(f"{key}: 1\n"), f"{key} is not supported here: {UNSUPPORTED[key]}.")
+
+
+def test_max_steps_minus_one_is_unset(write):
+    assert load_config(write("max_steps: -1\n")).max_steps is None
+
+
+def test_resume_from_checkpoint_is_a_folder(write):
+    fails(write("resume_from_checkpoint: true\n"), "names no checkpoint", "auto_resume_from_checkpoints: true")
 
 
 def test_an_unknown_key_in_a_list_entry(write):

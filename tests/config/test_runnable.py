@@ -1,7 +1,7 @@
 import pytest
 
 from ebft.config import check_runnable
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, EBFTError
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,18 @@ from ebft.errors import ConfigError
         ({"lr_scheduler_kwargs": {"nope": 1}}, "does not work: .*nope"),
         ({"report_to": "banana"}, "there is no tracker 'banana'. Choose from"),
         ({"report_to": ["trackio"]}, "report_to: trackio is not installed. Type pip install trackio"),
+        (
+            {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 500}, "sequence_len": 128},
+            "sequence_len to at least 508",
+        ),
+        ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
+        ({"datasets": [{"path": "a", "type": "ebft_opencode.transform"}]}, "structured mode, which this version"),
         ({"deepspeed": {}}, "pip install deepspeed"),
         ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "too close to 0"),
     ],
 )
 def test_what_cannot_be_trained_here_says_why(make, keys, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(EBFTError, match=message):
         check_runnable(make(**keys))
 
 

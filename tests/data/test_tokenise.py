@@ -81,7 +81,8 @@ def test_several_processes_give_the_same_rows(run_own):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ('{"prompt": "x", "ground_truth": "y"}', "row 0: the field 'input_ids' is missing, it returned prompt"),
+        ('{"prompt": "x", "ground_truth": "y"}', "row 0: it returned prompt and ground_truth, .*structured mode"),
+        ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing, it returned prompt"),
         ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),
         ('{"input_ids": [1, 2], "labels": [1]}', "labels has 1 entries, input_ids has 2"),
         ('{"input_ids": "abc", "labels": [1]}', "input_ids must be a list of token numbers, it is abc"),

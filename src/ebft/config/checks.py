@@ -81,7 +81,10 @@ def _schedule(config: "RunConfig") -> Iterator[str]:
         if len(given) == 2:
             yield f"{steps} and {per_epoch} are both set. Keep one of them."
         elif given and chosen not in (None, "steps", "best"):
-            yield f"{given[0]} contradicts {strategy}: {chosen}. Remove it, or set {strategy}: steps."
+            yield (
+                f"{given[0]} contradicts {strategy}: {chosen}. Remove it (as an override: {given[0]}=), or set "
+                f"{strategy}: steps."
+            )
 
 
 def _evaluation(config: "RunConfig") -> Iterator[str]:
@@ -135,6 +138,7 @@ def settle(config: "RunConfig") -> None:
         _warn_other_mode(config)
     if config.is_strided:
         settle_single_sample(config.ebft)
+        _warn_prompts(config)
         _settle_compile(config)
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
@@ -172,6 +176,12 @@ def _warn_other_mode(config: "RunConfig") -> None:
     for key in found:
         reason = f"only {other} mode reads it"
         warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: {reason}.", stacklevel=2)
+
+
+def _warn_prompts(config: "RunConfig") -> None:
+    if config.train_on_inputs:
+        reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
+        warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
 
 
 def _settle_compile(config: "RunConfig") -> None:

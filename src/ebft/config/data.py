@@ -6,6 +6,9 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
+# Modules of `ebft.data.transforms` that a dataset's `type` may name.
+BUILT_IN_TRANSFORMS = ("ebft_pretrain", "ebft_strided_structured", "ebft_strided_chat", "completion", "chat_template")
+
 
 class DatasetEntry(Section):
     """One element of `datasets:` or `test_datasets:`."""

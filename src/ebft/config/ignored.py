@@ -10,6 +10,8 @@ from pydantic import Field
 from ebft.config.section import Section
 
 _PREPARED = "rows are tokenised anew when the run starts"
+_KERNELS = "adapters run through PEFT's own layers, with the same results"
+_LIGER = "the model's own layers run, with the same results"
 _UNPACKED = "every document keeps a row of its own"
 
 
@@ -29,6 +31,21 @@ class CarriedOverKeys(Section):
     model_type: str | None = Field(None, description="Without effect: the class follows from the model's own config.")
     tokenizer_type: str | None = Field(
         None, description="Without effect: the class follows from the tokenizer's files."
+    )
+    debug: bool = Field(False, description="Without effect: there is no debug mode.")
+    local_rank: int | None = Field(None, description="Without effect: the launcher tells each process its rank.")
+    is_llama_derived_model: bool | None = Field(
+        None, description="Without effect: the family follows from the model's own config."
+    )
+    lora_mlp_kernel: bool = Field(False, description="Without effect: there are no fused adapter kernels.")
+    lora_qkv_kernel: bool = Field(False, description="Without effect, like lora_mlp_kernel.")
+    lora_o_kernel: bool = Field(False, description="Without effect, like lora_mlp_kernel.")
+    liger_rope: bool = Field(False, description="Without effect: the model's own layers run.")
+    liger_rms_norm: bool = Field(False, description="Without effect, like liger_rope.")
+    liger_glu_activation: bool = Field(False, description="Without effect, like liger_rope.")
+    liger_layer_norm: bool = Field(False, description="Without effect, like liger_rope.")
+    liger_fused_linear_cross_entropy: bool = Field(
+        False, description="Without effect: strided mode computes its losses in chunks already."
     )
     profiler_steps: int | list[int] | None = Field(None, description="Without effect: there is no profiler.")
 
@@ -51,5 +68,19 @@ IGNORED: dict[str, Ignored] = {
     "strict": Ignored((True, False), "unknown keys are always errors"),
     "model_type": Ignored(("AutoModelForCausalLM",), "the model's own config names its class"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the tokenizer's own files name its class"),
+    "debug": Ignored((False,), "there is no debug mode"),
+    "local_rank": Ignored((), "the launcher tells each process its rank"),
+    "is_llama_derived_model": Ignored((), "the model's own config names its family"),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),
+    **dict.fromkeys(
+        (
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_glu_activation",
+            "liger_layer_norm",
+            "liger_fused_linear_cross_entropy",
+        ),
+        Ignored((False,), _LIGER),
+    ),
     "profiler_steps": Ignored((), "there is no profiler; run the command under torch.profiler"),
 }

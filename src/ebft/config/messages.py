@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from ebft.config.unsupported import UNSUPPORTED
 from ebft.errors import ConfigError
 
 _WANTED = {
@@ -89,12 +90,12 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
-    near = difflib.get_close_matches(name, names, n=1)
+    if name in UNSUPPORTED and len(path) == 1:
+        return f"{key} is not supported here: {UNSUPPORTED[name]}."
+    near = difflib.get_close_matches(name, names, n=1) or [full for full in names if full.startswith(f"{name}_")]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
-    hint = f"The nearest is {parent + nearest[0]!r}; " if nearest else ""
-    return f"Unknown key {key!r}. {hint}`ebft config` prints every key."
+    return f"Unknown key {key!r}. `ebft config` prints every key."
 
 
 def _dotted_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Keys of the config about what a run writes: checkpoints, logs, the hub, trackers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebft.config.section import Section
 
@@ -27,6 +27,16 @@ class CheckpointKeys(Section):
     auto_resume_from_checkpoints: bool = Field(
         False, description="Go on from the newest checkpoint in output_dir, if there is one."
     )
+
+    @field_validator("resume_from_checkpoint", mode="before")
+    @classmethod
+    def _a_folder(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(
+                f"resume_from_checkpoint: {str(value).lower()} names no checkpoint. Give its folder, or set "
+                "auto_resume_from_checkpoints: true for the newest one."
+            )
+        return value
 
 
 class EvaluationKeys(Section):

@@ -5,6 +5,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from ebft.config.data import BUILT_IN_TRANSFORMS
 from ebft.config.optimizer import check_optimizer
 from ebft.config.options import check_trainable
 from ebft.config.schema import RunConfig
@@ -13,7 +14,7 @@ from ebft.errors import ConfigError
 
 
 def check_runnable(config: RunConfig) -> None:
-    """Refuse what loads as a config but cannot be trained here; ConfigError says what to do instead."""
+    """Refuse what loads as a config but cannot be trained here; ConfigError or DataError says what to do instead."""
     if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided):
         asked = "rl: grpo" if config.rl == "grpo" else "ebft.mode: structured (the default)"
         raise ConfigError(
@@ -22,11 +23,33 @@ def check_runnable(config: RunConfig) -> None:
         )
     if config.is_strided:
         check_trainable(config.ebft)
+        _check_room(config)
+    _check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))
     _check_deepspeed(config.deepspeed)
     check_report_to(config)
     check_optimizer(config)
+
+
+def _check_room(config: RunConfig) -> None:
+    """No row of `sequence_len` tokens would hold a block."""
+    first, length = config.ebft.context_length, config.ebft.generate_max_len
+    if first + length > config.sequence_len:
+        raise ConfigError(
+            f"ebft.context_length {first} and ebft.generate_max_len {length} leave no room for a block within "
+            f"sequence_len {config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
+        )
+
+
+def _check_types(config: RunConfig) -> None:
+    """Each dataset's transform is there; `ebft.data` is imported only for those that are not built in."""
+    for entry in (*config.datasets, *config.test_datasets):
+        if entry.type.removesuffix(".transform") in BUILT_IN_TRANSFORMS:
+            continue
+        from ebft.data.transforms import find_transform
+
+        find_transform(entry.type)
 
 
 def _check_processes(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebft.config.section import Section
 
@@ -41,8 +41,14 @@ class LengthKeys(Section):
     )
     num_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Optimizer steps; when set, num_epochs does not count."
+        None, description="Optimizer steps; when set, num_epochs does not count; -1 is unset."
     )
+
+    @field_validator("max_steps", mode="before")
+    @classmethod
+    def _minus_one_is_unset(cls, value: Any) -> Any:
+        return None if value == -1 else value
+
     seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of weights, sampling and data order.")
     data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
         None, description="Seed of the data order; unset is seed."

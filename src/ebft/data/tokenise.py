@@ -7,7 +7,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.config_view import ConfigView
-from ebft.data.transforms import find_transform
+from ebft.data.transforms import STRUCTURED_HINT, find_transform
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 
@@ -107,6 +107,8 @@ class _Step:
 def _checked(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of one row, without padding; DataError names the field that is missing or malformed."""
     for field in ("input_ids", "labels"):
+        if field not in row and "prompt" in row and "ground_truth" in row:
+            raise DataError(f"{where}: it returned prompt and ground_truth, which belong to {STRUCTURED_HINT}")
         if field not in row:
             raise DataError(
                 f"{where}: the field {field!r} is missing, it returned {', '.join(row)}. Training on tokens needs "

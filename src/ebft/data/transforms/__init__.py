@@ -3,7 +3,8 @@
 A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn, map_kwargs)`:
 `transform_fn(example, tokenizer=None)` gives the fields `input_ids`, `labels` and optionally `prompt_length` and
 `attention_mask`; `map_kwargs` go to `datasets.Dataset.map`, with `{"remove_columns": "__all__"}` for all original
-columns. To add a built-in one, put a module with such a function in this folder and its name in `BUILT_IN`.
+columns. To add a built-in one, put a module with such a function in this folder and its name in
+`ebft.config.data.BUILT_IN_TRANSFORMS`.
 """
 
 import difflib
@@ -12,9 +13,15 @@ import os
 import sys
 from collections.abc import Callable
 
+from ebft.config.data import BUILT_IN_TRANSFORMS as BUILT_IN
 from ebft.errors import DataError
 
-BUILT_IN = ("ebft_pretrain", "ebft_strided_structured", "ebft_strided_chat", "completion", "chat_template")
+# Transforms of the guide's structured mode, whose rows hold prompts as text and no tokens to train on.
+_STRUCTURED_MODE = ("ebft_opencode", "ebft_chat_multiturn", "ebft_reasoning")
+STRUCTURED_HINT = (
+    "structured mode, which this version does not train. In strided mode use ebft_strided_structured.transform for "
+    "rows of input and output, and ebft_strided_chat.transform for chats."
+)
 
 
 def find_transform(name: str) -> Callable:
@@ -25,6 +32,8 @@ def find_transform(name: str) -> Callable:
     module, _, function = name.rpartition(".")
     if (module or name) in BUILT_IN:
         return _attribute(importlib.import_module(f"{__name__}.{module or name}"), function if module else "", name)
+    if (module or name) in _STRUCTURED_MODE:
+        raise DataError(f"datasets.type: {name!r} belongs to {STRUCTURED_HINT}")
     if not module:
         raise DataError(f"datasets.type: there is no transform {name!r}.{_hint(name)}")
     if os.getcwd() not in sys.path:
