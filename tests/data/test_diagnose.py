@@ -18,6 +18,7 @@ def read(path):
         ("a.jsonl", '{"text": "a"}\n[1]\n', r"a.jsonl, line 2: a row must be a JSON object, this is \[1\]"),
         ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"text": "a"}, 3]', "a.json, row 1: a row must be a JSON object, this is 3"),
+        ("a.json", "[]", "a.json: there are no rows, the list is empty"),
         ("a.jsonl", "", "a.jsonl: the file is empty"),
         ("a.csv", "text,n\na,1\nb,2,3\n", "a.csv, line 3: 3 fields, the header has 2"),
         ("a.csv", "", "a.csv: the file is empty"),

@@ -30,10 +30,25 @@ def test_report_counts_what_was_dropped(make_config, write_jsonl, tokenizer, cap
     assert "2 without text" in line and "1 too short for one block" in line
 
 
+def test_one_document_is_no_plural(make_config, write_jsonl, tokenizer, capsys):
+    load_datasets(make_config(write_jsonl([{"text": TEXT}])), tokenizer)
+    assert "datasets: 1 document gave 1 row" in capsys.readouterr().err
+
+
+def test_chats_without_a_reply_are_told_from_empty_ones(make_config, write_jsonl, tokenizer, capsys):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    ask, reply = {"role": "user", "content": "Say hello."}, {"role": "assistant", "content": TEXT}
+    rows = [{"messages": [ask, reply]}, {"messages": [ask]}, {"messages": None}]
+    load_datasets(make_config(write_jsonl(rows), "ebft_strided_chat.transform"), tokenizer)
+    line = capsys.readouterr().err
+    tokenizer.chat_template = None
+    assert "1 without text" in line and "1 without a reference" in line
+
+
 def test_report_only_on_rank_zero(make_config, write_jsonl, tokenizer, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load_datasets(make_config(write_jsonl([{"text": TEXT}])), tokenizer)
-    assert "documents gave" not in capsys.readouterr().err
+    assert " gave " not in capsys.readouterr().err
 
 
 def test_nothing_left_names_counts_and_way_out(make_config, write_jsonl, tokenizer):

@@ -47,6 +47,8 @@ def _check_json_array(path: Path, text: str) -> str | None:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         return f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
+    if not rows:
+        return f"{path}: there are no rows, the list is empty"
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             return f"{path}, row {index}: a row must be a JSON object, this is {_short(json.dumps(row))}"

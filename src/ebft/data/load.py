@@ -53,10 +53,14 @@ def describe(section: str, documents: int, rows: int, counts: Counter) -> str:
     """One line on what became of the documents of a section, with a count for each reason."""
     notes = [f"{counts[what]:,} {what}" for what in (SPLIT, TRUNCATED) if counts[what]]
     dropped = [f"{counts[reason]:,} {reason}" for reason in DROPPED if counts[reason]]
-    line = f"{section}: {documents:,} documents gave {rows:,} rows"
+    line = f"{section}: {_counted(documents, 'document')} gave {_counted(rows, 'row')}"
     if notes:
         line += f" ({', '.join(notes)})"
     return f"{line}; dropped {', '.join(dropped)}" if dropped else line
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _way_out(config: Any) -> str:

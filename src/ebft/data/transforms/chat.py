@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.transforms.rows import encode, first_present, segments_row
 from ebft.errors import DataError
 
+_SHAPE = "Chats of from and value (ShareGPT's conversations) must be turned into messages of role and content first."
+
 
 def chat_transform(cfg: Any, dataset: Any, last_turn_only: bool) -> tuple[Callable, dict]:
     """Transform for a column of messages (`role`, `content`): the entry's `field`, else `messages`.
@@ -25,10 +27,16 @@ def chat_transform(cfg: Any, dataset: Any, last_turn_only: bool) -> tuple[Callab
             raise DataError(
                 "the tokenizer has no chat template. Set chat_template (chatml, llama3, or your own Jinja text)."
             )
-        column = first_present(example, columns, "messages", "Name it with the entry's `field`.")
-        messages = _up_to_last_reply(example[column], column)
+        column = first_present(example, columns, "messages", f"Name it with the entry's `field`. {_SHAPE}")
+        messages = _messages(example[column], column)
         if not messages:
             return segments_row([([], False)], False)
+        asked = messages
+        messages = _up_to_last_reply(messages)
+        if not messages:
+            # The filter counts it as a row without a reference; templates may refuse to render such a chat.
+            text = "\n".join(str(message.get("content", "")) for message in asked)
+            return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         texts = _segments(tokenizer, messages, last_turn_only, template)
         segments = [(encode(tokenizer, text, special=False), trained) for text, trained in texts]
         return segments_row(segments, train_on_inputs)
@@ -36,14 +44,20 @@ def chat_transform(cfg: Any, dataset: Any, last_turn_only: bool) -> tuple[Callab
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def _up_to_last_reply(messages: Any, column: str) -> list[dict]:
-    """The messages up to the last assistant turn, empty where there is none or it says nothing."""
+def _messages(messages: Any, column: str) -> list[dict]:
+    """The chat in a column, empty for a missing one; DataError when it holds something else."""
+    if messages is None:
+        return []
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and "role" in message and "content" in message for message in messages
     ):
-        raise DataError(f"column {column!r} must hold a list of messages with the keys role and content")
+        raise DataError(f"column {column!r} must hold a list of messages with the keys role and content. {_SHAPE}")
     # Arrow gives every message the keys of all messages, None where it has none; templates test for presence.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _up_to_last_reply(messages: list[dict]) -> list[dict]:
+    """The messages up to the last assistant turn, empty where there is none or it says nothing."""
     replies = _replies(messages)
     if not replies or not str(messages[replies[-1]].get("content", "")).strip():
         return []
