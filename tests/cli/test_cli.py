@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +63,16 @@ def test_config_can_search(ebft):
     assert "ebft.stride" in text and "learning_rate" not in text
 
 
+def test_a_search_without_a_match_says_so(ebft):
+    result = ebft("config", "strde")
+    assert result.exit_code == 2 and "No key contains 'strde'" in plain(result.stderr)
+
+
+def test_version(ebft):
+    result = ebft("--version")
+    assert result.exit_code == 0 and re.fullmatch(r"ebft \d+\.\d+\.\d+\n", result.output)
+
+
 def test_check_says_what_differs(ebft, good):
     result = ebft("config", "--check", good)
     assert result.exit_code == 0
@@ -97,6 +108,12 @@ def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
     monkeypatch.setattr(training, "train", interrupted)
     result = CliRunner().invoke(app, ["train", str(good)])
     assert result.exit_code == 130 and "Stopped at step 4" in plain(result.stderr)
+
+    def preempted(config):
+        raise training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM)
+
+    monkeypatch.setattr(training, "train", preempted)
+    assert CliRunner().invoke(app, ["train", str(good)]).exit_code == 143
     monkeypatch.setattr(training, "train", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
     result = CliRunner().invoke(app, ["train", str(good)])
     assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)

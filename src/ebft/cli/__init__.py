@@ -1,5 +1,8 @@
 """The command `ebft`: parse, call, print. Heavy imports wait until a command needs them."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from ebft.cli import config as config_command
@@ -13,8 +16,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ebft {version('ebft')}")
+        raise typer.Exit()
+
+
 train_command.register(app)
 config_command.register(app)
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Energy-based fine-tuning of language models."""
 
 
 def main() -> None:

@@ -10,8 +10,13 @@ from ebft.cli.console import polite
 from ebft.cli.listing import option_listing
 from ebft.config import check_runnable, load_config
 from ebft.config.changed import changed_keys
+from ebft.errors import ConfigError
 
 HELP = "Print every key of a config with its meaning, or check a config."
+CHECK_HELP = (
+    "Check this YAML file: every key and value, contradictions, the optimizer and schedule, trackers, output_dir, the "
+    "dataset transforms, and room for a block. Models, datasets and devices are looked at when training starts."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -24,13 +29,16 @@ def command(
     search: Annotated[str, typer.Argument(help="Show only the keys that contain this.", show_default=False)] = "",
     check: Annotated[
         Path | None,
-        typer.Option("--check", metavar="FILE", help="Check that this YAML file can be trained.", show_default=False),
+        typer.Option("--check", metavar="FILE", help=CHECK_HELP, show_default=False),
     ] = None,
 ) -> None:
     """Print the keys, or what a checked file changes."""
     console = Console(soft_wrap=check is not None)
     if check is None:
-        for part in option_listing(search):
+        found = list(option_listing(search))
+        if not found:
+            raise ConfigError(f"No key contains {search!r}. `ebft config` prints every key.")
+        for part in found:
             console.print(part)
         return
     config = load_config(check)
