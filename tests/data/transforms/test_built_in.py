@@ -117,8 +117,8 @@ def test_chat_template_trains_every_assistant_turn(run, tokenizer):
 @pytest.mark.parametrize("messages", [CHAT[:1], [], [*CHAT[:1], {"role": "assistant", "content": ""}], CHAT[1:2]])
 def test_chat_without_a_reply_has_nothing_to_learn(run, messages):
     rows = [{"messages": CHAT}, {"messages": messages}]
-    row = run("ebft_strided_chat.transform", rows, template=CHATML)[1]
-    assert set(row["labels"]) <= {-100} and row["prompt_length"] == len(row["input_ids"])
+    out = run("ebft_strided_chat.transform", rows, template=CHATML)
+    assert set(out["labels"][1]) <= {-100} and out["prompt_length"][1] == len(out["input_ids"][1])
 
 
 def test_chat_without_template(run):
