@@ -99,6 +99,11 @@ def test_an_override_reaches_the_config(ebft, good):
     assert result.exit_code == 2 and "max_steps: 'many'" in plain(result.stderr)
 
 
+def test_an_option_with_dashes_says_how_it_is_written(ebft, good):
+    result = ebft("train", good, "--learning-rate=1e-4")
+    assert result.exit_code == 2 and "is written without dashes: learning_rate=1e-4" in plain(result.stderr)
+
+
 def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
     from ebft import training
 

@@ -23,7 +23,11 @@ ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("train", help=HELP, short_help="Train a model.", epilog=key_overview())(command)
+    # Unknown options reach the overrides, which say how they are written.
+    settings = {"ignore_unknown_options": True}
+    app.command("train", help=HELP, short_help="Train a model.", epilog=key_overview(), context_settings=settings)(
+        command
+    )
 
 
 @polite
