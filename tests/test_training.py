@@ -242,4 +242,4 @@ def test_an_example_trains(path, tiny_llama_dir, text, tmp_path):
 
 def test_what_transformers_refuses_is_a_config_error(make):
     with pytest.raises(ConfigError, match="transformers cannot train with these settings: .*strategy"):
-        train(make(val_set_size=2, save_steps=3, load_best_model_at_end=True))
+        train(make(base_model="does/not-exist", val_set_size=2, save_steps=3, load_best_model_at_end=True))

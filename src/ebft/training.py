@@ -61,6 +61,8 @@ def train(config: RunConfig) -> TrainResult:
     os.environ.update(wandb_environment(config))
 
     set_seed(config.seed)
+    if config.saves_per_epoch is None and config.evals_per_epoch is None:  # else steps depend on the rows
+        training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     tokenizer = load_tokenizer(config)
     train_data, eval_data = load_datasets(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)

@@ -22,8 +22,8 @@ def _split(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
     if key.startswith("-"):
-        plain = override.lstrip("-").replace("-", "_") if not equals else f"{key.strip('-').replace('-', '_')}={text}"
-        raise ConfigError(f"The override {override!r} is written without dashes: {plain}.")
+        plain = key.strip("-").replace("-", "_")
+        raise ConfigError(f"The override {override!r} is written without dashes: {plain}={text or 'VALUE'}.")
     if not equals or not key:
         raise ConfigError(f"The override {override!r} is not key=value. Write for example ebft.stride=4.")
     try:
