@@ -88,18 +88,18 @@ def test_training_greedily_is_refused(tmp_path):
 
 
 def test_nucleus_keeps_the_smallest_sufficient_set():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     noise = torch.linspace(0, 0.9999, 50).unsqueeze(0)
-    assert sample_tokens(logits, noise, 1.0, top_p=0.5).unique().tolist() == [0]
-    assert sample_tokens(logits, noise, 1.0, top_p=0.6).unique().tolist() == [0, 1]
-    assert sample_tokens(logits, noise, 1.0, top_p=0.01).unique().tolist() == [0]
-    assert sample_tokens(logits, noise, 1.0, top_p=1.0).unique().tolist() == [0, 1, 2, 3]
+    assert sample_tokens(probabilities, noise, top_p=0.5).unique().tolist() == [0]
+    assert sample_tokens(probabilities, noise, top_p=0.6).unique().tolist() == [0, 1]
+    assert sample_tokens(probabilities, noise, top_p=0.01).unique().tolist() == [0]
+    assert sample_tokens(probabilities, noise, top_p=1.0).unique().tolist() == [0, 1, 2, 3]
 
 
 def test_tokens_without_probability_are_never_drawn():
-    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     noise = torch.tensor([[0.0, 0.25, 0.5, 0.75, 1 - 2**-24]])
-    assert sample_tokens(logits, noise, 1.0).tolist() == [[1, 1, 3, 3, 3]]
+    assert sample_tokens(probabilities, noise).tolist() == [[1, 1, 3, 3, 3]]
 
 
 def documents_of(*rows):
@@ -132,3 +132,20 @@ def test_noise_follows_the_document_not_the_batch():
 def test_repeated_documents_draw_apart():
     drawn = DocumentNoise(0).draw(*documents_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]), step=0)
     assert not drawn[0].equal(drawn[1])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_entropy_of_each_sampled_distribution(temperature):
+    """In nats, of the tempered distribution, also where a model rules tokens out with minus infinity."""
+    model = prepare(tiny_model("llama", vocab_size=6).eval())
+    plain = copy.deepcopy(model)
+    model.lm_head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([2]), float("-inf")))
+    documents, layout = documents_of([1, 3, 4, 5, 1, 3, 4])
+    with torch.no_grad():
+        tokens, entropy = sample_rollouts(model, documents, layout, temperature=temperature)
+        for b, anchor in enumerate(layout.anchors[0].tolist()):
+            logits = plain_logits(plain, documents.input_ids[0, :anchor])[-1]
+            logits[2] = float("-inf")
+            expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
+            torch.testing.assert_close(entropy[0, b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
+    assert tokens.ne(2).all()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.rollout import rows_per_chunk
+from ebft.strided.rollout import rows_per_chunk, tempered_logp
 
 
 def score(
@@ -68,8 +68,7 @@ def token_logps(states: Tensor, targets: Tensor, head, temperature: float, rows:
         return states.new_zeros(targets.shape, dtype=torch.float32) + states.sum() * 0.0
 
     def chunk_logps(states_chunk: Tensor, targets_chunk: Tensor) -> Tensor:
-        logits = head(states_chunk).float() / temperature
-        return logits.gather(-1, targets_chunk) - logits.logsumexp(-1, keepdim=True)
+        return tempered_logp(head(states_chunk), temperature).gather(-1, targets_chunk)
 
     chunks = []
     for states_chunk, targets_chunk in zip(states.split(rows), targets.split(rows)):

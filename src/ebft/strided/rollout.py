@@ -72,26 +72,38 @@ def _sample(states: Tensor, head, noise: Tensor, temperature: float, top_p: floa
     tokens, entropies = [], []
     for states_chunk, noise_chunk in zip(states.split(rows), noise.split(rows)):
         logits = head(states_chunk)
-        tokens.append(sample_tokens(logits, noise_chunk, temperature, top_p))
-        entropies.append(_entropy(logits, temperature).unsqueeze(-1).expand_as(noise_chunk))
+        if temperature == 0:
+            tokens.append(logits.argmax(-1, keepdim=True).expand_as(noise_chunk))
+            entropies.append(torch.zeros_like(noise_chunk))
+            continue
+        logp = tempered_logp(logits, temperature)
+        probabilities = logp.exp()
+        # The floor keeps 0 * log(0) at 0 where a model masks part of its vocabulary.
+        finite_logp = logp.clamp_min_(torch.finfo(logp.dtype).min)
+        entropy = -(probabilities.unsqueeze(-2) @ finite_logp.unsqueeze(-1)).squeeze(-1)
+        tokens.append(sample_tokens(probabilities, noise_chunk, top_p))
+        entropies.append(entropy.expand_as(noise_chunk))
     return torch.cat(tokens), torch.cat(entropies)
 
 
-def sample_tokens(logits: Tensor, noise: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """Tokens (R, K) of softmax(logits / temperature) for logits (R, V), its distribution inverted at noise (R, K).
+def tempered_logp(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (R, V), float32, of softmax(logits / temperature): what is sampled is what is scored."""
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+
+
+def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
+    """Tokens (R, K) from probabilities (R, V), by inverting their distribution function at noise (R, K).
 
     With top_p < 1 only the smallest set of most likely tokens whose mass reaches top_p is kept. Uniform numbers
     in and tokens out: the same noise gives the same tokens however rows are batched.
     """
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True).expand_as(noise)
-    probabilities = (logits.float() / temperature).softmax(-1)
     if top_p < 1:
         probabilities = _nucleus(probabilities, top_p)
     # float64, because a float32 running sum over a large vocabulary loses the tail's small steps.
-    cumulative = probabilities.double().cumsum(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     target = noise.double() * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp_max(logits.shape[-1] - 1)
+    return torch.searchsorted(cumulative, target, right=True).clamp_max(probabilities.shape[-1] - 1)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -99,14 +111,6 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     ordered, index = probabilities.sort(-1, descending=True)
     mass_before = ordered.cumsum(-1) - ordered
     return torch.zeros_like(probabilities).scatter(-1, index, ordered.masked_fill(mass_before >= top_p, 0.0))
-
-
-def _entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy (R,) in nats of softmax(logits / temperature); 0 for temperature 0."""
-    if temperature == 0:
-        return logits.new_zeros(logits.shape[0], dtype=torch.float32)
-    logp = (logits.float() / temperature).log_softmax(-1)
-    return -(logp.exp() * logp).sum(-1)
 
 
 class DocumentNoise:
