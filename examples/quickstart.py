@@ -1,7 +1,8 @@
 """Energy-based fine-tuning from nothing: on two CPU cores, in a few minutes, without a network.
 
 Makes a small language model of Python code from the source of the standard library, fine-tunes it by strided EBFT on
-files that it never saw, and measures it before and after on files that it never sees. `make quickstart`, or:
+the docstrings of files that it never saw, and measures it before and after on those of yet other files.
+`make quickstart`, or:
 
     python examples/quickstart.py [--seed 1] [--output outputs/quickstart]
 """
@@ -68,22 +69,22 @@ def quickstart(output: Path, seed: int, scale: Scale) -> None:
             init, made_from, lambda: save_random_model(init, data / "base.jsonl", scale, base_config.sequence_len)
         )
 
-    with phases.phase("base", "Base model: plain pretraining"):
+    with phases.phase("base", "Base model: plain pretraining on source code"):
         made_from += [base_config.model_dump(mode="json")]
         show_command(*base_run)
         make_once(base, made_from, lambda: train(base_config))
 
-    with phases.phase("before", "Held-out files, before"):
+    with phases.phase("before", "Docstrings of held-out files, before"):
         policy = AutoModelForCausalLM.from_pretrained(base)
         network = FeatureNetwork(policy, ebft_config.ebft.feature_layers, ebft_config.ebft.embed_method)
         held_out = held_out_windows(ebft_config, load_tokenizer(ebft_config), scale.groups)
         before = measure(policy, network, held_out)
 
-    with phases.phase("ebft", "Energy-based fine-tuning with LoRA, on files that the base model never saw"):
+    with phases.phase("ebft", "Energy-based fine-tuning with LoRA, on docstrings of files that the base never saw"):
         show_command(*ebft_run)
         result = train(ebft_config)
 
-    with phases.phase("after", "Held-out files, after: the same windows, noise and feature network"):
+    with phases.phase("after", "Docstrings of held-out files, after: the same windows, noise and feature network"):
         after = measure(result.model, network, held_out)
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out)} windows of {ebft_config.sequence_len} tokens"):

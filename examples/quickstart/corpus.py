@@ -1,5 +1,10 @@
-"""Real text that every machine has: the source of Python's standard library, split by file into three parts."""
+"""Real text that every machine has: the source of Python's standard library, split by file into three parts.
 
+The base model learns from source code. Fine-tuning is about something else, the prose of the docstrings, and takes
+it from other files.
+"""
+
+import ast
 import hashlib
 import json
 import sysconfig
@@ -12,11 +17,12 @@ from quickstart.phases import console
 # Tests and tables of characters are left out: they are not on every machine, and hardly anyone writes such code.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 PARTS = {"base": 60, "ebft": 25, "held_out": 15}  # in percent of the files
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FEWEST_FILES = 30
 
 
 def write_corpus(folder: Path, max_files: int | None = None) -> None:
-    """Write base.jsonl, ebft.jsonl and held_out.jsonl with rows {text, file}.
+    """Write base.jsonl (source), ebft.jsonl and held_out.jsonl (docstrings) with rows {text, file}.
 
     A file's part depends on its path alone, so that no run trains on what another holds out. Raises ValueError
     where the machine has no source of its standard library.
@@ -24,7 +30,10 @@ def write_corpus(folder: Path, max_files: int | None = None) -> None:
     documents = standard_library(max_files)
     parts: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
     for file, text in documents.items():
-        parts[part_of(file)].append({"text": text, "file": file})
+        part = part_of(file)
+        text = text if part == "base" else docstrings(text)
+        if text:
+            parts[part].append({"text": text, "file": file})
     folder.mkdir(parents=True, exist_ok=True)
     for part, rows in parts.items():
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
@@ -40,8 +49,9 @@ def standard_library(max_files: int | None = None) -> dict[str, str]:
     for path in track(source_files(root)[:max_files], description="reading source files"):
         try:
             text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue  # data of some test, or a file that this user may not read
+            ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError, OSError):
+            continue  # data of some test or template, or a file that this user may not read
         if text.strip() and text not in seen:
             seen.add(text)
             texts[path.relative_to(root).as_posix()] = text
@@ -51,6 +61,12 @@ def standard_library(max_files: int | None = None) -> dict[str, str]:
             f"needs {FEWEST_FILES}. Run it with a Python that ships its source (python.org, conda, uv, pyenv)."
         )
     return texts
+
+
+def docstrings(source: str) -> str:
+    """All docstrings of a source file, with a blank line between them; empty where there is none."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED)]
+    return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
 
 
 def source_files(root: Path) -> list[Path]:

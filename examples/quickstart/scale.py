@@ -27,7 +27,7 @@ def _shape(width: int, layers: int) -> dict[str, int]:
 
 
 SCALES = {
-    "full": Scale(max_files=None, vocab_size=4096, shape=_shape(192, 4), groups=20),
+    "full": Scale(max_files=None, vocab_size=4096, shape=_shape(128, 4), groups=24),
     "tiny": Scale(
         max_files=60,
         vocab_size=512,
