@@ -50,6 +50,7 @@ def quickstart(output: Path, seed: int, scale: Scale) -> None:
     from transformers import AutoModelForCausalLM
 
     from ebft import load_config, train
+    from ebft.config.changed import changed_keys
     from ebft.features import FeatureNetwork
     from ebft.models import load_tokenizer
 
@@ -70,7 +71,7 @@ def quickstart(output: Path, seed: int, scale: Scale) -> None:
         )
 
     with phases.phase("base", "Base model: plain pretraining on source code"):
-        made_from += [base_config.model_dump(mode="json")]
+        made_from += [dict(changed_keys(base_config))]
         show_command(*base_run)
         make_once(base, made_from, lambda: train(base_config))
 

@@ -48,7 +48,7 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
         change = new[name] - old[name]
         verdict = _verdict(change, spread[name], wanted)
         table.add_row(
-            name, f"{old[name]:.4f}", f"{new[name]:.4f}", f"{change:+.4f} ± {spread[name]:.4f}", wanted, verdict
+            name, f"{old[name]:.4g}", f"{new[name]:.4g}", f"{change:+.2g} ± {spread[name]:.1g}", wanted, verdict
         )
     return table
 
