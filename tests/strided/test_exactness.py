@@ -171,20 +171,16 @@ def test_option(name, adapter, tmp_path):
     compare(trainer, plain, inputs, rows)
 
 
-def test_many_groups_of_blocks(tmp_path, monkeypatch):
-    """Groups of one block each give what one group of all gives."""
-    monkeypatch.setattr("ebft.strided.attention._QUERIES_PER_GROUP", 1)
-    model = with_lora(tiny_model("gemma2"))
+@pytest.mark.parametrize(
+    ("family", "constant"),
+    [("gemma2", "attention._QUERIES_PER_GROUP"), ("granite", "rollout.LOGITS_PER_CHUNK")],
+    ids=["groups of one block", "small logit chunks"],
+)
+def test_the_size_of_pieces_changes_nothing(family, constant, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"ebft.strided.{constant}", 1)
+    model = with_lora(tiny_model(family))
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch(3)
-    compare(make_trainer(model, tmp_path), plain, inputs, rows)
-
-
-def test_small_logit_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.strided.rollout.LOGITS_PER_CHUNK", 1)
-    model = with_lora(tiny_model("granite"))
-    plain = copy.deepcopy(model)
-    inputs, rows = unequal_batch(4)
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
