@@ -16,7 +16,7 @@ def count_tokens(layers):
     def counter(index):
         def hook(module, args, kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
-            counts[index] += hidden.shape[1]
+            counts[index] += hidden.shape[:2].numel()
 
         return hook
 
@@ -46,6 +46,15 @@ def test_token_forwards_per_layer(g, tmp_path):
     assert features == [s + n * nb * g] * 2 + [0, 0]
 
 
+def test_padding_and_missing_blocks_cost_nothing(tmp_path):
+    model = tiny_model("llama")
+    trainer = make_trainer(model, tmp_path)
+    counts = count_tokens(decoder_layers(model))
+    out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
+    assert out.block_mask.sum(1).tolist() == [4, 2, 2]
+    assert counts == [2 * (27 + 22 + 13 + 8 * 3 * 3)] * 4
+
+
 def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
     model = with_lora(tiny_model("llama"))
     trainer = make_trainer(model, tmp_path, feature_layers=[0.25])
@@ -64,10 +73,10 @@ def test_head_sees_scored_rows_only(tmp_path):
     model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     inputs, _ = unequal_batch()
     out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
-    b, nb = out.anchors.shape
+    blocks = int(out.block_mask.sum())  # a row with fewer blocks than the longest costs only its own
     n, g = 3, 4
-    sampling = b * nb * (1 + n * (g - 1))
-    scoring = b * nb * (1 + n * (g - 1)) + (26 + 15 + 12)  # and the text's own tokens
+    sampling = blocks * (1 + n * (g - 1))
+    scoring = sampling + (26 + 15 + 12)  # and the text's own tokens
     assert sum(rows) == sampling + scoring
 
 

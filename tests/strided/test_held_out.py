@@ -49,7 +49,7 @@ def test_every_metric_by_the_oracle():
             rollouts, _ = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn)
         ids, prompt = torch.tensor(row["input_ids"]), row["prompt_length"]
         for b, a in enumerate(anchors_of(len(ids), prompt, o)):
-            x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[0, b, j]]), a, o) for j in range(3)])
+            x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[b, j]]), a, o) for j in range(3)])
             y = block_feature(plain, ids[: a + 4], a, o)
             pairs = [x[j] @ x[k] for j in range(3) for k in range(3) if j != k]
             sums["alignment"].append(2 * (x @ y).mean())

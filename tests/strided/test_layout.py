@@ -30,12 +30,14 @@ def test_anchors_by_hand():
     )
     layout = StridedLayout.place(documents, **OPTIONS)
     # lengths 13, 9, 4, 13: last anchors at most 11, 7, 2, 11
-    assert layout.anchors.tolist() == [[3, 7, 11], [3, 7, 0], [0, 0, 0], [7, 11, 0]]
-    assert layout.block_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
+    assert layout.anchors == [[3, 7, 11], [3, 7], [], [7, 11]]
+    assert layout.spans == [(0, 13), (13, 22), (22, 26), (26, 39)]
+    assert layout.for_users(layout.block_anchors).tolist() == [[3, 7, 11], [3, 7, 0], [0, 0, 0], [7, 11, 0]]
+    assert layout.block_mask().tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
     assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
-    assert layout.reference_positions()[0].tolist() == [[3, 4], [7, 8], [11, 12]]
-    assert layout.rollout_positions(1, 1)[0].tolist() == [4, 4, 8, 8, 12, 12]
-    assert layout.rollout_positions(0, 2)[3].tolist() == [7, 8, 7, 8, 11, 12, 11, 12, 0, 1, 0, 1]
+    assert layout.reference_index().tolist() == [[3, 4], [7, 8], [11, 12], [16, 17], [20, 21], [33, 34], [37, 38]]
+    assert layout.rollout_positions(1, 1).tolist() == [4, 4, 8, 8, 12, 12, 4, 4, 8, 8, 8, 8, 12, 12]
+    assert layout.rollout_positions(0, 2)[-8:].tolist() == [7, 8, 7, 8, 11, 12, 11, 12]
 
 
 def test_the_last_anchor_just_fits():
@@ -56,12 +58,35 @@ def test_documents_from_left_padded_rows_with_masked_labels():
         "labels": torch.tensor([[-100, -100, -100, -100, 13, 14], [21, 22, 23, -100, -100, -100]]),
     }
     documents = Documents.from_inputs(inputs)
-    assert documents.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 23, 0]]
+    assert documents.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23]
+    assert documents.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert documents.lengths.tolist() == [4, 3] and documents.prompt_length.tolist() == [2, 0]
-    assert documents.ce_mask.int().tolist() == [[0, 0, 1, 1], [0, 1, 1, 0]]
+    assert documents.ce_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 1]
 
 
-def test_columns_of_padding_only_are_cut():
-    ids = torch.ones(2, 9, dtype=torch.long)
-    mask = torch.arange(9) < torch.tensor([4, 6])[:, None]
-    assert Documents.from_inputs({"input_ids": ids, "attention_mask": mask}).input_ids.shape == (2, 6)
+def test_positions_part_a_row_into_documents():
+    inputs = {
+        "input_ids": torch.tensor([[11, 12, 13, 21, 22, 0], [31, 32, 33, 34, 41, 42]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]),
+        "labels": torch.tensor([[-100, 12, 13, -100, -100, -100], [-100, -100, 33, 34, 41, 42]]),
+    }
+    documents = Documents.from_inputs(inputs)
+    assert documents.lengths.tolist() == [3, 2, 4, 2]
+    assert documents.prompt_length.tolist() == [1, 0, 2, 0]
+    assert documents.ce_mask.int().tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    given = Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0, 0, 1])})
+    assert given.ce_mask.int().tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    with pytest.raises(ValueError, match="one number >= 0 per document, .* for 4 documents"):
+        Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0])})
+    inputs["position_ids"][0, 1] = 5
+    with pytest.raises(ValueError, match="position_ids must count 0, 1, 2"):
+        Documents.from_inputs(inputs)
+
+
+def test_rows_of_padding_are_documents_without_tokens():
+    ids = torch.ones(3, 9, dtype=torch.long)
+    mask = torch.arange(9) < torch.tensor([4, 0, 6])[:, None]
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10
+    assert StridedLayout.place(documents, **OPTIONS).anchors == [[], [], [3]]

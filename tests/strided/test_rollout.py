@@ -52,12 +52,12 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
     torch.manual_seed(1)
     with torch.no_grad():
         tokens, _ = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p)
-    assert layout.block_mask.tolist() == [[True, True], [True, False]]
-    for row, block in ((0, 0), (0, 1), (1, 0)):
-        prefix = ids[row, : layout.anchors[row, block]]
+    assert layout.anchors == [[3, 7], [3]]
+    for block, (row, anchor) in enumerate(((0, 3), (0, 7), (1, 3))):
+        prefix = ids[row, :anchor]
         expected = sequence_probabilities(plain, prefix, temperature, top_p, steps=2)
         counts = torch.zeros(6, 6)
-        for a, b in tokens[row, block].tolist():
+        for a, b in tokens[block].tolist():
             counts[a, b] += 1
         wanted = torch.tensor([expected[a, b] * 4000 for a in range(6) for b in range(6)]).view(6, 6)
         assert counts[wanted == 0].eq(0).all()  # nothing outside the nucleus
@@ -118,9 +118,9 @@ def test_noise_follows_the_document_not_the_batch():
     together = DocumentNoise(0).draw(*documents_of(short, long), step=4)
     swapped = DocumentNoise(0).draw(*documents_of(long, short), step=4)
     alone = DocumentNoise(0).draw(*documents_of(short), step=4)
-    blocks = alone.shape[1]
-    assert together[0, :blocks].equal(alone[0]) and swapped[1, :blocks].equal(alone[0])
-    assert together[1].equal(swapped[0])
+    blocks = len(alone)
+    assert together[:blocks].equal(alone) and swapped[-blocks:].equal(alone)
+    assert together[blocks:].equal(swapped[:-blocks])
     noise = DocumentNoise(0)
     drawn = [noise.draw(*documents_of(short), step=s) for s in (4, 4, 5)] + [
         DocumentNoise(1).draw(*documents_of(short), step=4)
@@ -131,7 +131,8 @@ def test_noise_follows_the_document_not_the_batch():
 
 def test_repeated_documents_draw_apart():
     drawn = DocumentNoise(0).draw(*documents_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]), step=0)
-    assert not drawn[0].equal(drawn[1])
+    first, second = drawn.chunk(2)
+    assert not first.equal(second)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
@@ -143,9 +144,9 @@ def test_entropy_of_each_sampled_distribution(temperature):
     documents, layout = documents_of([1, 3, 4, 5, 1, 3, 4])
     with torch.no_grad():
         tokens, entropy = sample_rollouts(model, documents, layout, temperature=temperature)
-        for b, anchor in enumerate(layout.anchors[0].tolist()):
-            logits = plain_logits(plain, documents.input_ids[0, :anchor])[-1]
+        for b, anchor in enumerate(layout.anchors[0]):
+            logits = plain_logits(plain, documents.tokens[:anchor])[-1]
             logits[2] = float("-inf")
             expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
-            torch.testing.assert_close(entropy[0, b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
     assert tokens.ne(2).all()

@@ -278,7 +278,7 @@ def test_predict_is_refused_and_one_sample_still_evaluates(tmp_path):
 def test_mismatched_labels_are_refused(tmp_path):
     trainer = make(tmp_path)
     inputs = {"input_ids": torch.ones(1, 40, dtype=torch.long), "labels": torch.ones(1, 45, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"labels \(1, 45\) do not fit"):
+    with pytest.raises(ValueError, match=r"labels of shape \(1, 45\) do not fit"):
         trainer.compute_loss(trainer.model, inputs)
 
 

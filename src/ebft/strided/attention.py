@@ -1,11 +1,11 @@
-"""Attention over [document | rollouts]: every rollout token sees its document prefix and its own block.
+"""Attention over [documents | rollouts]: every rollout token sees its document prefix and its own block.
 
 Registered with transformers as the attention implementation "ebft_strided". A forward pass that carries a
 `StridedPass` in its keyword arguments runs through `strided_attention` below; the pass says which of the three
 phases of a step it is (prefill, decode, score) and holds what that phase needs. No (S + rollouts)^2 mask exists:
-blocks are taken in groups of neighbours, and a group reads the document's keys up to its last anchor.
+queries are taken in pieces of neighbours, and a piece reads only the keys that some query of it sees.
 
-    B  documents      S  document tokens     NB  blocks       N  rollouts per block     T  rollout tokens (queries)
+    S  document tokens of the batch     M  blocks     N  rollouts per block     T  rollout tokens (queries)
     H  query heads    K  key/value heads     Q = H / K        D  head dimension         U  own rollout keys
 """
 
@@ -13,23 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ebft.errors import ModelError
 from ebft.strided.layout import StridedLayout
+from ebft.strided.pieces import Own, Piece, Scores, attend
 
 IMPLEMENTATION = "ebft_strided"
 
-# Queries of one group: enough to keep the matrix products busy, few enough that keys beyond a block's own
-# anchor stay a small share.
-_QUERIES_PER_GROUP = 256
+# Query rows of one piece (query heads that share a key head count apart): enough to keep the matrix products busy,
+# few enough that scores stay in the processor's cache and keys beyond a block's own anchor stay a small share.
+_ROWS_PER_PIECE = {"cpu": 256, "other": 4096}
 
 # What attention layers may be handed besides query, key and value. The first row is honoured below. The second
 # repeats what the query, key and mask already contain. Anything else that is set changes the scores in a way this
@@ -53,11 +52,15 @@ _REPORTING = {
 _REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "layer_idx", "deterministic"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MaskPattern:
-    """A model's own attention pattern (causal, sliding window, chunked) as a function of two positions."""
+    """A model's own attention pattern (causal, sliding window, chunked) as a function of two positions.
+
+    One forward pass makes one for all layers that share the pattern, so the pieces that it leads to are kept here.
+    """
 
     function: Callable
+    _kept: dict = field(default_factory=dict)
 
     @property
     def is_causal(self) -> bool:
@@ -70,6 +73,76 @@ class MaskPattern:
         zero = torch.zeros((), dtype=torch.long, device=key_position.device)
         return self.function(zero, zero, query_position, key_position)
 
+    def document_pieces(self, layout: StridedLayout, heads: int) -> list[Piece]:
+        """The document tokens of the batch, `heads` rows each, with the keys that they see."""
+        return self._keep(("document", heads), lambda: list(self._document_pieces(layout, heads)))
+
+    def rollout_pieces(self, run: StridedPass, heads: int) -> list[Piece]:
+        """The rollout tokens of a pass, block by block, with the keys of their documents that they see."""
+        return self._keep(("rollout", heads), lambda: list(self._rollout_pieces(run, heads)))
+
+    def own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
+        """Which own keys (M, N, heads * T, U) a rollout token must not see: later ones, and what the pattern hides."""
+        return self._keep(("own", heads, num_keys), lambda: self._own_hidden(run, heads, num_keys))
+
+    def _keep(self, name: tuple, make: Callable):
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def _document_pieces(self, layout: StridedLayout, heads: int):
+        size = max(1, _rows_per_piece(layout.device) // heads)
+        for start, end in layout.spans:
+            for first in range(0, end - start, size):
+                last = min(first + size, end - start)
+                position = torch.arange(first, last, device=layout.device)
+                yield self._piece(position, heads, start + first, (start, last), first)
+
+    def _rollout_pieces(self, run: StridedPass, heads: int):
+        layout, n, t = run.layout, run.layout.num_samples, run.steps
+        size = max(1, _rows_per_piece(layout.device) // (n * heads * t))
+        step = torch.arange(run.first_step, run.first_step + t, device=layout.device)
+        block = 0
+        for (start, _), anchors in zip(layout.spans, layout.anchors):
+            for first in range(0, len(anchors), size):
+                chunk = anchors[first : first + size]
+                position = torch.tensor(chunk, device=layout.device)[:, None, None, None] + step
+                position = position.expand(-1, n, heads, -1).flatten()
+                # A prefix ends at the block's own anchor, wherever in the block the query is.
+                limit = (position.view(len(chunk), -1, t) - step).flatten()
+                yield self._piece(position, 1, (block + first) * n * heads * t, (start, chunk[-1]), chunk[0], limit)
+            block += len(anchors)
+
+    def _piece(self, position, heads, first_row, document, causal_from, limit=None) -> Piece:
+        """Rows at `position`, each `heads` times, and the keys of their document that any of them sees.
+
+        document: where it starts among the S tokens, and how many of its keys come into question.
+        """
+        start, length = document
+        begin = causal_from if self.is_causal else 0  # every causal row sees all keys before the first row's position
+        key = torch.arange(begin, length, device=position.device)
+        seen = self.allowed(position[:, None], key)
+        if limit is not None:
+            seen &= key < limit[:, None]
+        skipped = 0
+        if not self.is_causal:  # a window leaves the document's beginning behind
+            any_seen = seen.any(0)
+            skipped = int(any_seen.int().argmax()) if any_seen.any() else length
+        hidden = ~seen[:, skipped:].repeat_interleave(heads, dim=0)
+        rows = slice(first_row * heads, first_row * heads + len(hidden))
+        return Piece(rows, slice(start + skipped, start + length), hidden)
+
+    def _own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
+        anchors = run.layout.block_anchors[:, None, None]
+        step = torch.arange(run.first_step, run.first_step + run.steps, device=anchors.device)[:, None]
+        key_step = torch.arange(num_keys, device=anchors.device)
+        hidden = (key_step > step) | ~self.allowed(anchors + step, anchors + key_step)  # (M, T, U)
+        return hidden[:, None, None].expand(-1, run.layout.num_samples, heads, -1, -1).flatten(2, 3)
+
+
+def _rows_per_piece(device: torch.device) -> int:
+    return _ROWS_PER_PIECE["cpu" if device.type == "cpu" else "other"]
+
 
 @dataclass
 class StridedPass:
@@ -77,12 +150,12 @@ class StridedPass:
 
     phase "prefill": documents alone, keys and values kept in the cache.
     phase "decode":  one token (step `first_step`) of every rollout, against the cache, which grows by it.
-    phase "score":   [document | rollout tokens 0..steps), all at once, with gradients where enabled.
+    phase "score":   [documents | rollout tokens 0..steps), all at once, with gradients where enabled.
     """
 
     layout: StridedLayout
     phase: str
-    num_document_tokens: int
+    document_positions: Tensor
     steps: int = 0
     first_step: int = 0
     cache: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -91,50 +164,17 @@ class StridedPass:
     previous_implementation: list[str] = field(default_factory=list)
 
     def position_ids(self) -> Tensor:
-        """Positions of the tokens of this pass: (B, tokens)."""
-        anchors = self.layout.anchors
-        document = torch.arange(self.num_document_tokens, device=anchors.device).expand(anchors.shape[0], -1)
+        """Positions of the tokens of this pass: (1, tokens)."""
         if self.phase == "prefill":
-            return document
+            return self.document_positions[None]
         rollout = self.layout.rollout_positions(self.first_step, self.steps)
-        return rollout if self.phase == "decode" else torch.cat([document, rollout], dim=1)
-
-    @cached_property
-    def groups(self) -> list[tuple[slice, int]]:
-        """Neighbouring blocks to attend together, with the number of document keys that they need."""
-        size = max(1, _QUERIES_PER_GROUP // max(1, self.layout.num_samples * self.steps))
-        last_anchor = self.layout.anchors.amax(0).tolist()
-        starts = range(0, self.layout.num_blocks, size)
-        return [(slice(b, b + size), max(last_anchor[b : b + size])) for b in starts]
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """How one layer turns query-key products into weights."""
-
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None  # (H,) learned logits that take part in the softmax and have no value
-    dropout: float
-
-    def weights(self, products: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
-        """Softmax over the last dimension, in float32, of masked products; rows of `sinks` (..., 1) are added."""
-        scores = products.float() * self.scaling
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~allowed, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
-        weights = scores.softmax(-1)
-        if sinks is not None:
-            weights = weights[..., :-1]
-        return F.dropout(weights, self.dropout) if self.dropout else weights
+        return (rollout if self.phase == "decode" else torch.cat([self.document_positions, rollout]))[None]
 
 
 def strided_attention(module, query, key, value, attention_mask, **kwargs):
     """The attention function that transformers calls in every layer.
 
-    query (B, H, tokens, D), key and value (B, K, tokens, D) -> (B, tokens, H, D), None.
+    query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None.
     """
     run: StridedPass | None = kwargs.get("strided")
     if run is None:
@@ -145,117 +185,81 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
     _check_supported(module, attention_mask, kwargs)
     layer = id(module)
     run.layers_seen.add(layer)
-    scores = _Scores(
+    scores = Scores(
         scaling=kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
         dropout=(kwargs.get("dropout") or 0.0) if run.apply_dropout else 0.0,
     )
+    sinks, pattern = kwargs.get("s_aux"), attention_mask
+    query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
+    key, value = key[0], value[0]
     if run.phase == "decode":
-        output = _decode(run, layer, query, key, value, attention_mask, scores)
-        return output.transpose(1, 2).contiguous(), None
-    s = run.num_document_tokens
-    document = _document_attention(query[:, :, :s], key[:, :, :s], value[:, :, :s], attention_mask, scores)
-    if run.phase == "prefill":
+        document, own = _cached(run, layer, key, value)
+        output = _rollout_attention(run, query, document, own, pattern, scores, sinks)
+    elif run.phase == "prefill":
         run.cache[layer] = (key, value)
-        return document.transpose(1, 2).contiguous(), None
-    if run.steps == 0:  # one-token rollouts are scored from the document's own states
-        return document.transpose(1, 2).contiguous(), None
-    rollout = _rollout_attention(
-        run,
-        query[:, :, s:],
-        (key[:, :, :s], value[:, :, :s]),
-        (key[:, :, s:], value[:, :, s:]),
-        attention_mask,
-        scores,
-    )
-    return torch.cat([document, rollout], dim=2).transpose(1, 2).contiguous(), None
+        output = _document_attention(run, query, key, value, pattern, scores, sinks)
+    else:
+        s = len(run.document_positions)
+        document = key[:, :s], value[:, :s]
+        output = _document_attention(run, query[:, :, :s], *document, pattern, scores, sinks)
+        if run.steps:  # one-token rollouts are scored from the document's own states
+            own = tuple(x[:, s:].unflatten(1, (-1, run.steps)) for x in (key, value))  # (K, M * N, T, D)
+            output = torch.cat(
+                [output, _rollout_attention(run, query[:, :, s:], document, own, pattern, scores, sinks)]
+            )
+    return output[None], None
 
 
-def _decode(run, layer, query, key, value, pattern, scores) -> Tensor:
-    """One token per rollout against the cached document and the rollout's own earlier tokens."""
+def _cached(run, layer, key, value):
+    """Keys and values of the documents, and of the rollouts' own tokens with the newest added: (K, M * N, U, D)."""
     document_key, document_value, *own = run.cache[layer]
-    blocks = (run.layout.num_blocks, run.layout.num_samples)
-    key, value = (x.unflatten(2, (*blocks, 1)) for x in (key, value))  # (B, K, NB, N, 1, D)
-    own = (torch.cat([own[0], key], 4), torch.cat([own[1], value], 4)) if own else (key, value)
+    newest = (key.unsqueeze(2), value.unsqueeze(2))
+    own = tuple(torch.cat(pair, 2) for pair in zip(own, newest)) if own else newest
     run.cache[layer] = (document_key, document_value, *own)
-    own = tuple(x.flatten(2, 4) for x in own)
-    return _rollout_attention(run, query, (document_key, document_value), own, pattern, scores)
+    return (document_key, document_value), own
 
 
-def _document_attention(query, key, value, pattern, scores) -> Tensor:
-    """Causal attention among document tokens: (B, H, S, D)."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
-    if scores.softcap is None and scores.sinks is None:
-        mask = None
-        if not pattern.is_causal:
-            position = torch.arange(query.shape[2], device=query.device)
-            mask = pattern.allowed(position[:, None], position[None, :])
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout_p=scores.dropout, is_causal=mask is None, scale=scores.scaling
-        )
-    position = torch.arange(query.shape[2], device=query.device)
-    allowed = pattern.allowed(position[:, None], position[None, :])
-    sinks = None if scores.sinks is None else scores.sinks.view(1, -1, 1, 1)
-    return scores.weights(query @ key.mT, allowed, sinks).to(value.dtype) @ value
+def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tensor:
+    """Causal attention among the tokens of each document: query (K, Q, S, D) -> (S, H, D)."""
+    k, q, s, d = query.shape
+    if pattern.is_causal and scores.softcap is None and sinks is None:
+        documents = []
+        for start, end in run.layout.spans:
+            part = F.scaled_dot_product_attention(
+                query[:, :, start:end].flatten(0, 1)[None],
+                key[None, :, start:end],
+                value[None, :, start:end],
+                dropout_p=scores.dropout,
+                is_causal=True,
+                scale=scores.scaling,
+                enable_gqa=q > 1,
+            )
+            documents.append(part[0].transpose(0, 1))
+        return torch.cat(documents)
+    rows = query.transpose(1, 2).reshape(k, s * q, d)
+    output = attend(rows, key, value, None, pattern.document_pieces(run.layout, q), scores, _sink_rows(sinks, k, q, 1))
+    return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
 
 
-def _rollout_attention(run, query, document, own, pattern, scores) -> Tensor:
-    """Attention of rollout tokens to their document prefix and their own block, group by group.
+def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
+    """Attention of rollout tokens to their document prefix and their own block.
 
-    query (B, H, NB*N*T, D); document: key and value (B, K, S, D); own: key and value (B, K, NB*N*U, D), where
-    U >= T and the last T keys are the queries' own. Returns (B, H, NB*N*T, D).
+    query (K, Q, M * N * T, D); document: key and value (K, S, D); own: key and value (K, M * N, U, D), where U >= T
+    and the last T keys are the queries' own. Returns (M * N * T, H, D).
     """
-    blocks = (run.layout.num_blocks, run.layout.num_samples)
-    kv_heads = own[0].shape[1]
-    query = query.unflatten(1, (kv_heads, -1)).unflatten(3, (*blocks, run.steps))  # (B, K, Q, NB, N, T, D)
-    own_key, own_value = (x.unflatten(2, (*blocks, -1)) for x in own)  # (B, K, NB, N, U, D)
-    outputs = []
-    for block, last_anchor in run.groups:
-        args = (
-            query[:, :, :, block],
-            document[0][:, :, :last_anchor],
-            document[1][:, :, :last_anchor],
-            own_key[:, :, block],
-            own_value[:, :, block],
-            run.layout.anchors[:, block],
-            run.first_step,
-            pattern,
-            scores,
-        )
-        # Recomputing the weights in backward keeps memory linear in the document's length.
-        if torch.is_grad_enabled():
-            keep_rng = scores.dropout > 0
-            outputs.append(checkpoint(_attend_group, *args, use_reentrant=False, preserve_rng_state=keep_rng))
-        else:
-            outputs.append(_attend_group(*args))
-    return torch.cat(outputs, dim=3).flatten(3, 5).flatten(1, 2)
+    k, q, _, d = query.shape
+    t = run.steps
+    rows = query.unflatten(2, (-1, t)).transpose(1, 2).reshape(k, -1, d)  # (K, M * N * Q * T, D)
+    hidden = pattern.own_hidden(run, q, own[0].shape[2]).flatten(0, 1)
+    pieces = pattern.rollout_pieces(run, q)
+    output = attend(rows, *document, Own(*own, hidden), pieces, scores, _sink_rows(sinks, k, q, t))
+    return output.view(k, -1, q, t, output.shape[-1]).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
 
 
-def _attend_group(query, document_key, document_value, own_key, own_value, anchors, first_step, pattern, scores):
-    """One softmax over the document prefix and the own block: (B, K, Q, NB, N, T, D) for the blocks of a group."""
-    b, k, q, nb, n, t, d = query.shape
-    prefix, u = document_key.shape[2], own_key.shape[4]
-    device = query.device
-    query_position = anchors[:, :, None] + first_step + torch.arange(t, device=device)  # (B, NB, T)
-    key_position = torch.arange(prefix, device=device)
-    in_prefix = (key_position < anchors[:, :, None, None]) & pattern.allowed(query_position[..., None], key_position)
-    step = torch.arange(u, device=device)
-    own_position = anchors[:, :, None, None] + step
-    in_own = (step <= first_step + torch.arange(t, device=device)[:, None]) & pattern.allowed(
-        query_position[..., None], own_position
-    )
-    allowed = torch.cat([in_prefix, in_own], dim=-1)[:, None, None, :, None]  # (B, 1, 1, NB, 1, T, P + U)
-
-    prefix_products = (query.reshape(b, k, -1, d) @ document_key.mT).view(b, k, q, nb, n, t, prefix)
-    own_products = query @ own_key[:, :, None].mT  # (B, K, Q, NB, N, T, U)
-    products = torch.cat([prefix_products, own_products], dim=-1)
-    sinks = None if scores.sinks is None else scores.sinks.view(1, k, q, 1, 1, 1, 1)
-    weights = scores.weights(products, allowed, sinks).to(document_value.dtype)
-    prefix_weights, own_weights = weights.split([prefix, u], dim=-1)
-    output = (prefix_weights.reshape(b, k, -1, prefix) @ document_value).view(b, k, q, nb, n, t, -1)
-    return output + own_weights @ own_value[:, :, None]
+def _sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
+    """Learned sinks (H,) for each of the Q * T rows that repeat along a layout: (K, Q * T)."""
+    return None if sinks is None else sinks.view(k, q, 1).expand(-1, -1, t).flatten(1)
 
 
 def _check_supported(module, attention_mask, kwargs) -> None:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -64,14 +63,14 @@ def held_out_metrics(
             )
             phi, phi_ref = embed_blocks(network, documents, layout, rollouts)
             _add_cross_entropy(metrics, causal_lm, documents, layout)
-        _add_feature_metrics(metrics, phi, phi_ref, layout.block_mask)
+        _add_feature_metrics(metrics, phi, phi_ref)
     means = metrics.drain(accelerator)
     if "cfm_loss" not in means:
         raise ValueError("there is nothing to evaluate on: the held-out set has no batches")
     return {**means, "perplexity": math.exp(min(means.get("ce_loss", math.nan), 700.0))}
 
 
-def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor, block_mask: Tensor) -> None:
+def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor) -> None:
     values = {
         "alignment": alignment_rewards(phi, phi_ref).mean(-1),
         "diversity": diversity_rewards(phi).mean(-1),
@@ -80,17 +79,17 @@ def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor, blo
         "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
     }
     for name, value in values.items():
-        metrics.add(name, torch.where(block_mask, value, 0).sum(), block_mask.sum())
+        metrics.add(name, value.sum(), value.numel())
 
 
 def _add_cross_entropy(
     metrics: MeanMetrics, causal_lm: PreTrainedModel, documents: Documents, layout: StridedLayout
 ) -> None:
-    run = StridedPass(layout, "prefill", num_document_tokens=documents.input_ids.shape[1])
+    run = StridedPass(layout, "prefill", documents.positions)
     rows = rows_per_chunk(causal_lm)
     logps = causal_lm(
-        input_ids=documents.input_ids,
+        input_ids=documents.tokens[None],
         strided=run,
-        on_hidden=lambda hidden, head: text_logps(hidden, documents, head, rows),
+        on_hidden=lambda hidden, head: text_logps(hidden[0], documents, head, rows),
     )
     metrics.add("ce_loss", -logps.sum(), documents.ce_mask.sum())

@@ -1,12 +1,13 @@
-"""Where the blocks of a document lie: anchors, block masks, positions and the order of rollout tokens.
+"""Where documents and blocks lie: documents end to end without padding, and every rollout behind them.
 
-B   documents (rows) in the batch     S   padded document length
-NB  blocks per row (the longest's)    N   rollouts per block    G  tokens per rollout
+B   documents of the batch    S  tokens of all documents together
+M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB  blocks of the longest document
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,76 +19,102 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Documents:
-    """A batch of documents, real tokens first and padding last, whatever side it came in on.
+    """A batch of documents laid end to end: no padding is ever computed.
 
-    input_ids (B, S) long; lengths (B,) real tokens; prompt_length (B,), 0 for text without a prompt;
-    ce_mask (B, S) bool: tokens that the cross-entropy term predicts (never position 0, never padding).
+    tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt;
+    ce_mask (S,) bool: tokens that the cross-entropy term predicts (never the first of a document).
     """
 
-    input_ids: Tensor
+    tokens: Tensor
     lengths: Tensor
     prompt_length: Tensor
     ce_mask: Tensor
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor]) -> Documents:
-        """Read `input_ids` (B, S) with optional `attention_mask`, `labels`, `prompt_length`.
+        """Read `input_ids` (rows, tokens) with optional `attention_mask`, `labels`, `prompt_length`, `position_ids`.
 
-        Without `prompt_length`, a leading run of masked labels (-100) on real tokens is the prompt.
+        A row is one document, padded on either side, or with `position_ids` several of them: one begins wherever the
+        positions return to 0. Without `prompt_length` (one number per document), a leading run of masked labels
+        (-100) is the prompt.
         """
         input_ids = inputs["input_ids"].long()
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids must be (batch, tokens) and not empty, got {tuple(input_ids.shape)}")
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(input_ids.shape)}")
-        if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} do not fit input_ids {tuple(input_ids.shape)}")
-        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)  # real tokens first, in their order
-        lengths = mask.sum(1)
-        length = int(lengths.max())
-        if length == 0:
+        given = {name: inputs.get(name) for name in ("attention_mask", "labels", "position_ids")}
+        for name, values in given.items():
+            if values is not None and values.shape != input_ids.shape:
+                raise ValueError(f"{name} of shape {tuple(values.shape)} do not fit input_ids {tuple(input_ids.shape)}")
+        mask = torch.ones_like(input_ids) if given["attention_mask"] is None else given["attention_mask"]
+        real = mask.bool()
+        if not real.any():
             raise ValueError("every token of the batch is padding: attention_mask is all zeros")
-        order = order[:, :length]  # columns of padding only cost time
-        input_ids = input_ids.gather(1, order)
-        position = torch.arange(length, device=input_ids.device)
-        real = position < lengths[:, None]
-        target = real if labels is None else labels.gather(1, order).ne(IGNORE_INDEX) & real
+        lengths = real.sum(1) if given["position_ids"] is None else _packed_lengths(given["position_ids"], real)
+        labels = given["labels"]
+        target = torch.ones_like(input_ids[real]).bool() if labels is None else labels[real].ne(IGNORE_INDEX)
+        position = _positions(lengths)
+        document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         prompt_length = inputs.get("prompt_length")
         if prompt_length is None:
-            prompt_length = _leading_masked(target, lengths)
+            prompt_length = _leading_masked(target, position, document, lengths)
         prompt_length = prompt_length.to(device=input_ids.device, dtype=torch.long).reshape(-1)
         if prompt_length.shape != lengths.shape or bool((prompt_length < 0).any()):
             raise ValueError(
-                f"prompt_length must hold one number >= 0 per row, got {prompt_length.tolist()} "
-                f"for {input_ids.shape[0]} rows"
+                f"prompt_length must hold one number >= 0 per document, got {prompt_length.tolist()} "
+                f"for {len(lengths)} documents"
             )
-        # Padding ids may lie outside the vocabulary (-100, say); nothing reads their states.
-        input_ids = torch.where(real, input_ids, 0)
-        ce_mask = target & (position >= prompt_length[:, None]) & (position > 0)
-        return cls(input_ids, lengths, prompt_length, ce_mask)
+        ce_mask = target & (position >= prompt_length[document]) & (position > 0)
+        return cls(input_ids[real], lengths, prompt_length, ce_mask)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of every token in its own document: (S,)."""
+        return _positions(self.lengths)
 
 
-def _leading_masked(target: Tensor, lengths: Tensor) -> Tensor:
-    """Length of the run of masked labels at the start of each row, 0 where all or none are masked."""
-    leading = (target.cumsum(1) == 0).sum(1)
+def _positions(lengths: Tensor) -> Tensor:
+    """0 .. length - 1 for each document, end to end: (S,)."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
+
+
+def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
+    """Lengths of the documents in rows whose positions count up from 0 in each: (B,)."""
+    position = position_ids[real].long()
+    row_starts = torch.zeros_like(position, dtype=torch.bool)
+    rows = real.sum(1)
+    row_starts[(rows.cumsum(0) - rows)[rows > 0]] = True
+    begins = row_starts | (position == 0)
+    starts = begins.nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([len(position)]))
+    if not position.equal(_positions(lengths)):
+        raise ValueError(
+            "position_ids must count 0, 1, 2, ... through each document of a row, from 0 again in the next"
+        )
+    return lengths
+
+
+def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths: Tensor) -> Tensor:
+    """Length of the run of masked labels at each document's start, 0 where all or none are masked: (B,)."""
+    first = torch.where(target, position, lengths[document])
+    leading = torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
     return torch.where(leading < lengths, leading, 0)
 
 
 @dataclass(frozen=True)
 class StridedLayout:
-    """The blocks of a batch and how its rollouts are laid out behind the documents.
+    """The blocks of a batch, document by document, anchors rising within each.
 
-    anchors (B, NB) long, 0 where masked; block_mask (B, NB) bool, True for real blocks, which come first in a
-    row. Rollout tokens are kept block-major, (B, NB, N, T) flattened, so that neighbouring tokens need nearly
-    the same prefix; everything handed to users is (B, N, NB, ...).
+    `spans[d]` is (start, end) of document d among the S tokens; `anchors[d]` lists its blocks' anchors, none where it
+    has no room for a block. Rollout tokens lie block-major, (M, N, T) flattened, so that neighbours need nearly the
+    same prefix; everything handed to users is (B, N, NB, ...), see `for_users`.
     """
 
-    anchors: Tensor
-    block_mask: Tensor
+    spans: list[tuple[int, int]]
+    anchors: list[list[int]]
     num_samples: int
     generate_max_len: int
+    device: torch.device
 
     @classmethod
     def place(
@@ -100,50 +127,70 @@ class StridedLayout:
         n_samples_per_prompt: int,
         min_completion_prefix: int = 0,
     ) -> StridedLayout:
-        """Anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per row.
+        """Anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per document.
 
-        Raises ValueError when no row has room for a block.
+        Raises ValueError when no document has room for a block.
         """
-        first = first_anchor(documents.prompt_length, context_length, min_completion_prefix)
-        blocks = count_blocks(documents.lengths, first, stride, generate_max_len)
-        num_blocks = int(blocks.max())
-        if num_blocks == 0:
+        lengths, prompts = documents.lengths.tolist(), documents.prompt_length.tolist()
+        first = [first_anchor(prompt, context_length, min_completion_prefix) for prompt in prompts]
+        blocks = [count_blocks(length, a, stride, generate_max_len) for length, a in zip(lengths, first)]
+        if not any(blocks):
             raise ValueError(
-                f"no document of the batch has room for a block: lengths {documents.lengths.tolist()}, first anchors "
-                f"{first.tolist()}, generate_max_len {generate_max_len}. Drop rows this short, or lower "
+                f"no document of the batch has room for a block: lengths {lengths}, first anchors {first}, "
+                f"generate_max_len {generate_max_len}. Drop rows this short, or lower "
                 "context_length, min_completion_prefix or generate_max_len"
             )
-        b = torch.arange(num_blocks, device=first.device)
-        block_mask = b < blocks[:, None]
-        anchors = torch.where(block_mask, first[:, None] + b * stride, 0)
-        return cls(anchors, block_mask, n_samples_per_prompt, generate_max_len)
+        anchors = [[a + b * stride for b in range(count)] for a, count in zip(first, blocks)]
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        spans = [(end - length, end) for end, length in zip(ends, lengths)]
+        return cls(spans, anchors, n_samples_per_prompt, generate_max_len, documents.tokens.device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """The same layout on another device."""
-        return replace(self, anchors=self.anchors.to(device), block_mask=self.block_mask.to(device))
+        return replace(self, device=torch.device(device))
+
+    @cached_property
+    def block_anchors(self) -> Tensor:
+        """Anchor of every block, a position in its own document: (M,)."""
+        return torch.tensor([a for row in self.anchors for a in row], device=self.device)
+
+    @cached_property
+    def block_index(self) -> Tensor:
+        """Where every block's first reference token lies among the S tokens: (M,)."""
+        index = [start + a for (start, _), row in zip(self.spans, self.anchors) for a in row]
+        return torch.tensor(index, device=self.device)
 
     @property
     def num_blocks(self) -> int:
-        return self.anchors.shape[1]
+        return sum(len(row) for row in self.anchors)
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens in real blocks: the tokens that `rl_loss` is a mean over."""
-        return int(self.block_mask.sum()) * self.num_samples * self.generate_max_len
+        """Generated tokens: the tokens that `rl_loss` is a mean over."""
+        return self.num_blocks * self.num_samples * self.generate_max_len
 
     def rollout_positions(self, first_step: int, steps: int) -> Tensor:
-        """Position ids `a_b + t` of tokens t in [first_step, first_step + steps): (B, NB * N * steps)."""
-        t = torch.arange(first_step, first_step + steps, device=self.anchors.device)
-        position = self.anchors[:, :, None, None] + t
-        return position.expand(-1, -1, self.num_samples, -1).flatten(1)
+        """Position ids `a_b + t` of tokens t in [first_step, first_step + steps): (M * N * steps,)."""
+        t = torch.arange(first_step, first_step + steps, device=self.device)
+        return (self.block_anchors[:, None, None] + t).expand(-1, self.num_samples, -1).flatten()
 
-    def reference_positions(self) -> Tensor:
-        """Document positions of each block's reference tokens x[a_b : a_b + G): (B, NB, G)."""
-        return self.anchors[:, :, None] + torch.arange(self.generate_max_len, device=self.anchors.device)
+    def reference_index(self) -> Tensor:
+        """Where each block's reference tokens x[a_b : a_b + G) lie among the S tokens: (M, G)."""
+        return self.block_index[:, None] + torch.arange(self.generate_max_len, device=self.device)
+
+    def block_mask(self) -> Tensor:
+        """Which of NB blocks each document has: (B, NB) bool, the real ones first."""
+        counts = torch.tensor([len(row) for row in self.anchors], device=self.device)
+        return torch.arange(int(counts.max()), device=self.device) < counts[:, None]
+
+    def for_users(self, values: Tensor) -> Tensor:
+        """Values of the blocks (M, ...) as (B, NB, ...), with zeros where a document has fewer than NB."""
+        mask = self.block_mask()
+        return values.new_zeros(*mask.shape, *values.shape[1:]).index_put_((mask,), values)
 
 
 def generated_token_count(documents: Documents, **block_options) -> int:
-    """Generated tokens that a batch will have; 0 where no row has room for a block."""
+    """Generated tokens that a batch will have; 0 where no document has room for a block."""
     n, g = block_options["n_samples_per_prompt"], block_options["generate_max_len"]
     first = first_anchor(
         documents.prompt_length, block_options["context_length"], block_options["min_completion_prefix"]

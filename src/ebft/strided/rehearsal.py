@@ -44,7 +44,7 @@ def rehearse(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bo
     ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
     documents = Documents.from_inputs({"input_ids": ids})
     layout = StridedLayout.place(documents, stride=7, context_length=5, generate_max_len=3, n_samples_per_prompt=2)
-    noise = torch.rand(*layout.anchors.shape, 2, 3, generator=generator).to(device)
+    noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with _refusing(causal_lm):
         with evaluating(causal_lm):
             rollouts, _ = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
@@ -104,14 +104,14 @@ def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Te
 
 
 def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:
-    """Log-probabilities (1, NB, N, G) of the rollouts, each short sequence in a row of its own."""
+    """Log-probabilities (M, N, G) of the rollouts, each short sequence in a row of its own."""
     expected = torch.zeros(rollouts.shape, device=ids.device)
     g = layout.generate_max_len
-    for b, anchor in enumerate(layout.anchors[0].tolist()):
+    for b, anchor in enumerate(layout.anchors[0]):
         prefix = ids[:anchor].expand(layout.num_samples, -1)
-        sequences = torch.cat([prefix, rollouts[0, b]], dim=1)
+        sequences = torch.cat([prefix, rollouts[b]], dim=1)
         logp = causal_lm(input_ids=sequences, use_cache=False).logits[:, anchor - 1 : -1].float().log_softmax(-1)
-        expected[0, b] = logp.gather(-1, sequences[:, -g:, None]).squeeze(-1)
+        expected[b] = logp.gather(-1, sequences[:, -g:, None]).squeeze(-1)
     return expected
 
 
@@ -120,12 +120,12 @@ def _state_differences(
 ) -> Tensor:
     """Differences of the document's unit states at each feature depth from `output_hidden_states`."""
     ours = layout_states(network, documents, layout, rollouts)
-    plain = network.plain_hidden_states(documents.input_ids.to(network.device))
-    s = documents.input_ids.shape[1]
+    plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
+    s = len(documents.tokens)
     unit = torch.nn.functional.normalize
     return torch.stack(
         [
-            (unit(a[:, :s].float(), dim=-1) - unit(b.to(a.device).float(), dim=-1)).norm(dim=-1)
+            (unit(a[:s].float(), dim=-1) - unit(b[0].to(a.device).float(), dim=-1)).norm(dim=-1)
             for a, b in zip(ours, plain)
         ]
     )

@@ -1,6 +1,6 @@
 """Block-parallel rollouts (appendix F): one prefill per document, then one decode step per token, cached.
 
-B  documents   NB  blocks   N  rollouts per block   G  tokens per rollout   V  vocabulary   R  rows of logits
+M  blocks   N  rollouts per block   G  tokens per rollout   V  vocabulary   R  rows of logits
 """
 
 from __future__ import annotations
@@ -36,34 +36,30 @@ def sample_rollouts(
 ) -> tuple[Tensor, Tensor]:
     """Sample every rollout of the layout from the model as it stands (call it in eval mode, without gradients).
 
-    noise (B, NB, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None.
-    Returns tokens (B, NB, N, G) long and the entropy (B, NB, N, G) float32, in nats, of the tempered
-    distribution each was drawn from. `temperature` 0 takes the most likely token.
+    noise (M, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None.
+    Returns tokens (M, N, G) long and the entropy (M, N, G) float32, in nats, of the tempered distribution each was
+    drawn from. `temperature` 0 takes the most likely token.
     """
-    b, nb = layout.anchors.shape
-    n, g = layout.num_samples, layout.generate_max_len
-    s = documents.input_ids.shape[1]
-    check_length(causal_lm, s)
+    m, n, g = layout.num_blocks, layout.num_samples, layout.generate_max_len
+    check_length(causal_lm, int(documents.lengths.max()))
     if noise is None:
-        noise = torch.rand(b, nb, n, g, device=layout.anchors.device)
-    prefill = StridedPass(layout, "prefill", num_document_tokens=s)
+        noise = torch.rand(m, n, g, device=layout.device)
+    prefill = StridedPass(layout, "prefill", documents.positions)
     rows = rows_per_chunk(causal_lm)
-    before_anchor = (layout.anchors - 1).clamp_min(0)
 
     def first(hidden: Tensor, head) -> tuple[Tensor, Tensor]:
-        states = hidden.gather(1, before_anchor[..., None].expand(-1, -1, hidden.shape[-1]))
-        return _sample(states.flatten(0, 1), head, noise[..., 0].flatten(0, 1), temperature, top_p, rows)
+        return _sample(hidden[0, layout.block_index - 1], head, noise[..., 0], temperature, top_p, rows)
 
-    drawn = [causal_lm(input_ids=documents.input_ids, strided=prefill, on_hidden=first)]
+    drawn = [causal_lm(input_ids=documents.tokens[None], strided=prefill, on_hidden=first)]
     for t in range(g - 1):
-        decode = StridedPass(layout, "decode", num_document_tokens=s, steps=1, first_step=t, cache=prefill.cache)
+        decode = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
 
         def following(hidden: Tensor, head, t=t) -> tuple[Tensor, Tensor]:
-            return _sample(hidden.flatten(0, 1), head, noise[..., t + 1].reshape(-1, 1), temperature, top_p, rows)
+            return _sample(hidden[0], head, noise[..., t + 1].reshape(-1, 1), temperature, top_p, rows)
 
-        last = drawn[-1][0].reshape(b, -1)
+        last = drawn[-1][0].reshape(1, -1)
         drawn.append(causal_lm(input_ids=last, strided=decode, on_hidden=following))
-    tokens, entropy = (torch.stack([x.reshape(b, nb, n) for x in xs], dim=-1) for xs in zip(*drawn))
+    tokens, entropy = (torch.stack([x.reshape(m, n) for x in xs], dim=-1) for xs in zip(*drawn))
     return tokens, entropy
 
 
@@ -126,15 +122,14 @@ class DocumentNoise:
         self._met: Counter[bytes] = Counter()
 
     def draw(self, documents: Documents, layout: StridedLayout, step: int) -> Tensor:
-        """Noise (B, NB, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
+        """Noise (M, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
         if step != self._step:
             self._step, self._met = step, Counter()
-        noise = torch.zeros(*layout.anchors.shape, layout.num_samples, layout.generate_max_len)
-        blocks = layout.block_mask.sum(1).tolist()
-        for row, (tokens, length) in enumerate(zip(documents.input_ids.cpu(), documents.lengths.tolist())):
-            generator = self._generator(tokens[:length], step)
-            noise[row, : blocks[row]] = torch.rand(noise[row, : blocks[row]].shape, generator=generator)
-        return noise.to(layout.anchors.device)
+        tokens, noise = documents.tokens.cpu(), []
+        for (start, end), anchors in zip(layout.spans, layout.anchors):
+            shape = (len(anchors), layout.num_samples, layout.generate_max_len)
+            noise.append(torch.rand(shape, generator=self._generator(tokens[start:end], step)))
+        return torch.cat(noise).to(layout.device)
 
     def _generator(self, tokens: Tensor, step: int) -> torch.Generator:
         identity = hashlib.blake2b(tokens.contiguous().numpy().tobytes(), digest_size=16).digest()

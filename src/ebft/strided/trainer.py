@@ -1,7 +1,7 @@
 """StridedEBFTTrainer: a transformers Trainer whose loss is strided energy-based fine-tuning.
 
-`compute_loss` is the algorithm, top to bottom. Shapes here are (B documents, NB blocks, N rollouts, G tokens);
-`StridedOutput` hands users (B, N, NB, G).
+`compute_loss` is the algorithm, top to bottom. Shapes here are (M blocks of all documents, N rollouts, G tokens);
+`StridedOutput` hands users (B documents, N, NB blocks of the longest, G).
 """
 
 from __future__ import annotations
@@ -175,20 +175,23 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             apply_dropout=not args.disable_dropout,
         )
         generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
-        rl_loss = policy_gradient_loss(advantages, logps, layout.block_mask, generated_tokens)
+        rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
         ce_loss = cross_entropy_loss(reference_logps, reference_tokens)
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
 
+        def samples_first(values: Tensor) -> Tensor:
+            return layout.for_users(values).transpose(1, 2).contiguous()
+
         output = StridedOutput(
-            anchors=layout.anchors,
-            block_mask=layout.block_mask,
-            rollouts=_for_users(rollouts, layout),
-            logps=_for_users(logps.detach(), layout),
-            alignment=_for_users(alignment, layout),
-            diversity=_for_users(diversity, layout),
-            rewards=_for_users(rewards, layout),
-            advantages=_for_users(advantages, layout),
-            cfm=cfm_loss(phi, phi_ref) * layout.block_mask,
+            anchors=layout.for_users(layout.block_anchors),
+            block_mask=layout.block_mask(),
+            rollouts=samples_first(rollouts),
+            logps=samples_first(logps.detach()),
+            alignment=samples_first(alignment),
+            diversity=samples_first(diversity),
+            rewards=samples_first(rewards),
+            advantages=samples_first(advantages),
+            cfm=layout.for_users(cfm_loss(phi, phi_ref)),
             rl_loss=rl_loss.detach(),
             ce_loss=ce_loss.detach(),
             loss=loss.detach(),
@@ -265,7 +268,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
     def _token_counts(self, documents: Documents, layout: StridedLayout, counts: Tensor | None) -> Tensor:
         """What the two losses are means over; at least 1, so that a batch without a term gives 0."""
         if counts is None:
-            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()], device=layout.anchors.device)
+            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()], device=layout.device)
         elif not isinstance(counts, Tensor) or counts.shape != (2,):
             raise ValueError(
                 f"num_items_in_batch must be the pair (generated tokens, cross-entropy tokens) of the optimizer step, "
@@ -289,7 +292,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         layout: StridedLayout,
     ) -> None:
         """Keep the sums behind the logged means: over samples of real blocks, blocks, and tokens."""
-        blocks = layout.block_mask.sum()
+        blocks = layout.num_blocks
         samples, generated = blocks * layout.num_samples, layout.num_generated
         add = self._metrics.add
         add("ebft/alignment", output.alignment.sum(), samples)
@@ -300,7 +303,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         add("ebft/advantages_std", output.advantages.square().sum(), samples)
         add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
         add("ebft/ce_loss", -reference_logps.detach().sum(), documents.ce_mask.sum())
-        add("entropy", (entropy * layout.block_mask[:, :, None, None]).sum(), generated)
+        add("entropy", entropy.sum(), generated)
         self._throughput.add(documents=len(documents.lengths), generated_tokens=generated)
 
     def _drain_metrics(self) -> dict[str, float]:
@@ -317,9 +320,3 @@ def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:
     """Pad with the tokenizer's pad token; the id never reaches a score, so 0 will do without one."""
     pad = tokenizer.pad_token_id if tokenizer is not None else model.config.get_text_config().pad_token_id
     return DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)
-
-
-def _for_users(values: Tensor, layout: StridedLayout) -> Tensor:
-    """(B, NB, N, ...) -> (B, N, NB, ...), with zeros in masked-out blocks."""
-    mask = layout.block_mask.view(*layout.block_mask.shape, *[1] * (values.dim() - 2))
-    return torch.where(mask, values, 0).transpose(1, 2).contiguous()

@@ -1,0 +1,193 @@
+"""Exact softmax attention, piece by piece, with a backward that computes its weights again.
+
+A piece is a run of neighbouring queries and the range of shared keys that they see. Its scores live in one small
+buffer and nothing of size queries x keys outlives it, so memory is linear in the number of tokens.
+
+    K  key/value heads    R  query rows (whatever shares a key head, end to end)    D  head dimension
+    S  shared keys        E  owners: R / E rows in a row share U keys of their own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Query rows `rows`, the shared keys `keys` that they see, but for `hidden` (rows, W) of the last W keys."""
+
+    rows: slice
+    keys: slice
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Own:
+    """Keys and values (K, E, U, D) of the owners' own, and `hidden` (E, R / E, U), those a row must not see."""
+
+    key: Tensor
+    value: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How query-key products become scores, and which part of the weights drops out."""
+
+    scaling: float
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: Own | None,
+    pieces: list[Piece],
+    scores: Scores,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
+
+    `pieces` cover the rows in order. One softmax, in float32, runs over a row's shared and own keys. `sinks`
+    (K, P), repeated along the rows, are logits that take part in it and have no value.
+    """
+    seed = int(torch.randint(2**31, ())) if scores.dropout else 0
+    own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
+    # Under autocast rotary positions leave queries and keys in float32, and products would be cast one by one.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        return _Attention.apply(query, key, value, *own_tensors, sinks, pieces, scores, seed)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, own_key, own_value, own_hidden, sinks, pieces, scores, seed):
+        weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        own_weights = []
+        for piece in pieces:
+            weights, _ = weigh(piece)
+            shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
+            torch.bmm(shared, value[:, piece.keys], out=output[:, piece.rows])
+            own_weights.append(own)
+        if own_key is not None:
+            output += (weigh.by_owner(torch.cat(own_weights, 1)) @ own_value).view_as(output)
+        ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, sinks)
+        ctx.rest = (pieces, scores, seed)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, own_key, own_value, own_hidden, sinks = ctx.saved_tensors
+        pieces, scores, seed = ctx.rest
+        weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
+        grad = grad.contiguous()
+        grad_query = torch.empty_like(query)
+        # Many pieces add to one key, so their sums are kept in float32.
+        grad_key, grad_value = (torch.zeros_like(x, dtype=weigh.dtype) for x in (key, value))
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=weigh.dtype)
+        if own_key is not None:
+            grad_own = (weigh.by_owner(grad) @ own_value.mT).view(*query.shape[:2], -1)
+        own_weights, own_grads = [], []
+        for piece in pieces:
+            rows, keys = piece.rows, piece.keys
+            weights, slope = weigh(piece)
+            grad_weights = weigh.buffer(piece)
+            grad_shared, grad_of_own = weigh.columns(grad_weights, piece)
+            torch.bmm(grad[:, rows], value[:, keys].mT, out=grad_shared)
+            if own_key is not None:
+                grad_of_own.copy_(grad_own[:, rows])
+            if sinks is not None:
+                grad_weights[..., -1] = 0  # a sink has no value
+            grad_weights = weigh.dropped(grad_weights.to(weigh.dtype), piece)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weigh.dtype)
+            if sinks is not None:
+                grad_sinks += grad_scores[..., -1].unflatten(1, (-1, sinks.shape[1])).sum(1)
+            if slope is not None:
+                grad_scores *= slope
+            grad_shared, grad_of_own = weigh.columns(grad_scores.to(query.dtype), piece)
+            shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
+            torch.bmm(grad_shared, key[:, keys], out=grad_query[:, rows])
+            grad_key[:, keys] += grad_shared.mT @ query[:, rows]
+            grad_value[:, keys] += shared.mT @ grad[:, rows]
+            own_weights.append(own)
+            own_grads.append(grad_of_own)
+        grad_own_key = grad_own_value = None
+        if own_key is not None:
+            own_grads = weigh.by_owner(torch.cat(own_grads, 1))
+            grad_query += (own_grads @ own_key).view_as(query)
+            grad_own_key = own_grads.mT @ weigh.by_owner(query) * scores.scaling
+            grad_own_value = weigh.by_owner(torch.cat(own_weights, 1)).mT @ weigh.by_owner(grad)
+        grads = (
+            grad_query.mul_(scores.scaling),
+            grad_key.mul_(scores.scaling).to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_own_key,
+            grad_own_value,
+        )
+        return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+
+
+class _Weights:
+    """The softmax weights of a piece, from what forward saved: columns [shared keys | own keys | sink]."""
+
+    def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
+        self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
+        self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over pieces
+        self.owners = self.own_width = 0
+        if own_key is not None:
+            self.owners, self.own_width = own_key.shape[1:3]
+            self.own_products = (self.by_owner(query) @ own_key.mT).mul_(scores.scaling).flatten(1, 2)
+            self.own_hidden = own_hidden.flatten(0, 1)
+
+    def __call__(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
+        """Weights (K, rows, columns), and with a softcap its slope at every score."""
+        scores, slope = self.buffer(piece), None
+        shared, own = self.columns(scores, piece)
+        query, key = self.query[:, piece.rows], self.key[:, piece.keys]
+        torch.baddbmm(shared, query, key.mT, beta=0, alpha=self.scores.scaling, out=shared)
+        if self.owners:
+            own.copy_(self.own_products[:, piece.rows])
+        if self.scores.softcap is not None:
+            capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
+            scores, slope = capped * self.scores.softcap, 1 - capped.square()
+            shared, own = self.columns(scores, piece)
+        shared[..., shared.shape[-1] - piece.hidden.shape[-1] :].masked_fill_(piece.hidden, float("-inf"))
+        if self.owners:
+            own.masked_fill_(self.own_hidden[piece.rows], float("-inf"))
+        if self.sinks is not None:
+            scores = scores.to(self.dtype)
+            scores[..., -1].unflatten(1, (-1, self.sinks.shape[1])).copy_(self.sinks[:, None])
+            if slope is not None:
+                slope[..., -1] = 1
+        return scores.softmax(-1, dtype=self.dtype), slope
+
+    def buffer(self, piece: Piece) -> Tensor:
+        """Room for one number per row and column of a piece, in the query's dtype."""
+        width = piece.keys.stop - piece.keys.start + self.own_width + (self.sinks is not None)
+        return self.query.new_empty(self.query.shape[0], piece.rows.stop - piece.rows.start, width)
+
+    def columns(self, values: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The columns of the shared keys and of the own keys: views."""
+        shared = piece.keys.stop - piece.keys.start
+        return values[..., :shared], values[..., shared : shared + self.own_width]
+
+    def by_owner(self, rows: Tensor) -> Tensor:
+        """(K, R, X) as (K, E, R / E, X)."""
+        return rows.unflatten(1, (self.owners, -1))
+
+    def dropped(self, weights: Tensor, piece: Piece) -> Tensor:
+        """Weights after dropout: the same ones every time, as forward and backward must agree."""
+        rate = self.scores.dropout
+        if not rate:
+            return weights
+        generator = torch.Generator(weights.device).manual_seed(self.seed + piece.rows.start)
+        kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate
+        return weights * kept / (1 - rate)
