@@ -46,7 +46,7 @@ def test_every_metric_by_the_oracle():
         layout = StridedLayout.place(single, **OPTIONS)
         with torch.no_grad():
             drawn = noise.draw(single, layout, 0)
-            rollouts, _ = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn)
+            rollouts = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn).tokens
         ids, prompt = torch.tensor(row["input_ids"]), row["prompt_length"]
         for b, a in enumerate(anchors_of(len(ids), prompt, o)):
             x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[b, j]]), a, o) for j in range(3)])

@@ -51,7 +51,7 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
     layout = StridedLayout.place(documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000)
     torch.manual_seed(1)
     with torch.no_grad():
-        tokens, _ = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p)
+        tokens = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p).tokens
     assert layout.anchors == [[3, 7], [3]]
     for block, (row, anchor) in enumerate(((0, 3), (0, 7), (1, 3))):
         prefix = ids[row, :anchor]
@@ -143,10 +143,10 @@ def test_entropy_of_each_sampled_distribution(temperature):
     model.lm_head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([2]), float("-inf")))
     documents, layout = documents_of([1, 3, 4, 5, 1, 3, 4])
     with torch.no_grad():
-        tokens, entropy = sample_rollouts(model, documents, layout, temperature=temperature)
+        drawn = sample_rollouts(model, documents, layout, temperature=temperature)
         for b, anchor in enumerate(layout.anchors[0]):
             logits = plain_logits(plain, documents.tokens[:anchor])[-1]
             logits[2] = float("-inf")
             expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
-            torch.testing.assert_close(entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
-    assert tokens.ne(2).all()
+            torch.testing.assert_close(drawn.entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
+    assert drawn.tokens.ne(2).all()

@@ -83,6 +83,11 @@ class StridedOptions(FeatureOptions):
         description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
     )
     disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
+    single_pass: bool | None = Field(
+        None,
+        description="Train on the very pass that sampled the rollouts, instead of a second forward; unset: on CPU. Not "
+        "with gradient checkpointing, dropout or FSDP.",
+    )
 
 
 class StructuredOptions(Section):

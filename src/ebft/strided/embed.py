@@ -11,7 +11,7 @@ from torch import Tensor
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import prepare
+from ebft.strided.policy import backbone_states, prepare, run_inside
 
 
 def embed_blocks(
@@ -34,9 +34,9 @@ def layout_states(
     """Hidden states (S + M * N * G, hidden size) of [documents | rollouts] at each feature depth."""
     home, device = documents.tokens.device, network.device
     prepare(network.causal_lm)
-    input_ids = torch.cat([documents.tokens, rollouts.flatten()])[None].to(device)
+    tokens = torch.cat([documents.tokens, rollouts.flatten()]).to(device)
     run = StridedPass(layout.to(device), "score", documents.positions.to(device), steps=layout.generate_max_len)
     states = network.hidden_states(
-        lambda model: model(input_ids=input_ids, strided=run, on_hidden=lambda hidden, head: hidden)
+        lambda model: run_inside(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
     )
     return [x[0].to(home) for x in states]

@@ -18,12 +18,10 @@ from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.monitor.metrics import MeanMetrics
 from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
-from ebft.strided.attention import StridedPass
 from ebft.strided.embed import embed_blocks
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import text_logps
 from ebft.strided.policy import prepare
-from ebft.strided.rollout import DocumentNoise, rows_per_chunk, sample_rollouts
+from ebft.strided.rollout import DocumentNoise, sample_rollouts
 
 METRICS = ("alignment", "diversity", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "ce_loss")
 
@@ -58,11 +56,11 @@ def held_out_metrics(
         layout = StridedLayout.place(documents, **block_options)
         with evaluating(causal_lm), autocast():
             drawn = noise.draw(documents, layout, step=0)
-            rollouts, _ = sample_rollouts(
-                causal_lm, documents, layout, temperature=temperature, top_p=top_p, noise=drawn
+            rollouts = sample_rollouts(
+                causal_lm, documents, layout, temperature=temperature, top_p=top_p, noise=drawn, text_gradient=False
             )
-            phi, phi_ref = embed_blocks(network, documents, layout, rollouts)
-            _add_cross_entropy(metrics, causal_lm, documents, layout)
+            phi, phi_ref = embed_blocks(network, documents, layout, rollouts.tokens)
+        metrics.add("ce_loss", -rollouts.text_logps.sum(), documents.ce_mask.sum())
         _add_feature_metrics(metrics, phi, phi_ref)
     means = metrics.drain(accelerator)
     if "cfm_loss" not in means:
@@ -80,16 +78,3 @@ def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor) -> 
     }
     for name, value in values.items():
         metrics.add(name, value.sum(), value.numel())
-
-
-def _add_cross_entropy(
-    metrics: MeanMetrics, causal_lm: PreTrainedModel, documents: Documents, layout: StridedLayout
-) -> None:
-    run = StridedPass(layout, "prefill", documents.positions)
-    rows = rows_per_chunk(causal_lm)
-    logps = causal_lm(
-        input_ids=documents.tokens[None],
-        strided=run,
-        on_hidden=lambda hidden, head: text_logps(hidden[0], documents, head, rows),
-    )
-    metrics.add("ce_loss", -logps.sum(), documents.ce_mask.sum())

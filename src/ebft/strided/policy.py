@@ -1,9 +1,8 @@
 """A causal LM that can run over a strided layout: switched attention, hidden states, and its own scoring head.
 
-`prepare(model)` teaches a transformers model two keyword arguments, `strided` (a `StridedPass`) and `on_hidden`,
-and leaves every other call as it was. A call that carries them runs the backbone with strided attention and
-returns `on_hidden(hidden_states, head)`, all inside the module's own forward, so that whatever accelerate, DDP,
-FSDP or PEFT wrapped around it takes part.
+`prepare(model)` teaches a transformers model one keyword argument, `program`, and leaves every other call as it was.
+`run_inside(model, program)` calls `program(causal_lm)` within the module's own forward, so that whatever accelerate,
+DDP, FSDP or PEFT wrapped around it takes part, however many passes the program makes.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
+from typing import TypeVar
 
 import torch
 from peft import PeftType
@@ -23,8 +23,9 @@ from transformers.utils import ModelOutput
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
 from ebft.strided.attention import IMPLEMENTATION, StridedPass
+from ebft.strided.logps import Head
 
-Head = Callable[[Tensor], Tensor]  # hidden states (P, D) -> logits (P, V)
+Result = TypeVar("Result")
 
 _RECURRENT = re.compile(
     r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I
@@ -91,7 +92,7 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
 
 
 def prepare(model: nn.Module) -> PreTrainedModel:
-    """Teach the causal LM inside `model` to take `strided` and `on_hidden`; returns it. Safe to call twice.
+    """Teach the causal LM inside `model` to run a `program` in its forward; returns it. Safe to call twice.
 
     Raises ModelError for architectures that strided EBFT cannot honour exactly.
     """
@@ -100,7 +101,7 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     if "_plain_forward" in causal_lm.__dict__:
         return causal_lm
     causal_lm._plain_forward = causal_lm.forward
-    causal_lm.forward = MethodType(_strided_forward, causal_lm)
+    causal_lm.forward = MethodType(_forward, causal_lm)
     for module in backbone_of(causal_lm).modules():
         if hasattr(module, "config"):  # what reads config._attn_implementation: the backbone and its attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
@@ -108,26 +109,44 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     return causal_lm
 
 
-def _strided_forward(self, *args, strided: StridedPass | None = None, on_hidden=None, **kwargs):
+def run_inside(model: nn.Module, program: Callable[[PreTrainedModel], Result]) -> Result:
+    """`program(causal_lm)`, run within the forward of `model`, whatever is wrapped around the prepared causal LM."""
+    return model(program=program)
+
+
+def _forward(self, *args, program=None, **kwargs):
     """`forward` of a prepared model."""
-    if strided is None:
-        return self._plain_forward(*args, **kwargs)
-    input_ids = kwargs["input_ids"]
-    strided.layers_seen.clear()
-    hidden = backbone_of(self)(
+    return self._plain_forward(*args, **kwargs) if program is None else program(self)
+
+
+def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass) -> Tensor:
+    """Last hidden states (P, D) of tokens (P,) as the pass lays them out. To be called inside a program."""
+    input_ids = tokens[None]
+    run.layers_seen.clear()
+    states = backbone_of(causal_lm)(
         input_ids=input_ids,
         # All ones: keeps transformers from reading jumps in the positions as packed sequences.
         attention_mask=torch.ones_like(input_ids),
-        position_ids=strided.position_ids(),
+        position_ids=run.position_ids(),
         use_cache=False,
-        strided=strided,
+        strided=run,
     )[0]
-    depth = len(decoder_layers(self))
-    if len(strided.layers_seen) != depth:
+    depth = len(decoder_layers(causal_lm))
+    if len(run.layers_seen) != depth:
         raise ModelError(
-            f"{type(self).__name__}: {len(strided.layers_seen)} of {depth} layers used strided attention. {_WAY_OUT}"
+            f"{type(causal_lm).__name__}: {len(run.layers_seen)} of {depth} layers used strided attention. {_WAY_OUT}"
         )
-    return on_hidden(hidden, lambda states: _head(self, states))
+    return states[0]
+
+
+def head_of(causal_lm: PreTrainedModel) -> Head:
+    """From hidden states (P, D) to logits (P, V), as the model's own forward does it."""
+    return lambda states: _head(causal_lm, states)
+
+
+def vocab_size(causal_lm: PreTrainedModel) -> int:
+    """How many logits a row has."""
+    return causal_lm.config.get_text_config().vocab_size
 
 
 class _GivenStates(nn.Module):

@@ -47,7 +47,7 @@ def rehearse(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bo
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with _refusing(causal_lm):
         with evaluating(causal_lm):
-            rollouts, _ = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
+            rollouts = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise).tokens
             with override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
@@ -93,12 +93,11 @@ def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Te
         causal_lm.train(as_trained)
         return score(
             causal_lm,
-            causal_lm,
             documents,
             layout,
             rollouts,
             temperature=1.0,
-            ce_gradient=False,
+            text_gradient=False,
             apply_dropout=False,
         )[0]
 

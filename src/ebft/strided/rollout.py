@@ -1,91 +1,99 @@
 """Block-parallel rollouts (appendix F): one prefill per document, then one decode step per token, cached.
 
-M  blocks   N  rollouts per block   G  tokens per rollout   V  vocabulary   R  rows of logits
+S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout   V  vocabulary   R  rows of logits
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import check_length
+from ebft.strided.logps import chosen_logps
+from ebft.strided.loss import text_logps
+from ebft.strided.policy import backbone_states, check_length, head_of, run_inside, vocab_size
 
-# Rows of logits held at once: 2**25 float32 numbers are 128 MiB.
-LOGITS_PER_CHUNK = 2**25
 
+@dataclass
+class Rollouts:
+    """What was sampled, and how likely it was under the distribution that it was sampled from.
 
-def rows_per_chunk(causal_lm: PreTrainedModel) -> int:
-    """How many rows of logits to hold at once."""
-    return max(16, LOGITS_PER_CHUNK // causal_lm.config.get_text_config().vocab_size)
+    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the tempered distribution each token was drawn from;
+    logps (M, N, G) float32; text_logps: of the reference tokens at temperature 1, where `documents.ce_mask` is on.
+    The last two carry gradients where they were sampled with gradients enabled.
+    """
+
+    tokens: Tensor
+    entropy: Tensor
+    logps: Tensor
+    text_logps: Tensor | None
 
 
 def sample_rollouts(
-    causal_lm: PreTrainedModel,
+    model: nn.Module,
     documents: Documents,
     layout: StridedLayout,
     *,
     temperature: float,
     top_p: float = 1.0,
     noise: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sample every rollout of the layout from the model as it stands (call it in eval mode, without gradients).
+    text_gradient: bool | None = None,
+) -> Rollouts:
+    """Sample every rollout of the layout from the model as it stands, dropout aside.
 
-    noise (M, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None.
-    Returns tokens (M, N, G) long and the entropy (M, N, G) float32, in nats, of the tempered distribution each was
-    drawn from. `temperature` 0 takes the most likely token.
+    noise (M, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None. `temperature` 0 takes
+    the most likely token, scored at temperature 1. `text_gradient` says whether the text's own log-probabilities are
+    wanted, and with a gradient or without; None leaves them out.
     """
     m, n, g = layout.num_blocks, layout.num_samples, layout.generate_max_len
-    check_length(causal_lm, int(documents.lengths.max()))
     if noise is None:
         noise = torch.rand(m, n, g, device=layout.device)
-    prefill = StridedPass(layout, "prefill", documents.positions)
-    rows = rows_per_chunk(causal_lm)
 
-    def first(hidden: Tensor, head) -> tuple[Tensor, Tensor]:
-        return _sample(hidden[0, layout.block_index - 1], head, noise[..., 0], temperature, top_p, rows)
+    def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor, ...]:
+        check_length(causal_lm, int(documents.lengths.max()))
+        head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
+        tokens, entropies, logps = [], [], []
 
-    drawn = [causal_lm(input_ids=documents.tokens[None], strided=prefill, on_hidden=first)]
-    for t in range(g - 1):
-        decode = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
+        def draw(states: Tensor, noise: Tensor) -> None:
+            """Draw the next token of every rollout from the states (R, D) before it, with noise (R, K)."""
 
-        def following(hidden: Tensor, head, t=t) -> tuple[Tensor, Tensor]:
-            return _sample(hidden[0], head, noise[..., t + 1].reshape(-1, 1), temperature, top_p, rows)
+            def choose(logp: Tensor, rows: slice) -> Tensor:
+                entropies.append(_entropy(logp).expand_as(noise[rows]) * (temperature > 0))
+                if temperature == 0:
+                    return logp.argmax(-1, keepdim=True).expand_as(noise[rows])
+                return sample_tokens(logp.exp(), noise[rows], top_p)
 
-        last = drawn[-1][0].reshape(1, -1)
-        drawn.append(causal_lm(input_ids=last, strided=decode, on_hidden=following))
-    tokens, entropy = (torch.stack([x.reshape(m, n) for x in xs], dim=-1) for xs in zip(*drawn))
-    return tokens, entropy
+            drawn, logp = chosen_logps(states, choose, head, temperature or 1.0, vocabulary)
+            tokens.append(drawn.view(m, n))
+            logps.append(logp.view(m, n))
 
+        prefill = StridedPass(layout, "prefill", documents.positions)
+        text = backbone_states(causal_lm, documents.tokens, prefill)
+        draw(text[layout.block_index - 1], noise[..., 0])
+        for t in range(g - 1):
+            step = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
+            draw(backbone_states(causal_lm, tokens[-1].flatten(), step), noise[..., t + 1].reshape(-1, 1))
+        entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
+        sampled = torch.stack(tokens, -1), entropy, torch.stack(logps, -1)
+        if text_gradient is None:
+            return *sampled, None
+        with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
+            return *sampled, text_logps(text, documents, head, vocabulary)
 
-def _sample(states: Tensor, head, noise: Tensor, temperature: float, top_p: float, rows: int) -> tuple[Tensor, Tensor]:
-    """Tokens (R, K) for hidden states (R, D) and noise (R, K), with the entropy of each row, (R, K)."""
-    tokens, entropies = [], []
-    for states_chunk, noise_chunk in zip(states.split(rows), noise.split(rows)):
-        logits = head(states_chunk)
-        if temperature == 0:
-            tokens.append(logits.argmax(-1, keepdim=True).expand_as(noise_chunk))
-            entropies.append(torch.zeros_like(noise_chunk))
-            continue
-        logp = tempered_logp(logits, temperature)
-        probabilities = logp.exp()
-        # The floor keeps 0 * log(0) at 0 where a model masks part of its vocabulary.
-        finite_logp = logp.clamp_min_(torch.finfo(logp.dtype).min)
-        entropy = -(probabilities.unsqueeze(-2) @ finite_logp.unsqueeze(-1)).squeeze(-1)
-        tokens.append(sample_tokens(probabilities, noise_chunk, top_p))
-        entropies.append(entropy.expand_as(noise_chunk))
-    return torch.cat(tokens), torch.cat(entropies)
+    return Rollouts(*run_inside(model, roll_out))
 
 
-def tempered_logp(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities (R, V), float32, of softmax(logits / temperature): what is sampled is what is scored."""
-    logits = logits.float()
-    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+def _entropy(logp: Tensor) -> Tensor:
+    """Entropy (R, 1) of distributions logp (R, V)."""
+    # The floor keeps 0 * log(0) at 0 where a model masks part of its vocabulary.
+    finite = logp.clamp_min(torch.finfo(logp.dtype).min)
+    return -(logp.exp().unsqueeze(-2) @ finite.unsqueeze(-1)).squeeze(-1)
 
 
 def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:

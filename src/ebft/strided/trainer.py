@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,17 +141,19 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         documents = Documents.from_inputs(inputs)
         layout = StridedLayout.place(documents, **self._block_options())
 
-        with evaluating(model), self.accelerator.autocast():
-            noise = self._noise.draw(documents, layout, self.state.global_step)
-            rollouts, entropy = sample_rollouts(
-                self._sampling_policy(model),
+        single_pass = self._trains_on_the_sampling_pass()
+        with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
+            rollouts = sample_rollouts(
+                model if single_pass else self._sampling_policy(model),
                 documents,
                 layout,
                 temperature=args.temperature,
                 top_p=args.top_p,
-                noise=noise,
+                noise=self._noise.draw(documents, layout, self.state.global_step),
+                text_gradient=args.ce_coef > 0 if single_pass else None,
             )
-            phi, phi_ref = embed_blocks(self.feature_network, documents, layout, rollouts)
+        with evaluating(model), self.accelerator.autocast():
+            phi, phi_ref = embed_blocks(self.feature_network, documents, layout, rollouts.tokens)
         with torch.no_grad():
             if args.use_whitening:
                 phi, phi_ref = whiten(phi, phi_ref, args.whitening_space)
@@ -164,19 +167,20 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
                 rloo_baseline=args.rloo_baseline,
             )
 
-        logps, reference_logps = score(
-            model,
-            self._causal_lm,
-            documents,
-            layout,
-            rollouts,
-            temperature=args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
-            ce_gradient=args.ce_coef > 0,
-            apply_dropout=not args.disable_dropout,
-        )
+        logps, text_logps = rollouts.logps, rollouts.text_logps
+        if not single_pass:
+            logps, text_logps = score(
+                model,
+                documents,
+                layout,
+                rollouts.tokens,
+                temperature=args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
+                text_gradient=args.ce_coef > 0,
+                apply_dropout=not args.disable_dropout,
+            )
         generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
         rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
-        ce_loss = cross_entropy_loss(reference_logps, reference_tokens)
+        ce_loss = cross_entropy_loss(text_logps, reference_tokens)
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
 
         def samples_first(values: Tensor) -> Tensor:
@@ -185,7 +189,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         output = StridedOutput(
             anchors=layout.for_users(layout.block_anchors),
             block_mask=layout.block_mask(),
-            rollouts=samples_first(rollouts),
+            rollouts=samples_first(rollouts.tokens),
             logps=samples_first(logps.detach()),
             alignment=samples_first(alignment),
             diversity=samples_first(diversity),
@@ -196,7 +200,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             ce_loss=ce_loss.detach(),
             loss=loss.detach(),
         )
-        self._record(output, entropy, reference_logps, documents, layout)
+        self._record(output, rollouts.entropy, text_logps, documents, layout)
         if num_items_in_batch is not None:
             # DDP averages over ranks, and ours are shares of a sum; output.loss stays this rank's share.
             loss = loss * self.accelerator.num_processes
@@ -276,6 +280,18 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             )
         return counts.clamp_min(1)
 
+    def _trains_on_the_sampling_pass(self) -> bool:
+        """Whether rollouts are sampled with gradients, so that the loss needs no second forward.
+
+        The policy has not moved in between and no dropout stands between the two, so they would be equal. Not where
+        the sampling pass has to be thrown away to save memory, nor under FSDP, which would gather the weights anew in
+        the backward of every decode step.
+        """
+        args = self.args
+        possible = args.disable_dropout and not args.gradient_checkpointing and not self.is_fsdp_enabled
+        wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
+        return torch.is_grad_enabled() and possible and wanted
+
     def _sampling_policy(self, model: nn.Module) -> nn.Module:
         """The model below its wrappers, but under FSDP the wrapped one, which gathers the weights."""
         return model if self.is_fsdp_enabled else self._causal_lm
@@ -287,7 +303,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         self,
         output: StridedOutput,
         entropy: Tensor,
-        reference_logps: Tensor,
+        text_logps: Tensor,
         documents: Documents,
         layout: StridedLayout,
     ) -> None:
@@ -302,7 +318,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         add("ebft/advantages_mean", output.advantages.sum(), samples)
         add("ebft/advantages_std", output.advantages.square().sum(), samples)
         add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
-        add("ebft/ce_loss", -reference_logps.detach().sum(), documents.ce_mask.sum())
+        add("ebft/ce_loss", -text_logps.detach().sum(), documents.ce_mask.sum())
         add("entropy", entropy.sum(), generated)
         self._throughput.add(documents=len(documents.lengths), generated_tokens=generated)
 
