@@ -25,7 +25,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests examples benchmarks
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/strided_step.py
+	$(BIN)/python -m benchmarks.strided_step
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -1,164 +1,154 @@
-"""One strided EBFT step, by phase: what it takes, and what the matrix products in it would take alone.
+"""One strided EBFT training step, ours beside axolotl 0.19.0's published trainer, and beside its own arithmetic.
 
-    .venv/bin/python benchmarks/strided_step.py [--lengths 256 512 1024] [--dtype float32] [--output FILE.json]
+    python -m benchmarks.strided_step                       # small model, both trainers and ours alone at more lengths
+    python -m benchmarks.strided_step --preset 1b           # 1B parameters with LoRA, for a GPU
+    python -m benchmarks.strided_step --tiny --lengths 32   # the same code in seconds
 
-The model is a random Llama of 7M parameters (hidden 256, intermediate 704, 8 layers, 4/2 heads, vocabulary 4096),
-one document, n = 4, stride = context = rollout = 8, full fine-tuning. Prints a card, a table and one JSON line.
+A step is the forward and backward pass of the loss for one document. Both trainers run in this process, in turn, on
+the same document with the same weights, options and type. At each length the first step of each is for warming up and
+for memory; seconds are those of the median of the steps after it. The floor is what the matrix products that our step
+executes would take at the rate of a large matrix product, measured between the rounds.
+
+Prints a card, a table and one JSON line; writes JSON after every length and plots at the end. Numbers are worth having
+from an idle machine only: the card says its load.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import tempfile
-import time
 import warnings
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
-import transformers
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from ebft.models.causal_lm import evaluating
-from ebft.monitor.throughput import peak_memory_gib
-from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.strided.embed import embed_blocks
-from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.rollout import sample_rollouts
+from benchmarks import published, report
+from benchmarks.measuring import machine, peak_flops, within_free_memory
+from benchmarks.presets import OPTIONS, Preset, document, find_preset
+from benchmarks.recompilations import recompilations
+from benchmarks.rounds import Rounds, measure
+from benchmarks.sides import Side, ours, theirs
+from benchmarks.train_overhead import train_overhead
 
-BLOCKS = {
-    "stride": 8,
-    "context_length": 8,
-    "generate_max_len": 8,
-    "n_samples_per_prompt": 4,
-}
+RESULTS = Path(__file__).parent / "results"
+WARM_UP_LENGTH = 64
 
 
-def build_trainer(dtype: torch.dtype, longest: int) -> StridedEBFTTrainer:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=longest,
-    )
-    args = StridedEBFTConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=not torch.cuda.is_available(), report_to=[], use_whitening=True, **BLOCKS
-    )
-    return StridedEBFTTrainer(model=LlamaForCausalLM(config).to(dtype), args=args)
+def main(arguments: list[str] | None = None) -> None:
+    plan = make_plan(arguments)
+    with tempfile.TemporaryDirectory() as folder, within_free_memory(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both, others = make_sides(plan, Path(folder))
+        results = {"card": card(plan.preset, plan.dtypes[0], both), "lengths": []}
+        print(report.card(results["card"]) + "\n\n" + report.header(), flush=True)
+        for side in both + others:  # thread pools, kernels and lazy imports belong to no length
+            Rounds(side, document(plan.preset, WARM_UP_LENGTH, side.device)).warm_up()
+        for length in sorted({*plan.lengths, *plan.alone}):
+            sides = both if length in plan.lengths else both[:1]
+            sides = sides + others if length in plan.dtype_lengths else sides
+            results["lengths"].append(measure(plan.preset, length, sides, plan.repeats))
+            print(report.length(results["lengths"][-1]), flush=True)
+            save(results, plan.output)
+        print("\n" + report.growth(results["lengths"]))
+        if plan.recompile_steps:
+            shortest = min(plan.lengths + plan.alone)
+            frames = recompilations(both[0], plan.preset, shortest, plan.recompile_steps)
+            results["recompilations"] = {"steps": plan.recompile_steps, "frames": frames}
+        if plan.overhead_steps:
+            results["train"] = train_overhead(
+                plan.preset, plan.dtypes[0], plan.overhead_length, plan.overhead_steps, Path(folder)
+            )
+        print(report.whole_runs(results))
+    save(results, plan.output)
+    draw(plan.output)
+    print("\n" + json.dumps(rounded(results)))
 
 
-def gemm_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product of the model's dtype, measured here and now."""
-    a, b = (torch.randn(2048, 2048, device=device).to(dtype) for _ in range(2))
-    seconds = median(timed(lambda: a @ b, device) for _ in range(7))
-    return 2 * 2048**3 / seconds
+def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list[Side]]:
+    """Ours and the published trainer, which is missing where it can not be had; and ours in the other types."""
+    positions = max(plan.lengths + plan.alone + [WARM_UP_LENGTH])
+    both = [ours(plan.preset, plan.dtypes[0], positions, folder)]
+    try:
+        trainer_class = published.load_trainer(plan.wheel)
+        both.append(theirs(plan.preset, plan.dtypes[0], positions, folder, trainer_class))
+    except published.NotAvailable as reason:
+        print(f"axolotl {published.VERSION} is not measured: {reason}")
+    return both, [ours(plan.preset, dtype, positions, folder, name=f"ours {dtype}") for dtype in plan.dtypes[1:]]
 
 
-def timed(run, device: torch.device) -> float:
-    synchronise(device)
-    start = time.perf_counter()
-    run()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def one_round(trainer, inputs, documents, layout, device) -> dict[str, float]:
-    """Seconds of each phase, once."""
-    model, kept = trainer.model, {}
-
-    def sample():
-        kept["tokens"], _ = sample_rollouts(trainer._causal_lm, documents, layout, temperature=0.6)
-
-    def embed():
-        embed_blocks(trainer.feature_network, documents, layout, kept["tokens"])
-
-    def step():
-        kept["loss"] = trainer.compute_loss(model, inputs)
-
-    with evaluating(model):
-        seconds = {"rollout": timed(sample, device), "features": timed(embed, device)}
-    seconds["loss"] = timed(step, device)
-    seconds["backward"] = timed(lambda: kept["loss"].backward(), device)
-    model.zero_grad()
-    return seconds
-
-
-def measure(trainer: StridedEBFTTrainer, length: int, repeats: int) -> dict[str, float]:
-    """Median seconds of the whole step, of its no-gradient phases alone, and of forward and backward."""
-    model = trainer.model
-    device = next(model.parameters()).device
-    inputs = {"input_ids": torch.randint(3, 4096, (1, length), generator=torch.Generator().manual_seed(length))}
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    documents = Documents.from_inputs(inputs)
-    layout = StridedLayout.place(documents, **BLOCKS)
-    rounds = [one_round(trainer, inputs, documents, layout, device) for _ in range(repeats + 1)][
-        1:
-    ]  # the first warms up
-    result = {name: median(row[name] for row in rounds) for name in rounds[0]}
-    result["forward"] = max(result["loss"] - result["rollout"] - result["features"], 0.0)
-    result["step"] = result.pop("loss") + result["backward"]
-    with FlopCounterMode(display=False) as counter:
-        trainer.compute_loss(model, inputs).backward()
-    model.zero_grad()
-    return {"length": length, **result, "gflop": counter.get_total_flops() / 1e9, "peak_gib": peak_memory_gib()}
-
-
-def card(dtype: str, device: torch.device) -> dict[str, str | int]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+def card(preset: Preset, dtype: str, sides: list[Side]) -> dict[str, Any]:
+    """What was measured, on what."""
+    device = sides[0].device
+    peak = peak_flops(device)
     return {
-        "model": "Llama 7M (256 x 8, vocabulary 4096)",
+        "step": "forward and backward of the loss, one document",
+        "model": preset.description,
         "dtype": dtype,
-        "device": f"{device.type}: {name}",
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit or "unknown",
+        "options": OPTIONS,
+        **machine(device),
+        "axolotl": published.VERSION if len(sides) > 1 else None,
+        "mfu_of": f"{peak[0] / 1e12:.0f} TFLOP/s, {peak[1]}" if peak else "the measured rate of a matrix product",
     }
 
 
-def main() -> None:
+def save(results: dict[str, Any], output: Path) -> None:
+    """Write what there is so far: a run that is cut off keeps it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+
+
+def draw(output: Path) -> None:
+    """Plots beside the JSON file, where matplotlib is installed."""
+    try:
+        from benchmarks import plots
+    except ImportError:
+        print("No plots: matplotlib is not installed. Make them later: python -m benchmarks.plots FILE.json")
+        return
+    plots.draw(output)
+
+
+def rounded(value: Any) -> Any:
+    """The same structure with floats of six digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def make_plan(arguments: list[str] | None) -> argparse.Namespace:
+    """What to measure: the command line, and the preset where it is silent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    dtype = getattr(torch, arguments.dtype)
-    trainer = build_trainer(dtype, max(arguments.lengths))
-    device = next(trainer.model.parameters()).device
-    facts = card(arguments.dtype, device)
-    for name, value in facts.items():
-        print(f"{name:>14}  {value}")
-    rate = gemm_rate(dtype, device)
-    print(f"{'GEMM':>14}  {rate / 1e9:.0f} GFLOP/s\n")
-    columns = ["length", "rollout", "features", "forward", "backward", "step", "floor", "x floor", "peak_gib"]
-    print("".join(f"{name:>10}" for name in columns))
-    results = []
-    for length in arguments.lengths:
-        row = measure(trainer, length, arguments.repeats)
-        row["floor"] = row["gflop"] * 1e9 / rate
-        row["x floor"] = row["step"] / row["floor"]
-        results.append(row)
-        print("".join(f"{row[name]:>10}" if name == "length" else f"{row[name]:>10.2f}" for name in columns))
-    report = {"card": facts, "gemm_gflops": rate / 1e9, "results": results}
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    print("\n" + json.dumps(report))
+    add = parser.add_argument
+    add("--preset", choices=["7m", "1b"], default="7m", help="the model")
+    add("--tiny", action="store_true", help="shrink the model, to try the code")
+    add("--lengths", type=int, nargs="+", help="document lengths for both trainers")
+    add("--alone", type=int, nargs="*", help="document lengths for ours alone; none where --lengths is given")
+    add("--dtypes", choices=["float32", "bfloat16"], nargs="+", help="the first for both, others for ours alone")
+    add("--dtype-lengths", type=int, nargs="*", default=[512, 1024], help="lengths at which the others are measured")
+    add("--repeats", type=int, default=3, help="timed rounds of each length")
+    add("--wheel", type=Path, help=f"the wheel of axolotl {published.VERSION}, where there is no package registry")
+    add("--recompile-steps", type=int, default=20, help="steps with changing prompts in which compilations are counted")
+    add("--overhead-steps", type=int, help="steps of a whole `ebft train` run, at least 4; 0 for none")
+    add("--overhead-length", type=int, default=512, help="document length of that run")
+    add("--output", type=Path, help="the JSON file; plots go beside it")
+    plan = parser.parse_args(arguments)
+
+    on_cuda = torch.cuda.is_available()
+    preset = find_preset(plan.preset, on_cuda)
+    plan.preset = preset.shrunken() if plan.tiny else preset
+    if plan.alone is None:
+        plan.alone = [] if plan.lengths else list(preset.alone)
+    plan.lengths = plan.lengths or list(preset.lengths)
+    plan.dtypes = plan.dtypes or list(preset.dtypes)
+    if plan.overhead_steps is None:
+        plan.overhead_steps = preset.overhead_steps
+    if plan.repeats < 1 or 0 < plan.overhead_steps < 4:
+        parser.error("--repeats must be at least 1, and --overhead-steps 0 or at least 4")
+    plan.output = plan.output or RESULTS / f"strided-step-{plan.preset.name}-{'cuda' if on_cuda else 'cpu'}.json"
+    return plan
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ resume, save.
 """
 
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ebft.config import RunConfig, check_runnable
 from ebft.config.arguments import planned_steps, strided_kwargs, training_kwargs
 from ebft.config.machine import Machine, check_machine
 from ebft.config.trackers import wandb_environment
-from ebft.data import DocumentCollator, load_datasets
+from ebft.data import DocumentCollator, load_datasets, pack_rows
 from ebft.errors import ConfigError
 from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
@@ -65,6 +66,8 @@ def train(config: RunConfig) -> TrainResult:
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     tokenizer = load_tokenizer(config)
     train_data, eval_data = load_datasets(config, tokenizer)
+    if config.sample_packing:
+        train_data = pack(config, train_data)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data)
@@ -79,6 +82,21 @@ def train(config: RunConfig) -> TrainResult:
     if must_save:
         save(config, trainer, metrics)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+
+
+def pack(config: RunConfig, rows: Any) -> Any:
+    """Short documents packed into rows of up to `sequence_len` tokens, with a line on what became of them."""
+    if not config.is_strided:
+        warnings.warn("sample_packing has no effect without `rl: ebft`: every document keeps its own row", stacklevel=3)
+        return rows
+    packed = pack_rows(rows, config.sequence_len)
+    if os.environ.get("RANK", "0") == "0":
+        full = sum(packed.lengths) / (len(packed) * config.sequence_len)
+        print(
+            f"packed {len(rows):,} rows into {len(packed):,} of up to {config.sequence_len} tokens ({full:.0%} full)",
+            file=sys.stderr,
+        )
+    return packed
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:

@@ -125,8 +125,8 @@ def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
 
 
 def test_warnings_are_one_line(good):
-    good.write_text(good.read_text() + "sample_packing: true\n")
+    good.write_text(good.read_text() + "pad_to_sequence_len: true\n")
     command = [sys.executable, "-m", "ebft.cli", "config", "--check", str(good)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0
-    assert done.stderr.startswith("Warning: sample_packing: True has no effect") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1

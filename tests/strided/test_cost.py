@@ -30,18 +30,19 @@ def one_row():
     return {"input_ids": ids}
 
 
+@pytest.mark.parametrize("single_pass", [True, False])
 @pytest.mark.parametrize("g", [1, 4])
-def test_token_forwards_per_layer(g, tmp_path):
+def test_token_forwards_per_layer(g, single_pass, tmp_path):
     model = tiny_model("llama")
-    trainer = make_trainer(model, tmp_path, stride=4, context_length=4, generate_max_len=g, feature_layers=[0.25, 0.5])
+    options = {"stride": 4, "context_length": 4, "generate_max_len": g, "feature_layers": [0.25, 0.5]}
+    trainer = make_trainer(model, tmp_path, single_pass=single_pass, **options)
     policy = count_tokens(decoder_layers(model))
     features = count_tokens(decoder_layers(trainer.feature_network.causal_lm))
     out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
     s, n, nb = 44, 3, out.anchors.shape[1]
     assert nb == (44 - g - 4) // 4 + 1
-    sampling, training = s + n * nb * (g - 1), s + n * nb * (g - 1)
-    assert training <= s + n * nb * g
-    assert policy == [sampling + training] * 4
+    sampling = training = s + n * nb * (g - 1)
+    assert policy == [sampling if single_pass else sampling + training] * 4
     # Depth int(0.5 * 4) = 2: the upper half never runs.
     assert features == [s + n * nb * g] * 2 + [0, 0]
 
@@ -52,7 +53,7 @@ def test_padding_and_missing_blocks_cost_nothing(tmp_path):
     counts = count_tokens(decoder_layers(model))
     out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
     assert out.block_mask.sum(1).tolist() == [4, 2, 2]
-    assert counts == [2 * (27 + 22 + 13 + 8 * 3 * 3)] * 4
+    assert counts == [27 + 22 + 13 + 8 * 3 * 3] * 4
 
 
 def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
@@ -61,14 +62,15 @@ def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
     counts = count_tokens(decoder_layers(model.get_base_model()))
     out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
     n, nb, g = 3, out.anchors.shape[1], 4
-    policy = 2 * (44 + n * nb * (g - 1))
+    policy = 44 + n * nb * (g - 1)
     assert counts == [policy + 44 + n * nb * g] + [policy] * 3
 
 
-def test_head_sees_scored_rows_only(tmp_path):
-    """Sampling: one row per sampled distribution. Training: a row per scored token, in chunks."""
+@pytest.mark.parametrize("single_pass", [True, False])
+def test_head_sees_scored_rows_only(single_pass, tmp_path):
+    """One row per sampled distribution, and with a second forward one per scored token; one per token of the text."""
     model = tiny_model("llama")
-    trainer = make_trainer(model, tmp_path, ce_coef=0.0)
+    trainer = make_trainer(model, tmp_path, ce_coef=0.0, single_pass=single_pass)
     rows = []
     model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     inputs, _ = unequal_batch()
@@ -76,8 +78,8 @@ def test_head_sees_scored_rows_only(tmp_path):
     blocks = int(out.block_mask.sum())  # a row with fewer blocks than the longest costs only its own
     n, g = 3, 4
     sampling = blocks * (1 + n * (g - 1))
-    scoring = sampling + (26 + 15 + 12)  # and the text's own tokens
-    assert sum(rows) == sampling + scoring
+    text = 26 + 15 + 12
+    assert sum(rows) == (sampling if single_pass else 2 * sampling) + text
 
 
 def test_rollouts_leave_no_gradient_state(tmp_path):

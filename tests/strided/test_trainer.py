@@ -176,7 +176,7 @@ def test_one_sample_falls_back_to_reinforce_with_a_warning(tmp_path):
         ({"input_ids": torch.ones(1, 5, dtype=torch.long)}, "no document of the batch has room"),
         ({"input_ids": torch.ones(5, dtype=torch.long)}, "input_ids must be"),
         ({"input_ids": torch.ones(1, 40, dtype=torch.long), "attention_mask": torch.zeros(1, 40)}, "padding"),
-        ({"input_ids": torch.ones(1, 40, dtype=torch.long), "attention_mask": torch.ones(1, 39)}, "does not fit"),
+        ({"input_ids": torch.ones(1, 40, dtype=torch.long), "attention_mask": torch.ones(1, 39)}, "do not fit"),
         ({"input_ids": torch.ones(1, 40, dtype=torch.long), "prompt_length": torch.tensor([-1])}, "prompt_length"),
         ({"input_ids": torch.ones(1, 200, dtype=torch.long)}, "max_position_embeddings"),
     ],

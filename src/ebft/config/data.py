@@ -40,4 +40,9 @@ class DataKeys(Section):
     dataset_num_proc: int = Field(1, ge=1, description="Processes that prepare the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows once all sources are joined.")
     sequence_len: int = Field(512, ge=2, description="Tokens at which a row is cut.")
+    sample_packing: bool = Field(
+        False,
+        description="Strided mode: put several short documents into one row of up to sequence_len tokens, which then "
+        "counts once towards micro_batch_size. No document sees another.",
+    )
     train_on_inputs: bool = Field(False, description="Count prompt tokens in the cross-entropy too.")

@@ -12,14 +12,12 @@ from ebft.config.section import Section
 _PREPARED = "rows are tokenised anew when the run starts"
 _KERNELS = "adapters run through PEFT's own layers, with the same results"
 _LIGER = "the model's own layers run, with the same results"
-_UNPACKED = "every document keeps a row of its own"
 
 
 class CarriedOverKeys(Section):
     """Keys of configs for other trainers, accepted so that those configs load."""
 
-    sample_packing: bool = Field(False, description="Without effect: every document keeps a row of its own.")
-    eval_sample_packing: bool = Field(False, description="Without effect, like sample_packing.")
+    eval_sample_packing: bool | None = Field(None, description="Without effect: evaluation is the same either way.")
     pad_to_sequence_len: bool = Field(False, description="Without effect: a batch is as long as its longest row.")
     skip_prepare_dataset: bool = Field(False, description="Without effect: there is no separate preparation.")
     dataset_prepared_path: str | None = Field(None, description="Without effect: rows are tokenised in each run.")
@@ -58,8 +56,7 @@ class Ignored(NamedTuple):
 
 
 IGNORED: dict[str, Ignored] = {
-    "sample_packing": Ignored((False,), _UNPACKED),
-    "eval_sample_packing": Ignored((False,), _UNPACKED),
+    "eval_sample_packing": Ignored((False, None), "held-out documents are measured one by one, packed or not"),
     "pad_to_sequence_len": Ignored((False,), "a batch is padded to its longest row only"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
     "dataset_prepared_path": Ignored((), _PREPARED),

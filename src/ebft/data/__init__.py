@@ -2,7 +2,8 @@
 
 from ebft.data.collator import DocumentCollator
 from ebft.data.load import load_datasets
+from ebft.data.packing import PackedRows, pack_rows
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 
-__all__ = ["DocumentCollator", "load_datasets", "read_source", "tokenise"]
+__all__ = ["DocumentCollator", "PackedRows", "load_datasets", "pack_rows", "read_source", "tokenise"]

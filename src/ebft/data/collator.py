@@ -1,4 +1,4 @@
-"""Rows to a batch: padding on the right, nothing else."""
+"""Rows to a batch: packed rows taken apart, padding on the right, nothing else."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ebft.errors import DataError
 
 @dataclass
 class DocumentCollator:
-    """Pads the rows of a batch to its longest row.
+    """Pads the rows of a batch to its longest row; a packed row (`documents`) stands for the rows in it.
 
     Rows hold `input_ids`, and optionally `labels` (else every token is one), `attention_mask` (else all ones) and
     `prompt_length`. The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S), and `prompt_length`
@@ -24,6 +24,7 @@ class DocumentCollator:
     with_prompt_length: bool = True
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        rows = [document for row in rows for document in row.get("documents", [row])]
         ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
         masks = [
             torch.as_tensor(row["attention_mask"], dtype=torch.long)

@@ -1,0 +1,177 @@
+"""Seconds, peak memory, the rate of a matrix product, and what machine they were measured on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+# Dense bfloat16 FLOP/s from the data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+# Rows and columns of the matrices whose product's rate is measured: large enough to be near the device's best.
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What `run` returns, and the seconds that it and the work it queued on the device took."""
+    synchronise(device)
+    start = time.perf_counter()
+    result = run()
+    synchronise(device)
+    return result, time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for a CUDA device to finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def stopwatch(owner: Any, function: str, name: str, seconds: dict[str, float], device: torch.device) -> Iterator[None]:
+    """Inside the block, add what every call of `owner.function` takes to `seconds[name]`."""
+    original = getattr(owner, function)
+    seconds[name] = 0.0
+
+    def watched(*args, **kwargs):
+        result, taken = timed(lambda: original(*args, **kwargs), device)
+        seconds[name] += taken
+        return result
+
+    with patch.object(owner, function, watched):
+        yield
+
+
+def with_peak_memory(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
+    """What `run` returns, and the MiB that it needed at its peak above what the process held before.
+
+    On CUDA allocated memory; on Linux resident memory, whose high-water mark the kernel lets a process reset; None
+    elsewhere.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        torch.cuda.synchronize(device)
+        return result, (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    try:
+        # Freed memory that the allocator keeps is resident, and would hide what is taken from it again.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _kib("self/status", "VmRSS")
+    except (OSError, AttributeError):
+        return run(), None
+    result = run()
+    return result, (_kib("self/status", "VmHWM") - before) / 2**10
+
+
+@contextmanager
+def within_free_memory() -> Iterator[None]:
+    """Inside the block, on Linux, this process can take 90% of the memory that is free now, and no more.
+
+    A step that needs more then fails with an error that can be reported; else the kernel would kill a process. A GPU's
+    memory fails that way by itself, and its driver's mappings are no memory.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    try:
+        most = (_kib("self/status", "VmData") + 0.9 * _kib("meminfo", "MemAvailable")) * 2**10
+    except OSError:
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    known = [limit for limit in (before, int(most)) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def _kib(file: str, name: str) -> int:
+    """One entry of a file of /proc."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class GemmRate:
+    """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.device = device
+        self.size = GEMM_SIZE[device.type]
+        self._factors = [torch.randn(self.size, self.size, device=device).to(dtype) for _ in range(2)]
+        self._seconds: list[float] = []
+        self._multiply()  # the first picks a kernel and starts threads
+
+    def sample(self) -> None:
+        """Three products, timed here and now."""
+        self._seconds += [self._multiply() for _ in range(3)]
+
+    def median(self) -> float:
+        """The median rate over all samples."""
+        return 2 * self.size**3 / statistics.median(self._seconds)
+
+    def _multiply(self) -> float:
+        return timed(lambda: self._factors[0] @ self._factors[1], self.device)[1]
+
+
+def peak_flops(device: torch.device) -> tuple[float, str] | None:
+    """Peak FLOP/s of the device in bfloat16 and where the number is from; None for one that is not in the table."""
+    name = device_name(device)
+    found = [model for model in PEAK_FLOPS if model in name]
+    return (PEAK_FLOPS[found[0]], f"{found[0]} data sheet, dense bfloat16") if found else None
+
+
+def device_name(device: torch.device) -> str:
+    """The model name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine(device: torch.device) -> dict[str, str | float]:
+    """What the numbers depend on beside the model and the options."""
+    return {
+        "device": f"{device.type}: {device_name(device)}",
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),  # of the minute before: above 1 or so, other work takes part in the times
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _commit() -> str:
+    """The checked-out commit, marked where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()

@@ -1,0 +1,100 @@
+"""Plots of a stored benchmark, from its JSON alone: `python -m benchmarks.plots FILE.json` writes FILE.png."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot, ticker  # noqa: E402 (after the choice of a backend that needs no screen)
+
+COLOURS = {"ours": "tab:blue", "axolotl": "tab:orange"}
+PHASE_COLOURS = {"rollout": "#1b4f72", "features": "#2e86c1", "forward": "#85c1e9", "backward": "#d6eaf8"}
+
+
+def draw(results: Path) -> Path:
+    """Time by length, share of the phases, and memory, of the JSON file at `results`; returns the picture's path."""
+    found = json.loads(results.read_text(encoding="utf-8"))
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    _time(axes[0], found["lengths"])
+    _phases(axes[1], found["lengths"])
+    _memory(axes[2], found["lengths"])
+    card = found["card"]
+    figure.suptitle(f"One strided EBFT step: {card['model']}, {card['dtype']}\n{card['device']}", fontsize=10)
+    picture = results.with_suffix(".png")
+    figure.savefig(picture, dpi=130)
+    pyplot.close(figure)
+    return picture
+
+
+def _time(axis: Any, lengths: list[dict[str, Any]]) -> None:
+    _sides(axis, lengths, "step")
+    axis.plot(*_series(lengths, "ours", "floor"), "--", color="0.5", label="our matrix products alone")
+    _by_length(axis, lengths, "seconds of a step")
+
+
+def _memory(axis: Any, lengths: list[dict[str, Any]]) -> None:
+    _sides(axis, lengths, "peak_mib")
+    _by_length(axis, lengths, "peak MiB that a step needs")
+
+
+def _phases(axis: Any, lengths: list[dict[str, Any]]) -> None:
+    """A bar for each length and side: shares, because seconds of the two differ too much for one axis."""
+    rows = [
+        (result["length"], side, result["sides"][side])
+        for result in lengths
+        for side in COLOURS
+        if result["sides"].get(side, {}).get("rounds")
+    ]
+    bottom = [0.0] * len(rows)
+    for phase, colour in PHASE_COLOURS.items():
+        shares = [row[phase] / row["step"] for _, _, row in rows]
+        axis.bar(range(len(rows)), shares, bottom=bottom, color=colour, edgecolor="0.4", linewidth=0.5, label=phase)
+        bottom = [below + share for below, share in zip(bottom, shares)]
+    for index, (_, _, row) in enumerate(rows):
+        axis.text(index, 1.01, f"{row['step']:.3g} s", ha="center", va="bottom", fontsize=7)
+    names = [f"{tokens}\n{side}" for tokens, side, _ in rows]
+    axis.set_xticks(range(len(rows)), names, rotation=90, fontsize=8)
+    axis.set_ylabel("share of the step")
+    axis.set_ylim(0, 1.08)
+    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def _sides(axis: Any, lengths: list[dict[str, Any]], name: str) -> None:
+    """A line for each side that has values."""
+    for side, colour in COLOURS.items():
+        tokens, values = _series(lengths, side, name)
+        if values:
+            axis.plot(tokens, values, "o-", color=colour, label=side)
+
+
+def _series(lengths: list[dict[str, Any]], side: str, name: str) -> tuple[list[int], list[float]]:
+    """The lengths at which a side has a value, and the values."""
+    rows = [(result["length"], result["sides"].get(side, {}).get(name)) for result in lengths]
+    rows = [row for row in rows if row[1] is not None]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _by_length(axis: Any, lengths: list[dict[str, Any]], label: str) -> None:
+    ticks = [result["length"] for result in lengths]
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.minorticks_off()
+    axis.set_xlabel("document tokens")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=9)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    print(draw(parser.parse_args().results))

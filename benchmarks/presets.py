@@ -1,0 +1,127 @@
+"""The models that are measured, the options of the step, and the document it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# The options of both trainers, by our names; theirs are the same behind `ebft_`. What is not here is the default
+# of both: coefficients 1, RLOO, no cross-entropy term.
+OPTIONS = {
+    "stride": 8,
+    "context_length": 8,
+    "generate_max_len": 8,
+    "n_samples_per_prompt": 4,
+    "temperature": 0.6,
+    "feature_layers": [0.25, 0.5, 0.75],
+    "use_whitening": False,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A random Llama, how it is fine-tuned, and which lengths are measured unless the command line says otherwise."""
+
+    name: str
+    shape: dict[str, int]  # of LlamaConfig
+    lora_rank: int | None
+    dtypes: tuple[str, ...]  # the first for both trainers, the others for ours alone
+    lengths: tuple[int, ...]  # for both trainers
+    alone: tuple[int, ...]  # for ours only
+    overhead_steps: int  # of a whole `ebft train` run; 0 for models too large to save and load on the way
+
+    @property
+    def description(self) -> str:
+        """The model in words."""
+        shape = self.shape
+        tuning = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full fine-tuning"
+        return (
+            f"random Llama, hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}, "
+            f"{shape['num_hidden_layers']} layers, "
+            f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads, "
+            f"vocabulary {shape['vocab_size']}, {tuning}"
+        )
+
+    def shrunken(self) -> Preset:
+        """The same code at a size that takes seconds on any machine."""
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        }
+        return replace(self, name=f"{self.name}-tiny", shape=shape)
+
+
+def find_preset(name: str, on_cuda: bool) -> Preset:
+    """A preset by name. On CUDA the small model runs in bfloat16 too, which is what the published trainer casts to."""
+    if name == "1b":
+        return Preset(
+            name="1b",
+            shape={
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128256,
+            },
+            lora_rank=16,
+            dtypes=("bfloat16",),
+            lengths=(1024, 2048),
+            alone=(),
+            overhead_steps=0,
+        )
+    return Preset(
+        name="7m",
+        shape={
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 4096,
+        },
+        lora_rank=None,
+        dtypes=("bfloat16",) if on_cuda else ("float32", "bfloat16"),
+        lengths=(256, 512, 1024, 2048),
+        alone=(4096, 8192),
+        overhead_steps=12,
+    )
+
+
+def build_model(preset: Preset, dtype: torch.dtype, positions: int) -> nn.Module:
+    """The preset's model: the same weights in every call. An adapter's own are float32, as `ebft train` has them."""
+    torch.manual_seed(0)
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    config = LlamaConfig(max_position_embeddings=positions, **special, **preset.shape)
+    model = LlamaForCausalLM(config).to(dtype)
+    if preset.lora_rank is None:
+        return model
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM", r=preset.lora_rank, lora_alpha=2 * preset.lora_rank, target_modules=targets
+    )
+    return get_peft_model(model, adapter)
+
+
+def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:
+    """A batch of one document of random tokens: the same tokens for the same length."""
+    tokens = torch.randint(3, preset.shape["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": tokens.to(device)}
+
+
+def num_blocks(length: int) -> int:
+    """Blocks of a document without a prompt."""
+    return (length - OPTIONS["generate_max_len"] - OPTIONS["context_length"]) // OPTIONS["stride"] + 1
+
+
+def num_generated(length: int) -> int:
+    """Tokens that a step samples for a document."""
+    return num_blocks(length) * OPTIONS["n_samples_per_prompt"] * OPTIONS["generate_max_len"]

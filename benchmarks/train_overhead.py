@@ -1,0 +1,101 @@
+"""What a whole step of `ebft train` takes beside its loss and gradients: data, optimizer, logging."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sysconfig
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import ebft
+from benchmarks.measuring import timed
+from benchmarks.presets import OPTIONS, Preset, build_model
+from ebft.config import RunConfig
+from ebft.strided import StridedEBFTTrainer
+
+WARM_UP = 2  # steps that are left out
+
+
+def train_overhead(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -> dict[str, float]:
+    """Run `ebft.train` for `steps` steps on documents of `length` tokens; medians over steps after the first two.
+
+    A step lasts from the start of its loss to the start of the next one's. `inside` is what the loss and the
+    gradients take of that.
+    """
+    starts: list[float] = []
+    inside: list[float] = []
+    compute_loss, backward = StridedEBFTTrainer.compute_loss, Accelerator.backward
+
+    def timed_loss(self, *args, **kwargs):
+        starts.append(time.perf_counter())
+        loss, seconds = timed(lambda: compute_loss(self, *args, **kwargs), self.accelerator.device)
+        inside.append(seconds)
+        return loss
+
+    def timed_backward(self, *args, **kwargs):
+        inside[-1] += timed(lambda: backward(self, *args, **kwargs), self.device)[1]
+
+    said = io.StringIO()  # its log lines are not those of the benchmark
+    with (
+        patch.object(StridedEBFTTrainer, "compute_loss", timed_loss),
+        patch.object(Accelerator, "backward", timed_backward),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        ebft.train(_config(preset, dtype, length, steps, folder))
+    whole = [after - before for before, after in zip(starts, starts[1:])][WARM_UP:]
+    inside = inside[WARM_UP:-1]
+    ratio = median(w / i for w, i in zip(whole, inside))
+    return {"length": length, "steps": len(whole), "whole": median(whole), "inside": median(inside), "ratio": ratio}
+
+
+def _config(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -> RunConfig:
+    """A run on text of the standard library from the preset's model, both saved in `folder`."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+    texts = [text[: 16 * length] for text in texts if len(text) > 16 * length]  # one token is a few characters
+    data, base = folder / "texts.jsonl", folder / "base"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    _train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(base)
+    # Without an adapter, which is the config's to make.
+    build_model(replace(preset, lora_rank=None), getattr(torch, dtype), length).save_pretrained(base)
+    adapter = {"adapter": "lora", "lora_r": preset.lora_rank, "lora_target_linear": True}
+    return RunConfig.from_dict(
+        {
+            "base_model": str(base),
+            "rl": "ebft",
+            "ebft": {"mode": "strided", **OPTIONS},
+            "datasets": [{"path": str(data), "type": "ebft_pretrain.transform"}],
+            "sequence_len": length,
+            "micro_batch_size": 1,
+            "max_steps": steps,
+            "learning_rate": 1e-5,
+            "bf16": dtype == "bfloat16",
+            "save_strategy": "no",
+            "output_dir": str(folder / "out"),
+            **(adapter | {"lora_alpha": 2 * preset.lora_rank} if preset.lora_rank else {}),
+        }
+    )
+
+
+def _train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>", "<|pad|>"],  # ids 0 and 1, as in the model's config
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")

@@ -1,0 +1,66 @@
+"""Several short documents in one row, so that a batch holds as many tokens as it may, whatever their lengths."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from typing import Any
+
+import datasets
+import pyarrow.compute as pc
+from torch.utils.data import Dataset
+
+
+class PackedRows(Dataset):
+    """Rows `{"documents": [...]}`, each the rows of another dataset that were packed together.
+
+    `DocumentCollator` takes them apart again: the strided trainer lays all documents of a batch end to end without
+    padding, and none sees another. `lengths` are the tokens of each row.
+    """
+
+    def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):
+        self._rows, self._packs, self.lengths = rows, packs, lengths
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> dict[str, list[dict[str, Any]]]:
+        return {"documents": [self._rows[i] for i in self._packs[index]]}
+
+
+def pack_rows(rows: Any, length: int) -> PackedRows:
+    """Pack the rows of a dataset (with `input_ids`) by best fit, longest first, into rows of up to `length` tokens.
+
+    A row longer than that stays alone. The same rows always pack the same way.
+    """
+    sizes = _token_counts(rows)
+    packs: list[list[int]] = []
+    room: dict[int, list[int]] = defaultdict(list)  # packs by the tokens that still fit
+    used: list[int] = []
+    free: list[int] = []  # the rooms that exist, rising
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        at = bisect_left(free, size)
+        if at == len(free):
+            pack = len(packs)
+            packs.append([])
+            used.append(0)
+        else:
+            pack = room[free[at]].pop()
+            if not room[free[at]]:
+                free.pop(at)
+        packs[pack].append(index)
+        used[pack] += size
+        left = length - used[pack]
+        if left > 0:
+            if not room[left]:
+                insort(free, left)
+            room[left].append(pack)
+    return PackedRows(rows, packs, used)
+
+
+def _token_counts(rows: Any) -> list[int]:
+    if not isinstance(rows, datasets.Dataset):
+        return [len(row["input_ids"]) for row in rows]
+    tables = rows.with_format("arrow").iter(batch_size=10_000)
+    return [count for table in tables for count in pc.list_value_length(table["input_ids"]).to_pylist()]

@@ -1,0 +1,145 @@
+"""The benchmark at a size that takes seconds: what it measures adds up, and what it cannot measure it says.
+
+The published trainer takes part where EBFT_AXOLOTL_WHEEL names its wheel; no test reaches for a package registry.
+"""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import plots
+from benchmarks.flops import counted_flops
+from benchmarks.measuring import with_peak_memory
+from benchmarks.presets import find_preset
+from benchmarks.recompilations import recompilations
+from benchmarks.strided_step import main
+
+WHEEL = os.environ.get("EBFT_AXOLOTL_WHEEL")
+PHASES = ("rollout", "features", "forward", "backward")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_matrices():
+    """The rate of a large matrix product is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.measuring.GEMM_SIZE", {"cpu": 256, "cuda": 256})
+        yield
+
+
+def run(output: Path, *arguments: str) -> tuple[dict, str]:
+    """The benchmark in this process: its JSON line, and everything that it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["--tiny", "--repeats", "1", "--output", str(output), *arguments])
+    return json.loads(printed.getvalue().splitlines()[-1]), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("benchmark") / "results.json"
+    lengths = ("--lengths", "24", "40", "--alone", "64", "--dtypes", "float32", "bfloat16", "--dtype-lengths", "40")
+    extra = ("--overhead-steps", "4", "--overhead-length", "32", "--recompile-steps", "2")
+    results, printed = run(output, *lengths, *extra, "--wheel", "missing.whl")
+    return output, results, printed
+
+
+def test_every_length_has_its_rows(small_run):
+    output, results, printed = small_run
+    assert json.loads(output.read_text()) == results
+    assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], ["ours", "ours bfloat16"], ["ours"]]
+    assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
+    assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
+
+
+def test_what_is_measured_adds_up(small_run):
+    _, results, _ = small_run
+    for entry in results["lengths"]:
+        assert entry["generated"] == entry["blocks"] * 4 * 8
+        for row in entry["sides"].values():
+            assert row["rounds"] == 1 and row["failed"] is None
+            assert sum(row[phase] for phase in PHASES) == pytest.approx(row["step"], rel=1e-3)
+            assert all(row[phase] > 0 for phase in PHASES)
+            assert row["step_over_floor"] == pytest.approx(row["step"] / row["floor"], rel=1e-3)
+            assert row["counted_gflop"] >= 0.9 * sum(entry["needed_gflop"].values()) > 0
+            assert row["peak_mib"] is None or row["peak_mib"] > 0
+    flops = [entry["sides"]["ours"]["counted_gflop"] for entry in results["lengths"]]
+    assert flops == sorted(flops)
+
+
+def test_whole_runs(small_run):
+    _, results, printed = small_run
+    assert results["train"]["whole"] > results["train"]["inside"] > 0
+    assert results["recompilations"] == {"steps": 2, "frames": 0}
+    assert "ebft train at 32 tokens" in printed
+
+
+def test_a_missing_wheel_is_said_in_one_line(small_run):
+    _, results, printed = small_run
+    assert "axolotl 0.19.0 is not measured: missing.whl is no wheel of axolotl 0.19.0" in printed.splitlines()[0]
+    assert results["card"]["axolotl"] is None
+
+
+def test_plots_come_from_the_json_alone(small_run, tmp_path):
+    output, _, _ = small_run
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    copy = tmp_path / "copy.json"
+    copy.write_text(output.read_text())
+    assert plots.draw(copy).stat().st_size > 10_000
+
+
+def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.rounds.SLOW", 0.0)
+    results, _ = run(
+        tmp_path / "out.json",
+        *("--repeats", "3", "--lengths", "24", "--dtypes", "float32", "--overhead-steps", "0"),
+        *("--recompile-steps", "0", "--wheel", "missing.whl"),
+    )
+    assert results["lengths"][0]["sides"]["ours"]["rounds"] == 1
+
+
+def test_the_preset_with_an_adapter(tmp_path):
+    results, _ = run(
+        tmp_path / "out.json", "--preset", "1b", "--lengths", "24", "--recompile-steps", "0", "--wheel", "-"
+    )
+    row = results["lengths"][0]["sides"]["ours"]
+    assert row["dtype"] == "bfloat16" and row["tokens_per_s"] > 0 and row["mfu"] > 0
+    assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())
+    assert find_preset("1b", on_cuda=True).shape["hidden_size"] == 2048
+
+
+@pytest.mark.skipif(WHEEL is None, reason="EBFT_AXOLOTL_WHEEL names no wheel")
+@pytest.mark.parametrize("preset", ["7m", "1b"])
+def test_the_published_trainer_steps_beside_ours(tmp_path, preset):
+    arguments = ("--preset", preset, "--lengths", "24", "--overhead-steps", "0", "--recompile-steps", "0")
+    results, printed = run(tmp_path / "out.json", *arguments, "--wheel", WHEEL)
+    row = results["lengths"][0]["sides"]["axolotl"]
+    assert row["failed"] is None and sum(row[phase] for phase in PHASES) == pytest.approx(row["step"], rel=1e-3)
+    assert results["card"]["axolotl"] == "0.19.0" and "axolotl / ours: " in printed
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fused_attention_is_counted(is_causal):
+    query = torch.randn(1, 2, 10, 8, requires_grad=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    flops = counted_flops(lambda: attend(query, query, query, is_causal=is_causal).sum().backward())
+    pairs = 10 * 11 // 2 if is_causal else 10 * 10
+    assert flops == (2 + 5) * 2 * 2 * pairs * 8
+
+
+def test_peak_memory_is_what_was_taken_in_between():
+    _, mib = with_peak_memory(lambda: torch.ones(64 * 2**18) + 1, torch.device("cpu"))
+    assert mib is None or 120 < mib < 160  # two tensors of 64 MiB
+
+
+def test_recompilations_are_counted():
+    compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    side = SimpleNamespace(
+        device=torch.device("cpu"), step=lambda inputs: compiled(torch.zeros(inputs["prompt_length"].item()))
+    )
+    assert recompilations(side, find_preset("7m", on_cuda=False), length=256, steps=4) == 4
