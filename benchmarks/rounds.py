@@ -33,8 +33,14 @@ class Rounds:
         self.is_slow = seconds.get("step", 0.0) > SLOW
 
     def time_one(self) -> None:
-        """One timed step, unless the side failed or is slow and was timed before."""
+        """One timed step, unless the side failed or is slow and was timed before.
+
+        A step of the same side goes before it, as it does in training: after the other side's, a step would pay for
+        taking its memory from the system anew. A slow one does not notice.
+        """
         if not self.failed and not (self.is_slow and self.timed):
+            if not self.is_slow:
+                self._step()
             seconds = self._step()
             self.timed += [seconds] if seconds else []
 

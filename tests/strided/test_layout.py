@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.anchors import first_anchor
-from ebft.strided.layout import Documents, StridedLayout, generated_token_count
+from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
 
 OPTIONS = {
     "stride": 4,
@@ -90,3 +90,24 @@ def test_rows_of_padding_are_documents_without_tokens():
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
     assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10
     assert StridedLayout.place(documents, **OPTIONS).anchors == [[], [], [3]]
+
+
+@pytest.mark.parametrize("tokens_per_pass", [None, 1, 4, 8, 12, 1000])
+def test_parts_hold_every_block_and_every_text_token_once(tokens_per_pass):
+    lengths = torch.tensor([4, 13, 3, 9, 30, 4, 12, 2])  # the first, third, sixth and last have no block
+    ids = torch.arange(len(lengths) * 30).view(len(lengths), 30)
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": torch.arange(30) < lengths[:, None]})
+    layout = StridedLayout.place(documents, **OPTIONS)
+    parts = split(documents, layout, tokens_per_pass)
+    most = 1000 if tokens_per_pass is None else max(1, tokens_per_pass // 4)
+    assert [p.blocks.start for p in parts] == list(range(0, layout.num_blocks, most))
+    text, first_tokens, anchors = [], [], []
+    for part in parts:
+        assert part.layout.num_blocks == part.blocks.stop - part.blocks.start <= most
+        assert part.layout.spans[-1][1] == len(part.documents.tokens) == int(part.documents.lengths.sum())
+        text += part.documents.tokens[part.documents.ce_mask].tolist()
+        first_tokens += part.documents.tokens[part.layout.block_index].tolist()
+        anchors += part.layout.block_anchors.tolist()
+    assert text == documents.tokens[documents.ce_mask].tolist()
+    assert first_tokens == documents.tokens[layout.block_index].tolist()
+    assert anchors == layout.block_anchors.tolist()

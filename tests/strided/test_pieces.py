@@ -5,7 +5,7 @@ import torch
 
 from ebft.strided.pieces import Own, Piece, Scores, attend
 
-HEADS, ROWS, KEYS, OWNERS, WIDTH, DIM = 2, 12, 9, 3, 4, 5
+HEADS, ROWS, KEYS, OWNERS, WIDTH, DIM = 2, 12, 13, 3, 4, 5
 # Rows in two pieces: the first sees keys 1..6 but for some of the last three, the second keys 4..9.
 GENERATOR = torch.Generator().manual_seed(0)
 PIECES = [

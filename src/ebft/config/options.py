@@ -83,10 +83,16 @@ class StridedOptions(FeatureOptions):
         description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
     )
     disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
+    rollout_tokens_per_pass: int | None = Field(
+        None,
+        ge=1,
+        description="Rollout tokens in one forward at most, for when n_samples_per_prompt * blocks * generate_max_len "
+        "do not fit into memory: more take several, with the same loss and gradient; unset takes all at once.",
+    )
     single_pass: bool | None = Field(
         None,
         description="Train on the very pass that sampled the rollouts, instead of a second forward; unset: on CPU. Not "
-        "with gradient checkpointing, dropout or FSDP.",
+        "with gradient checkpointing, rollout_tokens_per_pass, dropout or FSDP.",
     )
 
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ebft.errors import ModelError
+from ebft.strided import flex
 from ebft.strided.layout import StridedLayout
 from ebft.strided.pieces import Own, Piece, Scores, attend
 
@@ -85,7 +86,11 @@ class MaskPattern:
         """Which own keys (M, N, heads * T, U) a rollout token must not see: later ones, and what the pattern hides."""
         return self._keep(("own", heads, num_keys), lambda: self._own_hidden(run, heads, num_keys))
 
-    def _keep(self, name: tuple, make: Callable):
+    def flex_mask(self, run: StridedPass):
+        """The whole pattern of a scoring pass for flex_attention."""
+        return self._keep("flex", lambda: flex.layout_mask(run.layout, run.document_positions, run.steps, self))
+
+    def _keep(self, name: tuple | str, make: Callable):
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
@@ -163,6 +168,11 @@ class StridedPass:
     layers_seen: set[int] = field(default_factory=set)
     previous_implementation: list[str] = field(default_factory=list)
 
+    @property
+    def wants_flex(self) -> bool:
+        """Whether the model was loaded with flex_attention, which is what it runs outside of strided passes."""
+        return self.previous_implementation[0] == "flex_attention"
+
     def position_ids(self) -> Tensor:
         """Positions of the tokens of this pass: (1, tokens)."""
         if self.phase == "prefill":
@@ -191,6 +201,9 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
         dropout=(kwargs.get("dropout") or 0.0) if run.apply_dropout else 0.0,
     )
     sinks, pattern = kwargs.get("s_aux"), attention_mask
+    if run.phase == "score" and run.wants_flex and flex.available(query.device) and not scores.dropout:
+        mask = pattern.flex_mask(run)
+        return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
     query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
     key, value = key[0], value[0]
     if run.phase == "decode":

@@ -71,6 +71,14 @@ class Documents:
         """Position of every token in its own document: (S,)."""
         return _positions(self.lengths)
 
+    def between(self, first: int, stop: int, scored: int = 0) -> Documents:
+        """Documents [first, stop), with `ce_mask` off for the first `scored` tokens."""
+        ends = [0, *self.lengths.cumsum(0).tolist()]
+        tokens = slice(ends[first], ends[stop])
+        ce_mask = self.ce_mask[tokens].clone()
+        ce_mask[:scored] = False
+        return Documents(self.tokens[tokens], self.lengths[first:stop], self.prompt_length[first:stop], ce_mask)
+
 
 def _positions(lengths: Tensor) -> Tensor:
     """0 .. length - 1 for each document, end to end: (S,)."""
@@ -187,6 +195,42 @@ class StridedLayout:
         """Values of the blocks (M, ...) as (B, NB, ...), with zeros where a document has fewer than NB."""
         mask = self.block_mask()
         return values.new_zeros(*mask.shape, *values.shape[1:]).index_put_((mask,), values)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks of a batch, `blocks` among the M, with the documents that they need."""
+
+    documents: Documents
+    layout: StridedLayout
+    blocks: slice
+
+
+def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | None) -> list[Part]:
+    """The batch in parts of at most `tokens_per_pass` rollout tokens (but one block at least); None is one part.
+
+    Every token that `ce_mask` marks is marked in exactly one part, in their order.
+    """
+    size = layout.num_samples * layout.generate_max_len
+    most = layout.num_blocks if tokens_per_pass is None else max(1, tokens_per_pass // size)
+    blocks = [(d, a) for d, row in enumerate(layout.anchors) for a in row]
+    parts, last = [], -1
+    for b in range(0, len(blocks), most):
+        chunk = blocks[b : b + most]
+        first = min(chunk[0][0], last + 1)  # documents without blocks come along
+        scored = 0 if last < first else layout.spans[last][1] - layout.spans[last][0]
+        last = chunk[-1][0] if b + most < len(blocks) else len(layout.spans) - 1
+        offset = layout.spans[first][0]
+        spans = [(start - offset, end - offset) for start, end in layout.spans[first : last + 1]]
+        anchors = [[a for d, a in chunk if d == document] for document in range(first, last + 1)]
+        parts.append(
+            Part(
+                documents.between(first, last + 1, scored),
+                replace(layout, spans=spans, anchors=anchors),
+                slice(b, b + len(chunk)),
+            )
+        )
+    return parts
 
 
 def generated_token_count(documents: Documents, **block_options) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ebft.strided.attention import StridedPass
-from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.logps import Head, token_logps
 from ebft.strided.policy import backbone_states, head_of, run_inside, vocab_size
 
@@ -24,29 +25,55 @@ def score(
     temperature: float,
     text_gradient: bool,
     apply_dropout: bool,
+    tokens_per_pass: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward over [documents | rollouts] through `model`, which may be wrapped (DDP, FSDP, PEFT).
+
+    With `tokens_per_pass`, at most that many rollout tokens are in a forward, each with the documents that it needs;
+    forwards beyond one are run again in backward, one at a time, so that no two hold their activations at once.
 
     Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, and those at temperature 1 of the
     reference tokens that `documents.ce_mask` marks; both float32. The last token of a rollout is scored but never
     read, so it is not in the forward.
     """
-    m, n, g = rollouts.shape
-    s = len(documents.tokens)
-    run = StridedPass(layout, "score", documents.positions, steps=g - 1, apply_dropout=apply_dropout)
+    parts = split(documents, layout, tokens_per_pass)
 
     def forward(causal_lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
-        head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
-        states = backbone_states(causal_lm, torch.cat([documents.tokens, rollouts[..., :-1].flatten()]), run)
-        text, rollout = states[:s], states[s:]
-        # A rollout's first token follows document position a_b - 1; each later one its own predecessor.
-        first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature, vocabulary)
-        later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature, vocabulary)
-        logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
-        with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
-            return logps, text_logps(text, documents, head, vocabulary)
+        scored = []
+        for part in parts:
+            args = (causal_lm, part, rollouts[part.blocks], temperature, text_gradient, apply_dropout)
+            if len(parts) > 1 and torch.is_grad_enabled():
+                scored.append(checkpoint(_score_part, *args, use_reentrant=False, preserve_rng_state=apply_dropout))
+            else:
+                scored.append(_score_part(*args))
+        logps, text = zip(*scored)
+        return torch.cat(logps), torch.cat(text)
 
     return run_inside(model, forward)
+
+
+def _score_part(
+    causal_lm: PreTrainedModel,
+    part: Part,
+    rollouts: Tensor,
+    temperature: float,
+    text_gradient: bool,
+    apply_dropout: bool,
+) -> tuple[Tensor, Tensor]:
+    """`score` for the blocks of a part, inside the model's forward."""
+    documents, layout = part.documents, part.layout
+    m, n, g = rollouts.shape
+    s = len(documents.tokens)
+    head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
+    run = StridedPass(layout, "score", documents.positions, steps=g - 1, apply_dropout=apply_dropout)
+    states = backbone_states(causal_lm, torch.cat([documents.tokens, rollouts[..., :-1].flatten()]), run)
+    text, rollout = states[:s], states[s:]
+    # A rollout's first token follows document position a_b - 1; each later one its own predecessor.
+    first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature, vocabulary)
+    later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature, vocabulary)
+    logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
+    with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
+        return logps, text_logps(text, documents, head, vocabulary)
 
 
 def text_logps(states: Tensor, documents: Documents, head: Head, vocabulary: int) -> Tensor:

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Query rows `rows`, the shared keys `keys` that they see, but for `hidden` (rows, W) of the last W keys."""
+    """Query rows `rows`, the shared keys `keys` that they see, but for `hidden` (rows, W) of the last W keys.
+
+    Where rows have own keys, at least as many shared keys must lie behind `keys` (a rollout's reference does).
+    """
 
     rows: slice
     keys: slice
@@ -93,20 +97,15 @@ class _Attention(torch.autograd.Function):
         # Many pieces add to one key, so their sums are kept in float32.
         grad_key, grad_value = (torch.zeros_like(x, dtype=weigh.dtype) for x in (key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=weigh.dtype)
-        if own_key is not None:
-            grad_own = (weigh.by_owner(grad) @ own_value.mT).view(*query.shape[:2], -1)
+        grad_own = None if own_key is None else (weigh.by_owner(grad) @ own_value.mT).flatten(1, 2)
         own_weights, own_grads = [], []
         for piece in pieces:
             rows, keys = piece.rows, piece.keys
             weights, slope = weigh(piece)
-            grad_weights = weigh.buffer(piece)
-            grad_shared, grad_of_own = weigh.columns(grad_weights, piece)
-            torch.bmm(grad[:, rows], value[:, keys].mT, out=grad_shared)
-            if own_key is not None:
-                grad_of_own.copy_(grad_own[:, rows])
+            grad_weights = weigh.products(grad, value, grad_own, 1.0, piece).to(weigh.dtype)
             if sinks is not None:
-                grad_weights[..., -1] = 0  # a sink has no value
-            grad_weights = weigh.dropped(grad_weights.to(weigh.dtype), piece)
+                grad_weights = F.pad(grad_weights, (0, 1))  # a sink has no value
+            grad_weights = weigh.dropped(grad_weights, piece)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weigh.dtype)
             if sinks is not None:
                 grad_sinks += grad_scores[..., -1].unflatten(1, (-1, sinks.shape[1])).sum(1)
@@ -141,7 +140,7 @@ class _Weights:
     def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
         self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over pieces
-        self.owners = self.own_width = 0
+        self.owners, self.own_width, self.own_products = 0, 0, None
         if own_key is not None:
             self.owners, self.own_width = own_key.shape[1:3]
             self.own_products = (self.by_owner(query) @ own_key.mT).mul_(scores.scaling).flatten(1, 2)
@@ -149,31 +148,34 @@ class _Weights:
 
     def __call__(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
         """Weights (K, rows, columns), and with a softcap its slope at every score."""
-        scores, slope = self.buffer(piece), None
-        shared, own = self.columns(scores, piece)
-        query, key = self.query[:, piece.rows], self.key[:, piece.keys]
-        torch.baddbmm(shared, query, key.mT, beta=0, alpha=self.scores.scaling, out=shared)
-        if self.owners:
-            own.copy_(self.own_products[:, piece.rows])
+        scores, slope = self.products(self.query, self.key, self.own_products, self.scores.scaling, piece), None
         if self.scores.softcap is not None:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
             scores, slope = capped * self.scores.softcap, 1 - capped.square()
-            shared, own = self.columns(scores, piece)
+        shared, own = self.columns(scores, piece)
         shared[..., shared.shape[-1] - piece.hidden.shape[-1] :].masked_fill_(piece.hidden, float("-inf"))
         if self.owners:
             own.masked_fill_(self.own_hidden[piece.rows], float("-inf"))
         if self.sinks is not None:
-            scores = scores.to(self.dtype)
-            scores[..., -1].unflatten(1, (-1, self.sinks.shape[1])).copy_(self.sinks[:, None])
-            if slope is not None:
-                slope[..., -1] = 1
+            sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
+            scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
+            slope = None if slope is None else F.pad(slope, (0, 1), value=1.0)
         # Converted first: a softmax that converts as it goes is several times slower on CPU.
         return scores.to(self.dtype).softmax(-1), slope
 
-    def buffer(self, piece: Piece) -> Tensor:
-        """Room for one number per row and column of a piece, in the query's dtype."""
-        width = piece.keys.stop - piece.keys.start + self.own_width + (self.sinks is not None)
-        return self.query.new_empty(self.query.shape[0], piece.rows.stop - piece.rows.start, width)
+    def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, piece: Piece) -> Tensor:
+        """Scaled products of a piece's rows of `left` with the shared keys' of `right`, and the rows of `own`.
+
+        The columns of own keys are first computed along, from whatever lies behind the shared keys, as a product into
+        part of a matrix takes half as long again as one into all of it.
+        """
+        keys = slice(piece.keys.start, piece.keys.stop + self.own_width)
+        rows, columns = left[:, piece.rows], right[:, keys].mT
+        products = left.new_empty(len(left), rows.shape[1], columns.shape[2])
+        torch.baddbmm(products, rows, columns, beta=0, alpha=scaling, out=products)
+        if own is not None:
+            products[..., -self.own_width :] = own[:, piece.rows]
+        return products
 
     def columns(self, values: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The columns of the shared keys and of the own keys: views."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.strided.attention import StridedPass
-from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.logps import chosen_logps
 from ebft.strided.loss import text_logps
 from ebft.strided.policy import backbone_states, check_length, head_of, run_inside, vocab_size
@@ -44,56 +44,76 @@ def sample_rollouts(
     top_p: float = 1.0,
     noise: Tensor | None = None,
     text_gradient: bool | None = None,
+    tokens_per_pass: int | None = None,
 ) -> Rollouts:
     """Sample every rollout of the layout from the model as it stands, dropout aside.
 
     noise (M, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None. `temperature` 0 takes
     the most likely token, scored at temperature 1. `text_gradient` says whether the text's own log-probabilities are
-    wanted, and with a gradient or without; None leaves them out.
+    wanted, and with a gradient or without; None leaves them out. `tokens_per_pass`: as in `ebft.strided.loss.score`.
     """
-    m, n, g = layout.num_blocks, layout.num_samples, layout.generate_max_len
     if noise is None:
-        noise = torch.rand(m, n, g, device=layout.device)
+        noise = torch.rand(layout.num_blocks, layout.num_samples, layout.generate_max_len, device=layout.device)
+    parts = split(documents, layout, tokens_per_pass)
 
-    def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor, ...]:
+    def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         check_length(causal_lm, int(documents.lengths.max()))
-        head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
-        tokens, entropies, logps = [], [], []
-
-        def draw(states: Tensor, noise: Tensor) -> None:
-            """Draw the next token of every rollout from the states (R, D) before it, with noise (R, K)."""
-
-            def choose(logp: Tensor, rows: slice) -> Tensor:
-                entropies.append(_entropy(logp).expand_as(noise[rows]) * (temperature > 0))
-                if temperature == 0:
-                    return logp.argmax(-1, keepdim=True).expand_as(noise[rows])
-                return sample_tokens(logp.exp(), noise[rows], top_p)
-
-            drawn, logp = chosen_logps(states, choose, head, temperature or 1.0, vocabulary)
-            tokens.append(drawn.view(m, n))
-            logps.append(logp.view(m, n))
-
-        prefill = StridedPass(layout, "prefill", documents.positions)
-        text = backbone_states(causal_lm, documents.tokens, prefill)
-        draw(text[layout.block_index - 1], noise[..., 0])
-        for t in range(g - 1):
-            step = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
-            draw(backbone_states(causal_lm, tokens[-1].flatten(), step), noise[..., t + 1].reshape(-1, 1))
-        entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
-        sampled = torch.stack(tokens, -1), entropy, torch.stack(logps, -1)
-        if text_gradient is None:
-            return *sampled, None
-        with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
-            return *sampled, text_logps(text, documents, head, vocabulary)
+        sampled = [
+            _sample_part(causal_lm, part, temperature, top_p, noise[part.blocks], text_gradient) for part in parts
+        ]
+        return tuple(None if xs[0] is None else torch.cat(xs) for xs in zip(*sampled))
 
     return Rollouts(*run_inside(model, roll_out))
 
 
-def _entropy(logp: Tensor) -> Tensor:
-    """Entropy (R, 1) of distributions logp (R, V)."""
+def _sample_part(
+    causal_lm: PreTrainedModel,
+    part: Part,
+    temperature: float,
+    top_p: float,
+    noise: Tensor,
+    text_gradient: bool | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`sample_rollouts` for the blocks of a part, inside the model's forward: the fields of `Rollouts`."""
+    documents, layout = part.documents, part.layout
+    m, n, g = noise.shape
+    head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
+    tokens, entropies, logps = [], [], []
+
+    def draw(states: Tensor, noise: Tensor) -> None:
+        """Draw the next token of every rollout from the states (R, D) before it, with noise (R, K)."""
+
+        def choose(logp: Tensor, rows: slice) -> Tensor:
+            if temperature == 0:
+                entropies.append(torch.zeros_like(noise[rows]))
+                return logp.argmax(-1, keepdim=True).expand_as(noise[rows])
+            probabilities = logp.exp()
+            entropies.append(_entropy(logp, probabilities).expand_as(noise[rows]))
+            return sample_tokens(probabilities, noise[rows], top_p)
+
+        drawn, logp = chosen_logps(states, choose, head, temperature or 1.0, vocabulary)
+        tokens.append(drawn.view(m, n))
+        logps.append(logp.view(m, n))
+
+    prefill = StridedPass(layout, "prefill", documents.positions)
+    text = backbone_states(causal_lm, documents.tokens, prefill)
+    draw(text[layout.block_index - 1], noise[..., 0])
+    for t in range(g - 1):
+        step = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
+        draw(backbone_states(causal_lm, tokens[-1].flatten(), step), noise[..., t + 1].reshape(-1, 1))
+    entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
+    sampled = torch.stack(tokens, -1), entropy, torch.stack(logps, -1)
+    if text_gradient is None:
+        return *sampled, None
+    with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
+        return *sampled, text_logps(text, documents, head, vocabulary)
+
+
+def _entropy(logp: Tensor, probabilities: Tensor) -> Tensor:
+    """Entropy (R, 1) of distributions (R, V)."""
     # The floor keeps 0 * log(0) at 0 where a model masks part of its vocabulary.
     finite = logp.clamp_min(torch.finfo(logp.dtype).min)
-    return -(logp.exp().unsqueeze(-2) @ finite.unsqueeze(-1)).squeeze(-1)
+    return -(probabilities.unsqueeze(-2) @ finite.unsqueeze(-1)).squeeze(-1)
 
 
 def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:

@@ -151,9 +151,16 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
                 top_p=args.top_p,
                 noise=self._noise.draw(documents, layout, self.state.global_step),
                 text_gradient=args.ce_coef > 0 if single_pass else None,
+                tokens_per_pass=args.rollout_tokens_per_pass,
             )
         with evaluating(model), self.accelerator.autocast():
-            phi, phi_ref = embed_blocks(self.feature_network, documents, layout, rollouts.tokens)
+            phi, phi_ref = embed_blocks(
+                self.feature_network,
+                documents,
+                layout,
+                rollouts.tokens,
+                tokens_per_pass=args.rollout_tokens_per_pass,
+            )
         with torch.no_grad():
             if args.use_whitening:
                 phi, phi_ref = whiten(phi, phi_ref, args.whitening_space)
@@ -177,6 +184,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
                 temperature=args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
                 text_gradient=args.ce_coef > 0,
                 apply_dropout=not args.disable_dropout,
+                tokens_per_pass=args.rollout_tokens_per_pass,
             )
         generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
         rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
@@ -288,7 +296,8 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         the backward of every decode step.
         """
         args = self.args
-        possible = args.disable_dropout and not args.gradient_checkpointing and not self.is_fsdp_enabled
+        saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
+        possible = args.disable_dropout and not saves_memory and not self.is_fsdp_enabled
         wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
         return torch.is_grad_enabled() and possible and wanted
 
