@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer, flex
+from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
 from tests.strided.oracle import oracle_step
 
@@ -195,31 +195,6 @@ def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch)
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch(3)
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "gemma3_text"])
-def test_flex_attention(family, checkpointing, tmp_path, monkeypatch):
-    """The kernel's definition, uncompiled, since this machine has no GPU to compile it for."""
-    calls = []
-    kernel = flex.attend_all
-    monkeypatch.setattr(flex, "available", lambda device: True)
-    monkeypatch.setattr(flex, "attend_all", lambda *args: calls.append(1) or kernel(*args))
-    model = tiny_model(family)
-    plain = copy.deepcopy(model)
-    model.config._attn_implementation = "flex_attention"
-    trainer = make_trainer(model, tmp_path, single_pass=False, gradient_checkpointing=checkpointing)
-    if checkpointing:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls.clear()
-    compare(trainer, plain, *unequal_batch(4))
-    assert len(calls) == 4 + 4 + 4 * checkpointing - trainer_layers_above(trainer)
-    assert model.config._attn_implementation == "flex_attention"
-
-
-def trainer_layers_above(trainer):
-    """Layers of the feature network that never run: three quarters of four layers are read."""
-    return 4 - int(max(trainer.args.feature_layers) * 4)
 
 
 def test_left_padding_and_foreign_pad_ids_change_nothing(tmp_path):

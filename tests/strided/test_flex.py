@@ -1,0 +1,101 @@
+"""The flex_attention path against the oracle, by the kernel's definition: compiled kernels need a GPU (test_gpu.py)."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+from ebft.strided import flex
+from tests.strided.families import tiny_model
+from tests.strided.test_exactness import compare, make_trainer, unequal_batch
+
+CALLS = []
+
+
+def dense_kernel(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux):
+    """What flex_attention computes, with gradients, which PyTorch does not give on CPU."""
+    CALLS.append(query.shape)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.mT * scale
+    if score_mod is not None:
+        scores = score_mod(scores, None, None, None, None)
+    length = query.shape[2]
+    seen = create_mask(block_mask.mask_mod, 1, 1, length, length, device=str(query.device))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    output = scores.softmax(-1) @ value
+    return output if return_aux is None else (output, SimpleNamespace(lse=scores.logsumexp(-1)))
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    CALLS.clear()
+    monkeypatch.setattr(flex, "available", lambda device: True)
+    monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "gemma3_text"])
+def test_step(family, checkpointing, tmp_path, on_any_device):
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    model.config._attn_implementation = "flex_attention"
+    trainer = make_trainer(model, tmp_path, single_pass=False, gradient_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    CALLS.clear()
+    compare(trainer, plain, *unequal_batch(4))
+    features = int(max(trainer.args.feature_layers) * 4)
+    assert len(CALLS) == features + 4 + 4 * checkpointing  # the layers that features need, and the policy's
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_a_batch_in_parts(tmp_path, on_any_device):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    model.config._attn_implementation = "flex_attention"
+    compare(make_trainer(model, tmp_path, rollout_tokens_per_pass=36), plain, *unequal_batch(4))
+
+
+def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch):
+    """Values, on the masks and score functions of a whole step; PyTorch runs the kernel uncompiled here."""
+    compared = []
+
+    def both(*args, **kwargs):
+        expected = dense_kernel(*args, **kwargs)
+        got = flex.flex_attention(*(x.detach() for x in args), **kwargs)
+        pairs = (
+            [(got, expected)]
+            if kwargs["return_aux"] is None
+            else [(got[0], expected[0]), (got[1].lse, expected[1].lse)]
+        )
+        for a, b in pairs:
+            torch.testing.assert_close(a, b.detach(), atol=1e-5, rtol=1e-4)
+            compared.append(1)
+        return expected
+
+    monkeypatch.setattr(flex, "available", lambda device: True)
+    monkeypatch.setattr(flex, "_kernel", lambda compiled: both)
+    for family in ("gemma2", "gpt_oss"):
+        model = tiny_model(family)
+        model.config._attn_implementation = "flex_attention"
+        trainer = make_trainer(model, tmp_path, single_pass=False)
+        compared.clear()
+        trainer.compute_loss(trainer.model, unequal_batch()[0])
+        assert len(compared) >= 6
+
+
+def test_only_for_models_that_ask_for_it_and_only_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
+    CALLS.clear()
+    model = tiny_model("llama")
+    model.config._attn_implementation = "flex_attention"
+    trainer = make_trainer(model, tmp_path, single_pass=False)
+    trainer.compute_loss(trainer.model, unequal_batch()[0])
+    assert not flex.available(torch.device("cpu")) and flex.available(torch.device("cuda"))
+    monkeypatch.setattr(flex, "available", lambda device: True)
+    trainer = make_trainer(tiny_model("llama"), tmp_path, single_pass=False)
+    trainer.compute_loss(trainer.model, unequal_batch()[0])
+    assert not CALLS
