@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -32,6 +33,7 @@ class Preset:
     dtypes: tuple[str, ...]  # the first for both trainers, the others for ours alone
     lengths: tuple[int, ...]  # for both trainers
     alone: tuple[int, ...]  # for ours only
+    variants: dict[str, dict[str, Any]]  # ours with other settings, see `sides.ours`, beside the others at some lengths
     overhead_steps: int  # of a whole `ebft train` run; 0 for models too large to save and load on the way
 
     @property
@@ -76,6 +78,10 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
             dtypes=("bfloat16",),
             lengths=(1024, 2048),
             alone=(),
+            variants={
+                "ours flex": {"attention": "flex_attention"},
+                "ours single pass": {"single_pass": True},
+            },
             overhead_steps=0,
         )
     return Preset(
@@ -92,16 +98,19 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
         dtypes=("bfloat16",) if on_cuda else ("float32", "bfloat16"),
         lengths=(256, 512, 1024, 2048),
         alone=(4096, 8192),
+        variants={"ours second forward": {"single_pass": False}},
         overhead_steps=12,
     )
 
 
-def build_model(preset: Preset, dtype: torch.dtype, positions: int) -> nn.Module:
+def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: str | None = None) -> nn.Module:
     """The preset's model: the same weights in every call. An adapter's own are float32, as `ebft train` has them."""
     torch.manual_seed(0)
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     config = LlamaConfig(max_position_embeddings=positions, **special, **preset.shape)
     model = LlamaForCausalLM(config).to(dtype)
+    if attention is not None:
+        model.set_attn_implementation(attention)
     if preset.lora_rank is None:
         return model
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

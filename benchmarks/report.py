@@ -79,7 +79,8 @@ def whole_runs(results: dict[str, Any]) -> str:
     lines = []
     if "recompilations" in results:
         found = results["recompilations"]
-        lines.append(f"compiled again in {found['steps']} steps with changing prompts: {found['frames']} frames")
+        frames = ", ".join(f"{name} {count}" for name, count in found["frames"].items())
+        lines.append(f"frames compiled again in {found['steps']} steps with changing prompts: {frames}")
     if "train" in results:
         found = results["train"]
         lines.append(

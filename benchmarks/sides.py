@@ -43,6 +43,11 @@ class Side:
         model.train()
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether its attention is a kernel that torch.compile made."""
+        return self.device.type == "cuda" and self.trainer.model.config._attn_implementation == "flex_attention"
+
+    @property
     def device(self) -> torch.device:
         return next(self.trainer.model.parameters()).device
 
@@ -65,10 +70,18 @@ class Side:
         return {**seconds, "step": sum(seconds.values())}
 
 
-def ours(preset: Preset, dtype: str, positions: int, folder: Path, name: str = "ours") -> Side:
-    """Our trainer around the preset's model."""
-    args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS))
-    model = build_model(preset, getattr(torch, dtype), positions)
+def ours(
+    preset: Preset,
+    dtype: str,
+    positions: int,
+    folder: Path,
+    name: str = "ours",
+    attention: str | None = None,
+    single_pass: bool | None = None,
+) -> Side:
+    """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise."""
+    args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS), single_pass=single_pass)
+    model = build_model(preset, getattr(torch, dtype), positions, attention)
     trainer = StridedEBFTTrainer(model=model, args=args)
     watched = {"rollout": (ebft.strided.trainer, "sample_rollouts"), "features": (ebft.strided.trainer, "embed_blocks")}
     return Side(name, model.dtype, trainer, watched, is_ours=True)

@@ -47,14 +47,17 @@ def main(arguments: list[str] | None = None) -> None:
             Rounds(side, document(plan.preset, WARM_UP_LENGTH, side.device)).warm_up()
         for length in sorted({*plan.lengths, *plan.alone}):
             sides = both if length in plan.lengths else both[:1]
-            sides = sides + others if length in plan.dtype_lengths else sides
+            sides = sides + others if length in plan.variant_lengths else sides
             results["lengths"].append(measure(plan.preset, length, sides, plan.repeats))
             print(report.length(results["lengths"][-1]), flush=True)
             save(results, plan.output)
         print("\n" + report.growth(results["lengths"]))
         if plan.recompile_steps:
             shortest = min(plan.lengths + plan.alone)
-            frames = recompilations(both[0], plan.preset, shortest, plan.recompile_steps)
+            frames = {
+                side.name: recompilations(side, plan.preset, shortest, plan.recompile_steps)
+                for side in both[:1] + others
+            }
             results["recompilations"] = {"steps": plan.recompile_steps, "frames": frames}
         if plan.overhead_steps:
             results["train"] = train_overhead(
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list[Side]]:
-    """Ours and the published trainer, which is missing where it can not be had; and ours in the other types."""
+    """Ours and the published trainer, which is missing where it can not be had; and ours in other types and ways."""
     positions = max(plan.lengths + plan.alone + [WARM_UP_LENGTH])
     both = [ours(plan.preset, plan.dtypes[0], positions, folder)]
     try:
@@ -75,7 +78,10 @@ def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list
         both.append(theirs(plan.preset, plan.dtypes[0], positions, folder, trainer_class))
     except published.NotAvailable as reason:
         print(f"axolotl {published.VERSION} is not measured: {reason}")
-    return both, [ours(plan.preset, dtype, positions, folder, name=f"ours {dtype}") for dtype in plan.dtypes[1:]]
+    others = [ours(plan.preset, dtype, positions, folder, name=f"ours {dtype}") for dtype in plan.dtypes[1:]]
+    for name, settings in plan.preset.variants.items():
+        others.append(ours(plan.preset, plan.dtypes[0], positions, folder, name, **settings))
+    return both, others
 
 
 def card(preset: Preset, dtype: str, sides: list[Side]) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", help="document lengths for both trainers")
     add("--alone", type=int, nargs="*", help="document lengths for ours alone; none where --lengths is given")
     add("--dtypes", choices=["float32", "bfloat16"], nargs="+", help="the first for both, others for ours alone")
-    add("--dtype-lengths", type=int, nargs="*", default=[512, 1024], help="lengths at which the others are measured")
+    add("--variant-lengths", type=int, nargs="*", default=[512, 1024], help="lengths of other types and ways of ours")
     add("--repeats", type=int, default=3, help="timed rounds of each length")
     add("--wheel", type=Path, help=f"the wheel of axolotl {published.VERSION}, where there is no package registry")
     add("--recompile-steps", type=int, default=20, help="steps with changing prompts in which compilations are counted")

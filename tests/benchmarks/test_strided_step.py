@@ -43,7 +43,7 @@ def run(output: Path, *arguments: str) -> tuple[dict, str]:
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    lengths = ("--lengths", "24", "40", "--alone", "64", "--dtypes", "float32", "bfloat16", "--dtype-lengths", "40")
+    lengths = ("--lengths", "24", "40", "--alone", "64", "--dtypes", "float32", "bfloat16", "--variant-lengths", "40")
     extra = ("--overhead-steps", "4", "--overhead-length", "32", "--recompile-steps", "2")
     results, printed = run(output, *lengths, *extra, "--wheel", "missing.whl")
     return output, results, printed
@@ -52,7 +52,11 @@ def small_run(tmp_path_factory):
 def test_every_length_has_its_rows(small_run):
     output, results, printed = small_run
     assert json.loads(output.read_text()) == results
-    assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], ["ours", "ours bfloat16"], ["ours"]]
+    assert [list(entry["sides"]) for entry in results["lengths"]] == [
+        ["ours"],
+        ["ours", "ours bfloat16", "ours second forward"],
+        ["ours"],
+    ]
     assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
     assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
 
@@ -75,7 +79,8 @@ def test_what_is_measured_adds_up(small_run):
 def test_whole_runs(small_run):
     _, results, printed = small_run
     assert results["train"]["whole"] > results["train"]["inside"] > 0
-    assert results["recompilations"] == {"steps": 2, "frames": 0}
+    assert results["recompilations"]["steps"] == 2
+    assert results["recompilations"]["frames"] == {"ours": 0, "ours bfloat16": 0, "ours second forward": 0}
     assert "ebft train at 32 tokens" in printed
 
 
@@ -105,11 +110,22 @@ def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
 
 def test_the_preset_with_an_adapter(tmp_path):
     results, _ = run(
-        tmp_path / "out.json", "--preset", "1b", "--lengths", "24", "--recompile-steps", "0", "--wheel", "-"
+        tmp_path / "out.json",
+        "--preset",
+        "1b",
+        "--lengths",
+        "24",
+        "--variant-lengths",
+        "24",
+        "--recompile-steps",
+        "0",
+        "--wheel",
+        "-",
     )
     row = results["lengths"][0]["sides"]["ours"]
     assert row["dtype"] == "bfloat16" and row["tokens_per_s"] > 0 and row["mfu"] > 0
     assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())
+    assert list(results["lengths"][0]["sides"]) == ["ours", "ours flex", "ours single pass"]
     assert find_preset("1b", on_cuda=True).shape["hidden_size"] == 2048
 
 
