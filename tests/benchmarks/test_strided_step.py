@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import plots
+from benchmarks import plots, variants
 from benchmarks.flops import counted_flops
 from benchmarks.measuring import with_peak_memory
 from benchmarks.presets import find_preset
@@ -137,6 +137,15 @@ def test_the_published_trainer_steps_beside_ours(tmp_path, preset):
     row = results["lengths"][0]["sides"]["axolotl"]
     assert row["failed"] is None and sum(row[phase] for phase in PHASES) == pytest.approx(row["step"], rel=1e-3)
     assert results["card"]["axolotl"] == "0.19.0" and "axolotl / ours: " in printed
+
+
+def test_every_variant_is_a_step_of_its_own(tmp_path):
+    output = tmp_path / "variants.json"
+    variants.main(["--tiny", "--length", "40", "--repeats", "1", "--output", str(output)])
+    results = json.loads(output.read_text())
+    assert [row["variant"] for row in results["variants"]] == list(variants.VARIANTS)
+    assert all(row["seconds"] > 0 for row in results["variants"]) and results["variants"][0]["ratio"] == 1
+    assert results["eight documents"]["together"] > 0
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -13,27 +13,35 @@ from tests.strided.test_exactness import BASE, compare, unequal_batch, with_lora
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def on_gpu(tmp_path, model):
-    args = StridedEBFTConfig(output_dir=str(tmp_path), report_to=[], seed=3, **BASE)
+# The three ways to a gradient: pieces in a second forward, pieces in the pass that sampled, the compiled kernel.
+WAYS = {"pieces": {}, "single pass": {"single_pass": True}, "flex": {}}
+
+
+def on_gpu(tmp_path, model, way="pieces"):
+    args = StridedEBFTConfig(output_dir=str(tmp_path), report_to=[], seed=3, **BASE, **WAYS[way])
+    if way == "flex":
+        model.set_attn_implementation("flex_attention")
     inputs, rows = unequal_batch()
     inputs = {name: value.cuda() for name, value in inputs.items()}
     rows = [(ids.cuda(), prompt, targets) for ids, prompt, targets in rows]
     return StridedEBFTTrainer(model=model, args=args), inputs, rows
 
 
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
-def test_float32(family, tmp_path):
-    model = with_lora(tiny_model(family)).cuda()
+def test_float32(family, way, tmp_path):
+    model = with_lora(tiny_model(family, head_dim=16)).cuda()  # the compiled kernel takes no smaller heads
     plain = copy.deepcopy(model)
-    trainer, inputs, rows = on_gpu(tmp_path, model)
+    trainer, inputs, rows = on_gpu(tmp_path, model, way)
     compare(trainer, plain, inputs, rows)
 
 
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_bfloat16(family, tmp_path):
-    model = tiny_model(family).to("cuda", torch.bfloat16)
+def test_bfloat16(family, way, tmp_path):
+    model = tiny_model(family, head_dim=16).to("cuda", torch.bfloat16)
     plain = copy.deepcopy(model).float().eval()
-    trainer, inputs, rows = on_gpu(tmp_path, model)
+    trainer, inputs, rows = on_gpu(tmp_path, model, way)
     loss, out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
     loss.backward()
     expected = oracle_step(plain, rows, out.rollouts, trainer.args)

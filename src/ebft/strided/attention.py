@@ -236,7 +236,7 @@ def _cached(run, layer, key, value):
 def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tensor:
     """Causal attention among the tokens of each document: query (K, Q, S, D) -> (S, H, D)."""
     k, q, s, d = query.shape
-    if pattern.is_causal and scores.softcap is None and sinks is None:
+    if _is_plain(pattern, scores, sinks):
         documents = []
         for start, end in run.layout.spans:
             part = F.scaled_dot_product_attention(
@@ -268,6 +268,11 @@ def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Ten
     pieces = pattern.rollout_pieces(run, q)
     output = attend(rows, *document, Own(*own, hidden), pieces, scores, _sink_rows(sinks, k, q, t))
     return output.view(k, -1, q, t, output.shape[-1]).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
+
+
+def _is_plain(pattern, scores, sinks) -> bool:
+    """Whether PyTorch's own fused attention computes it."""
+    return pattern.is_causal and scores.softcap is None and sinks is None
 
 
 def _sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
