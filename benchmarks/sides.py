@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ class Side:
     trainer: Trainer
     watched: dict[str, tuple[Any, str]]
     is_ours: bool
-    rounds: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self):
         model = self.trainer.model

@@ -130,3 +130,10 @@ def test_warnings_are_one_line(good):
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0
     assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1
+
+
+def test_check_takes_the_overrides_of_train(good):
+    result = CliRunner().invoke(app, ["config", "--check", str(good), "ebft.feature_layers=0.5"])
+    assert result.exit_code == 2 and "ebft.feature_layers" in plain(result.stderr)
+    result = CliRunner().invoke(app, ["config", "--check", str(good), "seed=7"])
+    assert result.exit_code == 0 and "seed: 7" in plain(result.stdout)

@@ -25,6 +25,7 @@ from ebft.errors import ConfigError, EBFTError
         ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
         ({"datasets": [{"path": "a", "type": "ebft_opencode.transform"}]}, "structured mode, which this version"),
         ({"deepspeed": {}}, "pip install deepspeed"),
+        ({"sample_packing": True, "group_by_length": True}, "group_by_length sorts rows"),
         ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "too close to 0"),
     ],
 )

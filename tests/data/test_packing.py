@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset
 
 from ebft.data import DocumentCollator, pack_rows
+from ebft.errors import DataError
 from ebft.strided.layout import Documents
 
 
@@ -49,3 +50,21 @@ def test_packing_is_deterministic_and_nearly_full():
     first, second = pack_rows(rows, 512), pack_rows(rows, 512)
     assert first._packs == second._packs
     assert len(first) <= 1.02 * sum(lengths) / 512
+
+
+def test_rows_that_come_packed_stay_packed():
+    """With position_ids, or with the documents' lengths as TRL packs them; rows beside them are one document each."""
+    by_position = {"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 2, 0, 1]}
+    by_length = {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}
+    for row in (by_position, by_length):
+        documents = Documents.from_inputs(DocumentCollator(0)([row, {"input_ids": [6, 7, 8, 9, 10, 11]}]))
+        assert documents.lengths.tolist() == [3, 2, 6]
+        assert documents.tokens.tolist() == list(range(1, 12))
+    with pytest.raises(DataError, match="5 input_ids and positions for 4"):
+        DocumentCollator(0)([{**by_length, "seq_lengths": [2, 2]}])
+
+
+def test_completion_mask_is_trl_s():
+    batch = DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}])
+    assert batch["labels"].tolist() == [[-100, -100, 3, 4]]
+    assert Documents.from_inputs(batch).prompt_length.tolist() == [2]

@@ -46,10 +46,17 @@ def test_attention_implementation(make_config, tokenizer, implementation):
     assert model.config._attn_implementation == implementation
 
 
-def test_flash_attention_without_gpu_warns_once_and_uses_sdpa(make_config, tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("flash_attention", "attn_implementation: flash_attention_2 cannot run"),
+        ("flex_attention", "flex_attention trains on CUDA devices only: sdpa is used, with the same results"),
+    ],
+)
+def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(key, message, make_config, tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.warns(UserWarning, match="attn_implementation: flash_attention_2 cannot run") as caught:
-        model = load_model(make_config(flash_attention=True), tokenizer)
+    with pytest.warns(UserWarning, match=message) as caught:
+        model = load_model(make_config(**{key: True}), tokenizer)
     assert len(caught) == 1
     assert model.config._attn_implementation == "sdpa"
 

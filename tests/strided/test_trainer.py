@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import TrainingArguments
 
-from ebft.errors import NonFiniteLossError
+from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
@@ -290,3 +290,24 @@ def test_token_type_does_not_change_the_noise(tmp_path):
         trainer = make(tmp_path, model=tiny_model("llama"))
         out.append(trainer.compute_loss(trainer.model, {"input_ids": ids.to(dtype)}, return_outputs=True)[1])
     assert out[0].rollouts.equal(out[1].rollouts)
+
+
+def test_rows_without_room_are_dropped_however_they_are_given(tmp_path):
+    """By their mask, by a prompt that only the labels tell, and by the documents of packed rows."""
+    good = {"input_ids": list(range(3, 43))}
+    short = {"input_ids": [3, 4, 5], "attention_mask": [1, 1, 1]}
+    padded = {"input_ids": [3] * 40, "attention_mask": [1] * 5 + [0] * 35}
+    prompt = {"input_ids": list(range(3, 43)), "labels": [-100] * 38 + [5, 6]}
+    packed = {"input_ids": [3] * 40, "position_ids": [0, 1, 2, 3, 4] * 8}
+    nothing = {"input_ids": [3] * 40, "attention_mask": [0] * 40}
+    for bad in (short, padded, prompt, packed, nothing):
+        with pytest.warns(UserWarning, match="dropped 1 of 3 rows"):
+            trainer = make(tmp_path, train=[good, bad, good], per_device_train_batch_size=1, max_steps=3)
+        trainer.train()
+        assert len(trainer.train_dataset) == 2
+
+
+def test_a_second_forward_that_is_both_asked_for_and_ruled_out_is_refused(tmp_path):
+    for name, value in (("gradient_checkpointing", True), ("rollout_tokens_per_pass", 8), ("disable_dropout", False)):
+        with pytest.raises(ConfigError, match=f"single_pass cannot be had with {name}"):
+            make(tmp_path, single_pass=True, **{name: value})

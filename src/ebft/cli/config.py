@@ -26,7 +26,14 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    search: Annotated[str, typer.Argument(help="Show only the keys that contain this.", show_default=False)] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORD | KEY=VALUE...]",
+            help="Show only the keys that contain WORD; with --check, overrides as for `ebft train`.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option("--check", metavar="FILE", help=CHECK_HELP, show_default=False),
@@ -35,13 +42,14 @@ def command(
     """Print the keys, or what a checked file changes."""
     console = Console(soft_wrap=check is not None)
     if check is None:
+        search = " ".join(words or [])
         found = list(option_listing(search))
         if not found:
             raise ConfigError(f"No key contains {search!r}. `ebft config` prints every key.")
         for part in found:
             console.print(part)
         return
-    config = load_config(check)
+    config = load_config(check, words or [])
     check_runnable(config)
     for key, value in changed_keys(config):
         console.print(f"{key}: {value!r}", markup=False)

@@ -24,6 +24,10 @@ def check_runnable(config: RunConfig) -> None:
     if config.is_strided:
         check_trainable(config.ebft)
         _check_room(config)
+    if config.sample_packing and config.group_by_length:
+        raise ConfigError(
+            "group_by_length sorts rows by length, and sample_packing fills them all up to sequence_len. Remove one."
+        )
     _check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))

@@ -14,10 +14,12 @@ from ebft.errors import DataError
 class DocumentCollator:
     """Pads the rows of a batch to its longest row; a packed row (`documents`) stands for the rows in it.
 
-    Rows hold `input_ids`, and optionally `labels` (else every token is one), `attention_mask` (else all ones) and
-    `prompt_length`. The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S), and `prompt_length`
-    (B,) where every row has one (the strided trainer else reads it off the labels), unless `with_prompt_length` is
-    false, as plain causal models do not take it.
+    Rows hold `input_ids`, and optionally `labels` (else every token is one, or those that TRL's `completion_mask`
+    marks), `attention_mask` (else all ones) and `prompt_length`; rows of several documents also `position_ids`, or the
+    documents' `seq_lengths`. The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S),
+    `prompt_length` (B,) where a row has one (the strided trainer else reads it off the labels), unless
+    `with_prompt_length` is false, as plain causal models do not take it, and `position_ids` (B, S) where a row has
+    them.
     """
 
     pad_token_id: int
@@ -35,7 +37,7 @@ class DocumentCollator:
         labels = [
             torch.as_tensor(row["labels"], dtype=torch.long)
             if "labels" in row
-            else tokens.masked_fill(mask == 0, IGNORE)
+            else tokens.masked_fill(mask * torch.as_tensor(row.get("completion_mask", 1)) == 0, IGNORE)
             for row, tokens, mask in zip(rows, ids, masks)
         ]
         for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):
@@ -49,11 +51,30 @@ class DocumentCollator:
             "attention_mask": _padded(masks, 0),
             "labels": _padded(labels, IGNORE),
         }
+        positions = [_position_ids(row, tokens) for row, tokens in zip(rows, ids)]
+        if any(given is not None for given in positions):
+            counted = [torch.arange(len(x)) if given is None else given for given, x in zip(positions, ids)]
+            batch["position_ids"] = _padded(counted, 0)
         given = [row.get("prompt_length") for row in rows]
         if self.with_prompt_length and any(length is not None for length in given):
             lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
             batch["prompt_length"] = torch.tensor(lengths)
         return batch
+
+
+def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """Positions of a row that holds several documents, as it says or as their lengths do."""
+    positions = row.get("position_ids")
+    if row.get("seq_lengths") is not None:
+        positions = torch.cat([torch.arange(length) for length in row["seq_lengths"]])
+    if positions is None:
+        return None
+    positions = torch.as_tensor(positions, dtype=torch.long)
+    if len(positions) != len(tokens):
+        raise DataError(
+            f"a row has {len(tokens)} input_ids and positions for {len(positions)}: they must be equally long"
+        )
+    return positions
 
 
 def _leading_masked(labels: Tensor) -> int:

@@ -10,6 +10,9 @@ _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": i
 
 def usable_attention(wanted: str | None) -> str | None:
     """`wanted`, or `sdpa` with a warning where it needs a GPU or a package that is not here; None stays None."""
+    if wanted == "flex_attention" and not torch.cuda.is_available():
+        warnings.warn("flex_attention trains on CUDA devices only: sdpa is used, with the same results.", stacklevel=2)
+        return "sdpa"
     available = _FLASH.get(wanted)
     if available is None or (torch.cuda.is_available() and available()):
         return wanted

@@ -1,9 +1,13 @@
 """Strided EBFT: many short rollouts along each document in one pass (Jelassi et al. 2026, appendix F).
 
-layout.py     anchors, blocks, positions            attention.py  prefix + own block, never a dense mask
-policy.py     a causal LM that can run over them    rollout.py    sampling, block-parallel and cached
-embed.py      features of blocks                    loss.py       log-probabilities and the two loss terms
-trainer.py    the training step, top to bottom      interleaved.py  step-major masks for tests and debugging
+trainer.py    the training step, top to bottom
+layout.py     documents, anchors, blocks, parts     attention.py  prefix + own block, never a dense mask
+rollout.py    sampling, block-parallel and cached   pieces.py     the attention itself, with its backward
+embed.py      features of blocks                    flex.py       the same by flex_attention, on GPUs
+loss.py       scoring and the two loss terms        logps.py      the head, where a token is scored
+policy.py     a causal LM that runs programs        held_out.py   metrics on documents not trained on
+preflight.py  checks before training                rehearsal.py  a short document against the plain model
+interleaved.py  the published layout's masks and positions, for code written against it
 """
 
 from ebft.strided.interleaved import (

@@ -61,6 +61,8 @@ def attend(
     `pieces` cover the rows in order. One softmax, in float32, runs over a row's shared and own keys. `sinks`
     (K, P), repeated along the rows, are logits that take part in it and have no value.
     """
+    if own is not None and max(piece.keys.stop for piece in pieces) + own.key.shape[2] > key.shape[1]:
+        raise ValueError("shared keys must reach beyond every piece by as many keys as a row has of its own")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
     # Under autocast rotary positions leave queries and keys in float32, and products would be cast one by one.

@@ -149,6 +149,12 @@ def vocab_size(causal_lm: PreTrainedModel) -> int:
     return causal_lm.config.get_text_config().vocab_size
 
 
+# What stands between hidden states and logits (scaling, soft-capping, a projection, a bias) differs by model and is
+# code of its forward, so the head is that forward with a backbone that returns the states it is given. Some forwards
+# reach through the backbone (`self.model.decoder(...)` in OPT), others read optional fields of its output
+# (`past_key_values`, `router_logits`): hence the two `__getattr__`.
+
+
 class _GivenStates(nn.Module):
     """Stands in for the backbone, and for any part of it, while a head is applied to states already there."""
 
@@ -203,7 +209,7 @@ def _switch_off(module, args, kwargs, output):
 def override_attn_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Use another attention implementation inside the block ("eager", "sdpa", ...), whatever raises in it.
 
-    The trainer does not need it: its passes switch attention by themselves, call by call.
+    For plain calls of a model: strided passes switch attention by themselves, call by call.
     """
     previous = model.config._attn_implementation
     model.config._attn_implementation = implementation

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ebft.anchors import count_blocks, first_anchor
+from ebft.data.collator import DocumentCollator
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.strided.layout import Documents
 
 
 def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
@@ -35,6 +37,20 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
             "torch_compile is not applied: the number of blocks changes from batch to batch, and every change would "
             "compile the model anew",
             stacklevel=3,
+        )
+    saving = [
+        name
+        for name, given in (
+            ("gradient_checkpointing", args.gradient_checkpointing),
+            ("rollout_tokens_per_pass", args.rollout_tokens_per_pass is not None),
+            ("disable_dropout: false", not args.disable_dropout),
+        )
+        if given
+    ]
+    if args.single_pass and saving:
+        raise ConfigError(
+            f"single_pass cannot be had with {', '.join(saving)}, which needs a forward of its own for the loss. "
+            "Leave one of them out"
         )
     args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
 
@@ -88,13 +104,13 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     if sizes is None:
         return dataset
     limit = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
-    longest = max((length for length, _ in sizes), default=0)
+    longest = max((length for row in sizes for length, _ in row), default=0)
     if limit is not None and longest > limit:
         raise DataError(
             f"{name} has a row of {longest} tokens, and the model knows {limit} positions (max_position_embeddings): "
             f"cut rows to at most {limit} tokens"
         )
-    usable = [i for i, (length, prompt) in enumerate(sizes) if _blocks(length, prompt, args)]
+    usable = [i for i, row in enumerate(sizes) if any(_blocks(length, prompt, args) for length, prompt in row)]
     if not usable:
         raise DataError(
             f"{name} has no row with room for a block: {len(sizes)} rows of at most {longest} tokens, and a block "
@@ -115,17 +131,27 @@ def _blocks(length: int, prompt_length: int, args: Any) -> int:
     return count_blocks(length, first, args.stride, args.generate_max_len)
 
 
-def _sizes(dataset: Any) -> list[tuple[int, int]] | None:
-    """(tokens, prompt tokens) of every row; None for what is neither a Dataset nor a list, or holds padding."""
-    if isinstance(dataset, list):
-        if any("attention_mask" in row for row in dataset):
-            return None
-        return [(len(row["input_ids"]), row.get("prompt_length") or 0) for row in dataset]
-    if not isinstance(dataset, Dataset) or "attention_mask" in dataset.column_names:
+def _sizes(dataset: Any) -> list[list[tuple[int, int]]] | None:
+    """(tokens, prompt tokens) of every document of every row; None for what is neither a Dataset nor a list."""
+    if not isinstance(dataset, (list, Dataset)):
         return None
+    columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
+    plain = "prompt_length" in columns or "labels" not in columns
+    if not plain or columns & {"attention_mask", "position_ids", "seq_lengths"}:
+        return [_documents(row) for row in dataset]  # as training will read them, one by one
+    if isinstance(dataset, list):
+        return [[(len(row["input_ids"]), row.get("prompt_length") or 0)] for row in dataset]
     sizes = []
     for table in dataset.with_format("arrow").iter(batch_size=10_000):
         lengths = pc.list_value_length(table["input_ids"]).to_pylist()
-        prompts = table["prompt_length"].to_pylist() if "prompt_length" in table.column_names else [0] * len(lengths)
-        sizes += zip(lengths, (prompt or 0 for prompt in prompts))
+        prompts = table["prompt_length"].to_pylist() if "prompt_length" in columns else [0] * len(lengths)
+        sizes += [[(length, prompt or 0)] for length, prompt in zip(lengths, prompts)]
     return sizes
+
+
+def _documents(row: dict[str, Any]) -> list[tuple[int, int]]:
+    batch = DocumentCollator(0)([row])
+    if not batch["attention_mask"].any():
+        return []
+    documents = Documents.from_inputs(batch)
+    return list(zip(documents.lengths.tolist(), documents.prompt_length.tolist()))

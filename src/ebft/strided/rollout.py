@@ -24,7 +24,7 @@ from ebft.strided.policy import backbone_states, check_length, head_of, run_insi
 class Rollouts:
     """What was sampled, and how likely it was under the distribution that it was sampled from.
 
-    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the tempered distribution each token was drawn from;
+    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the tempered distribution before top_p;
     logps (M, N, G) float32; text_logps: of the reference tokens at temperature 1, where `documents.ce_mask` is on.
     The last two carry gradients where they were sampled with gradients enabled.
     """

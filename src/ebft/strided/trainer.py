@@ -132,8 +132,9 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, StridedOutput]:
-        """One step of strided EBFT on `input_ids` (B, S) with optional `attention_mask`, `labels`, `prompt_length`.
+        """One step of strided EBFT on `input_ids` (rows, S); `Documents.from_inputs` says what may be beside them.
 
+        Sampling noise belongs to the step and the document: the same batch twice in a step draws fresh rollouts.
         `num_items_in_batch` is what `_get_num_items_in_batch` returned: the generated tokens and the cross-entropy
         tokens of the optimizer step; None normalises by this batch alone.
         """
@@ -231,7 +232,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset: set test_datasets or val_set_size")
+            raise ValueError("evaluation needs an eval_dataset (in a config: test_datasets or val_set_size)")
         metrics = held_out_metrics(
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
