@@ -70,7 +70,9 @@ class HardwareKeys(Section):
     """Precision, memory, processes."""
 
     bf16: bool | Literal["auto"] = Field(
-        "auto", description="Mixed precision in bfloat16; auto is on where the GPU supports it."
+        "auto",
+        description="bfloat16, weights included (without an adapter, torch_dtype: float32 keeps small updates); auto is "
+        "on where the GPU supports it.",
     )
     fp16: bool = Field(False, description="Mixed precision in float16.")
     tf32: bool | None = Field(None, description="TF32 matrix products on Ampere and later; unset is PyTorch's choice.")
