@@ -71,8 +71,8 @@ class HardwareKeys(Section):
 
     bf16: bool | Literal["auto"] = Field(
         "auto",
-        description="bfloat16, weights included (without an adapter, torch_dtype: float32 keeps small updates); auto is "
-        "on where the GPU supports it.",
+        description="bfloat16, weights included (without an adapter, torch_dtype: float32 keeps small updates); auto "
+        "is on where the GPU supports it.",
     )
     fp16: bool = Field(False, description="Mixed precision in float16.")
     tf32: bool | None = Field(None, description="TF32 matrix products on Ampere and later; unset is PyTorch's choice.")
