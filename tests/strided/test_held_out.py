@@ -28,10 +28,10 @@ LAYERS = [0.25, 0.75]
 ROWS = [row for row in documents() if len(row["input_ids"]) > 15][:5]
 
 
-def metrics_of(model, rows, batch_size, seed=2):
+def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
     network = FeatureNetwork(model, LAYERS, "last_token")
     batches = [DocumentCollator(0)(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-    return held_out_metrics(model, network, batches, block_options=OPTIONS, seed=seed)
+    return held_out_metrics(model, network, batches, block_options=OPTIONS, seed=seed, tokens_per_pass=tokens_per_pass)
 
 
 def test_every_metric_by_the_oracle():
@@ -68,6 +68,9 @@ def test_every_metric_by_the_oracle():
 def test_batching_and_seed():
     model = tiny_model("qwen3")
     assert metrics_of(model, ROWS, 1) == pytest.approx(metrics_of(model, ROWS, 5), abs=1e-5, rel=1e-5)
+    assert metrics_of(model, ROWS, 5, tokens_per_pass=12) == pytest.approx(
+        metrics_of(model, ROWS, 5), abs=1e-5, rel=1e-5
+    )
     assert metrics_of(model, ROWS, 1)["cfm_loss"] != metrics_of(model, ROWS, 1, seed=3)["cfm_loss"]
 
 

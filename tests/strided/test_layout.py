@@ -84,6 +84,16 @@ def test_positions_part_a_row_into_documents():
         Documents.from_inputs(inputs)
 
 
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [([1, 1, 2, 2], "must be 0 or 1, got 2: .* position_ids"), ([1, 0, 1, 1], "holes"), ([0, 1, 0, 1], "holes")],
+)
+def test_masks_that_are_no_padding_are_refused(mask, match):
+    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0], mask])}
+    with pytest.raises(ValueError, match=match):
+        Documents.from_inputs(inputs)
+
+
 def test_rows_of_padding_are_documents_without_tokens():
     ids = torch.ones(3, 9, dtype=torch.long)
     mask = torch.arange(9) < torch.tensor([4, 0, 6])[:, None]

@@ -62,9 +62,10 @@ def test_values_and_gradients(softcap, sinks):
     assert torch.autograd.gradcheck(lambda *x: in_pieces(scores, *x), inputs)
 
 
-def test_dropout_is_the_same_in_both_directions():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_dropout_is_the_same_in_both_directions(sinks):
     """Finite differences agree with backward only where both drop the same weights."""
-    scores, inputs = Scores(0.7, dropout=0.3), make_inputs(False)
+    scores, inputs = Scores(0.7, dropout=0.3), make_inputs(sinks)
 
     def seeded(*x):
         torch.manual_seed(0)

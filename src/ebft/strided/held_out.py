@@ -35,6 +35,7 @@ def held_out_metrics(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
+    tokens_per_pass: int | None = None,
     accelerator=None,
 ) -> dict[str, float]:
     """Means over every block (feature metrics) and token (cross-entropy) of the batches, and of all ranks.
@@ -57,9 +58,16 @@ def held_out_metrics(
         with evaluating(causal_lm), autocast():
             drawn = noise.draw(documents, layout, step=0)
             rollouts = sample_rollouts(
-                causal_lm, documents, layout, temperature=temperature, top_p=top_p, noise=drawn, text_gradient=False
+                causal_lm,
+                documents,
+                layout,
+                temperature=temperature,
+                top_p=top_p,
+                noise=drawn,
+                text_gradient=False,
+                tokens_per_pass=tokens_per_pass,
             )
-            phi, phi_ref = embed_blocks(network, documents, layout, rollouts.tokens)
+            phi, phi_ref = embed_blocks(network, documents, layout, rollouts.tokens, tokens_per_pass=tokens_per_pass)
         metrics.add("ce_loss", -rollouts.text_logps.sum(), documents.ce_mask.sum())
         _add_feature_metrics(metrics, phi, phi_ref)
     means = metrics.drain(accelerator)

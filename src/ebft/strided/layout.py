@@ -47,6 +47,13 @@ class Documents:
                 raise ValueError(f"{name} of shape {tuple(values.shape)} do not fit input_ids {tuple(input_ids.shape)}")
         mask = torch.ones_like(input_ids) if given["attention_mask"] is None else given["attention_mask"]
         real = mask.bool()
+        if mask.max() > 1:
+            raise ValueError(
+                f"attention_mask must be 0 or 1, got {int(mask.max())}: for several documents in a row, give "
+                "position_ids that start again at 0 in each"
+            )
+        if (real.int().diff(dim=1) > 0).sum(1).add(real[:, 0]).max() > 1:
+            raise ValueError("attention_mask has holes: padding must be at the ends of a row")
         if not real.any():
             raise ValueError("every token of the batch is padding: attention_mask is all zeros")
         lengths = real.sum(1) if given["position_ids"] is None else _packed_lengths(given["position_ids"], real)

@@ -52,7 +52,8 @@ def chosen_logps(
             return logp.gather(-1, chosen[0])
 
         if torch.is_grad_enabled():
-            logps.append(checkpoint(chunk_logps, states[rows], use_reentrant=False, preserve_rng_state=False))
+            # With the random state kept: an adapted head may drop out.
+            logps.append(checkpoint(chunk_logps, states[rows], use_reentrant=False))
         else:
             logps.append(chunk_logps(states[rows]))
         tokens += chosen

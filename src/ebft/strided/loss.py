@@ -43,7 +43,7 @@ def score(
         for part in parts:
             args = (causal_lm, part, rollouts[part.blocks], temperature, text_gradient, apply_dropout)
             if len(parts) > 1 and torch.is_grad_enabled():
-                scored.append(checkpoint(_score_part, *args, use_reentrant=False, preserve_rng_state=apply_dropout))
+                scored.append(checkpoint(_score_part, *args, use_reentrant=False))
             else:
                 scored.append(_score_part(*args))
         logps, text = zip(*scored)

@@ -239,6 +239,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             self._held_out_batches(dataset),
             block_options=self._block_options(),
             seed=self.args.seed,
+            tokens_per_pass=self.args.rollout_tokens_per_pass,
             accelerator=self.accelerator,
         )
         logs = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
