@@ -58,7 +58,7 @@ def build_trainer(trainer_class: type[Trainer], model: nn.Module, args: Training
 
 def load_trainer(wheel: Path | None = None) -> type[Trainer]:
     """`AxolotlStridedEBFTTrainer` from `wheel`, or else from the package registry. Raises NotAvailable."""
-    wheel = wheel or _download()
+    wheel = wheel or download()
     folder = CACHE / PACKAGE
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -75,7 +75,7 @@ def load_trainer(wheel: Path | None = None) -> type[Trainer]:
             raise NotAvailable(f"it does not import here ({error})") from error
 
 
-def _download() -> Path:
+def download() -> Path:
     """The wheel in the cache, fetched with pip if it is not there yet."""
     if not list(CACHE.glob(f"axolotl-{VERSION}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "1"]
@@ -138,3 +138,10 @@ def _init_without_cuda(self: Any, model: nn.Module, args: TrainingArguments) -> 
         self.feature_network = None
     else:
         self.feature_network = copy.deepcopy(model).requires_grad_(False).eval()
+
+
+if __name__ == "__main__":
+    try:
+        print(download())
+    except NotAvailable as reason:
+        sys.exit(f"axolotl {VERSION} cannot be had: {reason}")

@@ -5,7 +5,7 @@ from ebft.config.unsupported import UNSUPPORTED
 from ebft.errors import ConfigError, EBFTError
 
 
-def fails(path, *parts, overrides=()):
+def assert_fails(path, *parts, overrides=()):
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     for part in parts:
@@ -31,23 +31,23 @@ def test_errors_are_value_errors():
 
 
 def test_a_missing_file(tmp_path):
-    fails(tmp_path / "absent.yaml", "absent.yaml", "No such file", "Give the path")
+    assert_fails(tmp_path / "absent.yaml", "absent.yaml", "No such file", "Give the path")
 
 
 def test_malformed_yaml_names_file_and_line(write):
-    fails(write("ebft: [1,\n"), "run.yaml, line 6", "not valid YAML")
+    assert_fails(write("ebft: [1,\n"), "run.yaml, line 6", "not valid YAML")
 
 
 def test_a_repeated_key(write):
-    fails(write("seed: 1\nseed: 2\n"), "run.yaml, line 6", "'seed' is repeated")
+    assert_fails(write("seed: 1\nseed: 2\n"), "run.yaml, line 6", "'seed' is repeated")
 
 
 def test_an_empty_file(write):
-    fails(write(required=False), "is empty", "base_model")
+    assert_fails(write(required=False), "is empty", "base_model")
 
 
 def test_a_list_instead_of_keys(write):
-    fails(write("- a\n", required=False), "key: value")
+    assert_fails(write("- a\n", required=False), "key: value")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_list_instead_of_keys(write):
     ],
 )
 def test_odd_yaml_is_told_in_words(write, text, message):
-    fails(write(text), message)
+    assert_fails(write(text), message)
 
 
 def test_missing_keys(write):
-    fails(write("seed: 1\n", required=False), "base_model is missing", "datasets is missing")
+    assert_fails(write("seed: 1\n", required=False), "base_model is missing", "datasets is missing")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_missing_keys(write):
     ],
 )
 def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
-    fails(write(text), "Unknown key", unknown, nearest)
+    assert_fails(write(text), "Unknown key", unknown, nearest)
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_a_key_of_other_trainers_says_what_to_do(write, key):
-    fails(write(f"{key}: 1\n"), f"{key} is not supported here: {UNSUPPORTED[key]}.")
+    assert_fails(write(f"{key}: 1\n"), f"{key} is not supported here: {UNSUPPORTED[key]}.")
 
 
 def test_max_steps_minus_one_is_unset(write):
@@ -94,11 +94,11 @@ def test_max_steps_minus_one_is_unset(write):
 
 
 def test_resume_from_checkpoint_is_a_folder(write):
-    fails(write("resume_from_checkpoint: true\n"), "names no checkpoint", "auto_resume_from_checkpoints: true")
+    assert_fails(write("resume_from_checkpoint: true\n"), "names no checkpoint", "auto_resume_from_checkpoints: true")
 
 
 def test_an_unknown_key_in_a_list_entry(write):
-    fails(write(), "'datasets.0.splt'", "'datasets.0.split'", overrides=["datasets.0.splt=train"])
+    assert_fails(write(), "'datasets.0.splt'", "'datasets.0.split'", overrides=["datasets.0.splt=train"])
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_an_unknown_key_in_a_list_entry(write):
     ],
 )
 def test_a_wrong_value_is_told_in_words(write, text, message):
-    fails(write(text), message)
+    assert_fails(write(text), message)
 
 
 def test_every_wrong_key_is_listed(write):
-    fails(write("seed: x\nlora_dropout: 2\n"), "seed: 'x'", "lora_dropout: 2")
+    assert_fails(write("seed: x\nlora_dropout: 2\n"), "seed: 'x'", "lora_dropout: 2")
 
 
 def test_an_empty_list_of_datasets(write):
-    fails(write(), "datasets: [] does not fit", overrides=["datasets=[]"])
+    assert_fails(write(), "datasets: [] does not fit", overrides=["datasets=[]"])

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from ebft.anchors import first_anchor
@@ -104,3 +105,11 @@ def _learns(labels: list[int]) -> bool:
 
 def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     return {**row, "input_ids": row["input_ids"][start:stop], "labels": row["labels"][start:stop]}
+
+
+def token_counts(rows: Any) -> list[int]:
+    """Tokens of every row of a Dataset or another sequence of rows with `input_ids`."""
+    if not isinstance(rows, Dataset):
+        return [len(row["input_ids"]) for row in rows]
+    tables = rows.with_format("arrow").iter(batch_size=10_000)
+    return [count for table in tables for count in pc.list_value_length(table["input_ids"]).to_pylist()]

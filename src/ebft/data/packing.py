@@ -6,9 +6,9 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import Any
 
-import datasets
-import pyarrow.compute as pc
 from torch.utils.data import Dataset
+
+from ebft.data.lengths import token_counts
 
 
 class PackedRows(Dataset):
@@ -33,7 +33,7 @@ def pack_rows(rows: Any, length: int) -> PackedRows:
 
     A row longer than that stays alone. The same rows always pack the same way.
     """
-    sizes = _token_counts(rows)
+    sizes = token_counts(rows)
     packs: list[list[int]] = []
     room: dict[int, list[int]] = defaultdict(list)  # packs by the tokens that still fit
     used: list[int] = []
@@ -57,10 +57,3 @@ def pack_rows(rows: Any, length: int) -> PackedRows:
                 insort(free, left)
             room[left].append(pack)
     return PackedRows(rows, packs, used)
-
-
-def _token_counts(rows: Any) -> list[int]:
-    if not isinstance(rows, datasets.Dataset):
-        return [len(row["input_ids"]) for row in rows]
-    tables = rows.with_format("arrow").iter(batch_size=10_000)
-    return [count for table in tables for count in pc.list_value_length(table["input_ids"]).to_pylist()]

@@ -162,14 +162,14 @@ class _Weights:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
             slope = None if slope is None else F.pad(slope, (0, 1), value=1.0)
-        # Converted first: a softmax that converts as it goes is several times slower on CPU.
+        # Converted first: a softmax that converts as it goes is slower on CPU.
         return scores.to(self.dtype).softmax(-1), slope
 
     def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, piece: Piece) -> Tensor:
         """Scaled products of a piece's rows of `left` with the shared keys' of `right`, and the rows of `own`.
 
-        The columns of own keys are first computed along, from whatever lies behind the shared keys, as a product into
-        part of a matrix takes half as long again as one into all of it.
+        The columns of own keys are first computed along, from whatever lies behind the shared keys: a product into a
+        whole matrix is faster than one into part of it.
         """
         keys = slice(piece.keys.start, piece.keys.stop + self.own_width)
         rows, columns = left[:, piece.rows], right[:, keys].mT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pyarrow.compute as pc
 from datasets import Dataset
 from peft import get_peft_model
 from torch import nn
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft.anchors import count_blocks, first_anchor
 from ebft.data.collator import DocumentCollator
+from ebft.data.lengths import token_counts
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.strided.layout import Documents
@@ -139,14 +139,10 @@ def _sizes(dataset: Any) -> list[list[tuple[int, int]]] | None:
     plain = "prompt_length" in columns or "labels" not in columns
     if not plain or columns & {"attention_mask", "position_ids", "seq_lengths"}:
         return [_documents(row) for row in dataset]  # as training will read them, one by one
-    if isinstance(dataset, list):
-        return [[(len(row["input_ids"]), row.get("prompt_length") or 0)] for row in dataset]
-    sizes = []
-    for table in dataset.with_format("arrow").iter(batch_size=10_000):
-        lengths = pc.list_value_length(table["input_ids"]).to_pylist()
-        prompts = table["prompt_length"].to_pylist() if "prompt_length" in columns else [0] * len(lengths)
-        sizes += [[(length, prompt or 0)] for length, prompt in zip(lengths, prompts)]
-    return sizes
+    if "prompt_length" not in columns:
+        return [[(length, 0)] for length in token_counts(dataset)]
+    prompts = [row.get("prompt_length") for row in dataset] if isinstance(dataset, list) else dataset["prompt_length"]
+    return [[(length, prompt or 0)] for length, prompt in zip(token_counts(dataset), prompts)]
 
 
 def _documents(row: dict[str, Any]) -> list[tuple[int, int]]:
