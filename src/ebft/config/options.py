@@ -46,6 +46,11 @@ class FeatureOptions(Section):
         1.0, ge=0, description="Weight of the diversity penalty (similarity between samples) in the reward."
     )
     ce_coef: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
+    feature_device: str | None = Field(
+        None,
+        description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
+    )
+    disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
 
 
 class StridedOptions(FeatureOptions):
@@ -78,11 +83,6 @@ class StridedOptions(FeatureOptions):
         description="Leave-one-out baseline: free of sample j also in the diversity terms, or the plain mean "
         "of the other rewards.",
     )
-    feature_device: str | None = Field(
-        None,
-        description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
-    )
-    disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
     rollout_tokens_per_pass: int | None = Field(
         None,
         ge=1,
@@ -96,6 +96,15 @@ class StridedOptions(FeatureOptions):
     )
 
 
+class ThinkingOption(Section):
+    """What both modes read where they turn a reference into tokens."""
+
+    mask_thinking_ce: bool = Field(
+        False,
+        description="Leave thinking blocks (<think>...</think> and the like) of the reference out of the cross-entropy.",
+    )
+
+
 class StructuredOptions(Section):
     """What only structured mode reads."""
 
@@ -104,9 +113,6 @@ class StructuredOptions(Section):
     )
     gt_length_multiplier: float = Field(
         1.5, ge=0.1, description="That limit, in lengths of the reference (structured mode)."
-    )
-    mask_thinking_ce: bool = Field(
-        False, description="Leave thinking blocks out of the cross-entropy term (structured mode)."
     )
 
 
@@ -120,7 +126,7 @@ class ModeOption(Section):
 
 
 # pydantic lists the fields of the last base first.
-class EBFTSection(StructuredOptions, StridedOptions, ModeOption):
+class EBFTSection(StructuredOptions, StridedOptions, ThinkingOption, ModeOption):
     """The YAML section `ebft:`."""
 
 
