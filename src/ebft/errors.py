@@ -19,3 +19,7 @@ class ModelError(EBFTError):
 
 class NonFiniteLossError(EBFTError):
     """The loss or its gradient became NaN or infinite; training stopped before the update."""
+
+
+class RolloutError(EBFTError):
+    """Completions cannot be generated: no server, the wrong one, or one that does not answer as it should."""

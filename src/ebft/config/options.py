@@ -19,8 +19,8 @@ MIN_TEMPERATURE = 1e-3  # below it logits divided by the temperature overflow
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class FeatureOptions(Section):
-    """What both modes share: the feature network, the reward and the cross-entropy term."""
+class RewardOptions(Section):
+    """The feature network and the reward made of it."""
 
     feature_layers: list[Fraction] = Field(
         [0.25, 0.5, 0.75],
@@ -45,12 +45,22 @@ class FeatureOptions(Section):
     diversity_coef: float = Field(
         1.0, ge=0, description="Weight of the diversity penalty (similarity between samples) in the reward."
     )
-    ce_coef: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
     feature_device: str | None = Field(
         None,
         description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own.",
     )
+
+
+class DropoutOption(Section):
+    """What every trainer reads."""
+
     disable_dropout: bool = Field(True, description="Train without dropout, as the rollouts are sampled without it.")
+
+
+class FeatureOptions(RewardOptions, DropoutOption):
+    """What the trainers of both modes share: the reward, and what else is in the loss."""
+
+    ce_coef: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
 
 
 class StridedOptions(FeatureOptions):
@@ -109,10 +119,12 @@ class StructuredOptions(Section):
     """What only structured mode reads."""
 
     adaptive_max_tokens: bool = Field(
-        True, description="Limit a completion by the length of its reference (structured mode)."
+        True,
+        description="Limit each completion by the length of its own reference too, not by max_completion_length alone "
+        "(structured mode).",
     )
     gt_length_multiplier: float = Field(
-        1.5, ge=0.1, description="That limit, in lengths of the reference (structured mode)."
+        1.5, ge=0.1, description="That limit, in lengths of the reference in tokens (structured mode)."
     )
 
 
@@ -152,6 +164,14 @@ def _dataclass_field(info: Any) -> Any:
     if info.default.__hash__ is None:  # a mutable default: every object gets its own copy
         return dataclasses.field(default_factory=lambda: info.get_default(), metadata=metadata)
     return dataclasses.field(default=info.default, metadata=metadata)
+
+
+def options_from(options_model: type[BaseModel], given: dict[str, Any]) -> Any:
+    """`options_model` made of `given`, defaults for the rest; ConfigError names an unknown or wrong option."""
+    try:
+        return options_model.model_validate(given)
+    except ValidationError as error:
+        raise_config_error(error, options_model)
 
 
 def validate_options(options_model: type[BaseModel], obj: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,9 +25,10 @@ _REPLY = "EBFT-REPLY-EBFT"  # stands in for a reply, to find where the template 
 
 @dataclass(frozen=True)
 class Turn:
-    """One reply of a conversation: the ids that lead up to it (after the reply before it) and its reference's ids."""
+    """One reply of a conversation: the ids that lead up to it (after the reply before it), and its reference."""
 
     lead_ids: list[int]
+    reference: str
     reference_ids: list[int]
 
 
@@ -60,7 +62,7 @@ class Renderer:
         self, prompt: Prompt, ground_truth: str, remaining_turns: Iterable[Message] | None = None
     ) -> Conversation:
         """The prompt with its references. DataError where a message or the chat template does not allow it."""
-        turns = [Turn(self.prompt_ids(prompt), self.reference_ids(ground_truth))]
+        turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth))]
         between: list[Message] = []
         for message in _clean(remaining_turns or []):
             if message.get("role") != "assistant":
@@ -68,7 +70,8 @@ class Renderer:
                 continue
             if not between:
                 raise DataError("remaining_turns has two assistant turns in a row: a user turn must stand between them")
-            turns.append(Turn(self.gap_ids(prompt, between), self.reference_ids(_text(message.get("content")))))
+            reference = _text(message.get("content"))
+            turns.append(Turn(self.gap_ids(prompt, between), reference, self.reference_ids(reference)))
             between = []
         return Conversation(turns)
 
@@ -82,7 +85,9 @@ class Renderer:
         else:
             ids = self._apply(_clean(prompt), tokenize=True)["input_ids"]
         if not ids:
-            raise DataError("an empty prompt has no token to sample from. Give a prompt, or a tokenizer with a BOS token")
+            raise DataError(
+                "an empty prompt has no token to sample from. Give a prompt, or a tokenizer with a BOS token"
+            )
         return list(ids)
 
     def reference_ids(self, text: str) -> list[int]:
@@ -97,12 +102,16 @@ class Renderer:
         text = self._after_reply([*_clean(prompt), {"role": "assistant", "content": _REPLY}, *messages], True)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def end_id(self, prompt: Prompt) -> int | None:
+        """The token that ends a reply to `prompt`: the chat template's end of turn for messages, else end of sequence."""
+        end_of_turn = None if isinstance(prompt, str) else self._end_of_turn
+        return self.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
+
     def end_ids(self) -> set[int]:
         """Tokens that end a reply: end of sequence, and the chat template's end of turn where it is a special token."""
-        if "_end_ids" not in self.__dict__:
-            self.__dict__["_end_ids"] = {self.tokenizer.eos_token_id, self._end_of_turn()} - {None}
-        return self.__dict__["_end_ids"]
+        return {self.tokenizer.eos_token_id, self._end_of_turn} - {None}
 
+    @cached_property
     def _end_of_turn(self) -> int | None:
         if self.tokenizer.chat_template is None:
             return None

@@ -1,0 +1,76 @@
+"""Embeddings of whole sequences that share a prompt: the prompt runs once, its cache serves every continuation.
+
+P  prompt tokens   K  continuations   C  tokens of the longest continuation   D  feature dimension
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ebft.features import FeatureNetwork, pool, token_features
+from ebft.models.causal_lm import backbone_of
+
+
+def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
+    """Embeddings (K, D) of the K sequences `prompt_ids + continuations[k]`, float32, on the network's device.
+
+    Each is what a forward pass of that one sequence alone would give: padding is on the right only, where causal
+    models do not look. `mean_pooling` is the mean over all real tokens, prompt included, `completion_mean` over the
+    continuation's, `concat` takes the states at a quarter, a half and three quarters of the real sequence. Where a
+    continuation is empty, `last_token` and `completion_mean` are the prompt's last token.
+    """
+    lengths = [len(ids) for ids in continuations]
+    if not shares_prompts(network.causal_lm):
+        features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
+        prompt, own = features[0, : len(prompt_ids)], features[:, len(prompt_ids) :]
+    else:
+        features, cache = _run(network, torch.tensor([prompt_ids]), use_cache=True)
+        prompt = features[0]
+        if max(lengths) > 0:
+            cache.batch_repeat_interleave(len(continuations))
+            own, _ = _run(network, _padded(continuations), use_cache=True, cache=cache)
+        else:
+            own = features[:, :0].expand(len(continuations), -1, -1)
+    return torch.stack([pool_sequence(prompt, row[:length], network.embed_method) for row, length in zip(own, lengths)])
+
+
+def shares_prompts(causal_lm: PreTrainedModel) -> bool:
+    """Whether the prompt's cache can be handed to several continuations: not where layers keep a running state."""
+    if causal_lm._is_stateful:
+        return False
+    layers = DynamicCache(config=causal_lm.config.get_text_config()).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
+    """One L2-normalised embedding (D,), or (3 D,) for `concat`, of features (P, D) and (C, D) of one sequence."""
+    if embed_method in ("last_token", "completion_mean"):
+        return pool(continuation if len(continuation) else prompt[-1:], embed_method)
+    return pool(torch.cat([prompt, continuation]), embed_method)
+
+
+def _run(
+    network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
+) -> tuple[Tensor, Cache | None]:
+    """Features (K, tokens, D) of `tokens` behind what `cache` holds, and the cache that then holds them too."""
+    backbone = backbone_of(network.causal_lm)
+    arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
+    if cache is not None:
+        arguments["past_key_values"] = cache
+    outputs = []
+
+    def forward(_) -> Tensor:
+        outputs.append(backbone(**arguments))
+        return outputs[0].last_hidden_state
+
+    features = token_features(network.hidden_states(forward))
+    return features, outputs[0].past_key_values if use_cache else None
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    """Rows of token ids as one tensor, padded on the right; the padding's value is never looked at."""
+    return pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in rows], batch_first=True)

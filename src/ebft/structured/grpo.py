@@ -1,0 +1,336 @@
+"""RolloutGRPOTrainer: TRL's GRPOTrainer over our rollouts, whole conversations from generate() or a vLLM server.
+
+Rewards, advantages and the loss are TRL's. What is ours comes in through its hooks: `rollout_func` makes the
+completions, `vllm_generation.sync_weights` brings the weights to the server, `get_batch_samples` looks ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from ebft.data.conversation import Conversation, Renderer
+from ebft.errors import ConfigError, DataError
+from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.trainable import disable_dropout, load
+from ebft.monitor.finite import StopOnNonFinite
+from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.preflight import check_arguments, check_rows
+from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.structured.rollouts.hf import HFBackend
+from ebft.structured.rollouts.prefetch import Prefetcher
+from ebft.structured.rollouts.sampling import Backend, Sampling
+from ebft.structured.rollouts.server import ServerRollouts
+from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
+
+Row = dict[str, Any]
+_CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
+
+
+@dataclass
+class RolloutJob:
+    """Everything that the rollouts of some rows need, fixed when they are due; `run` may happen on any thread."""
+
+    backend: Backend
+    conversations: list[Conversation]
+    limits: Limits
+    seed: int
+    weights_step: int  # the optimizer step of the weights sampled from
+
+    def run(self) -> list[Rollout]:
+        return roll_out(self.backend, self.conversations, self.limits, seed=self.seed)
+
+
+class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
+    """TRL's GRPOTrainer whose completions are rolled out turn by turn, each within its own limit.
+
+    Rows hold `prompt` and whatever the reward functions read; the length of `ground_truth`, where a row has one,
+    limits its completions (`adaptive_max_tokens`), and `remaining_turns` are rolled out in order. `server_failure`
+    tells why a server started for this run is lost for good (None: it is not).
+    """
+
+    args: RolloutGRPOConfig
+    config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: RolloutGRPOConfig | None = None,
+        *,
+        peft_config: Any = None,
+        server_failure: Callable[[], str | None] = lambda: None,
+        **kwargs: Any,
+    ) -> None:
+        args = args if args is not None else self.config_class()
+        check_arguments(args, self.config_class, kwargs)
+        model = load(model, peft_config)
+        syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
+        if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
+            raise ConfigError(
+                "Full fine-tuning sends all weights to the vLLM server, which vLLM does between CUDA devices only, and "
+                "there is none here. Set an adapter (adapter: lora, or peft_config), or use_vllm: false."
+            )
+        if args.disable_dropout:
+            disable_dropout(model)
+        for name in ("train_dataset", "eval_dataset"):
+            check_rows(name, kwargs.get(name), args)
+        # TRL would connect to a server of its own kind, and reach it by weight transfer alone.
+        super().__init__(model, reward_funcs, _without_vllm(args) if syncs_adapter else args, **kwargs)
+        self.args = args
+        backbone_of(unwrap_adapter(model)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
+        self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
+        self.sampling = _sampling(args, end_token_ids(model, self.renderer))
+        self._rows: list[Row] = []
+        self._rollouts: list[Rollout] = []
+        self._jobs_made = 0
+        self._ahead: deque[list[Row]] = deque()  # micro-batches read before their turn
+        self._epoch_iterator: Any = None
+        self._read = 0  # micro-batches read; TRL's `_step` counts those trained on
+        self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
+        self._server: ServerRollouts | None = None
+        if args.uses_server:
+            self._server = ServerRollouts(
+                args,
+                model,
+                self.processing_class,
+                self.accelerator,
+                self.sampling,
+                base_model=unwrap_adapter(model).config._name_or_path,
+                step=lambda: self.state.global_step,
+                failure=server_failure,
+                transfer=None if syncs_adapter else self.vllm_generation,
+            )
+            # Read by TRL: correct for the sampler's probabilities, and sync this before rollouts of a new step.
+            self.use_vllm, self.vllm_generation, self._last_loaded_step = True, self._server, -1
+        if args.uses_server or not args.use_vllm:
+            self.rollout_func = lambda prompts, trainer: self._rollout_fields()
+
+    # Rollouts
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, Any]:
+        self._rows = inputs  # TRL hands the prompts alone to rollout_func
+        return super()._generate_and_score_completions(inputs)
+
+    def _rollout_fields(self) -> dict[str, Any]:
+        """The rollouts of the rows at hand, as TRL's rollout_func returns them."""
+        started = time.perf_counter()
+        job, self._rollouts = self._finished_rollouts()
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["rollouts/wait_s"].append(time.perf_counter() - started)
+        if self._server is not None:
+            self._metrics[mode]["rollouts/staleness"].append(self.state.global_step - job.weights_step)
+        logps = [rollout.logps for rollout in self._rollouts]
+        fields = {
+            "prompt_ids": [rollout.prompt_ids for rollout in self._rollouts],
+            "completion_ids": [rollout.ids for rollout in self._rollouts],
+            "logprobs": None if self._server is None else logps,
+        }
+        if any(0 in rollout.generated for rollout in self._rollouts):
+            fields["env_mask"] = [rollout.generated for rollout in self._rollouts]
+        return fields
+
+    def _finished_rollouts(self) -> tuple[RolloutJob, list[Rollout]]:
+        if self._prefetcher is not None and self.model.training:
+            job, rollouts = self._prefetcher.take(self._rows)
+        else:
+            job = self._job(self._rows)
+            rollouts = job.run()
+        if self._server is not None:
+            self._server.release(job.backend)
+        return job, rollouts
+
+    def _job(self, rows: list[Row]) -> RolloutJob:
+        """What samples the rows' conversations from the weights of now."""
+        stream = self._jobs_made * self.accelerator.num_processes + self.accelerator.process_index
+        self._jobs_made += 1
+        return RolloutJob(
+            backend=self._backend(),
+            conversations=self.conversations(rows),
+            limits=self._limits(),
+            seed=self.args.seed + 1000 * stream,  # turns count up within it
+            weights_step=self._server.weights_step if self._server is not None else self.state.global_step,
+        )
+
+    def _backend(self) -> Backend:
+        if self._server is not None:
+            return self._server.backend()
+        return HFBackend(self, self.sampling, self.processing_class.pad_token_id)
+
+    def conversations(self, rows: list[Row]) -> list[Conversation]:
+        """The rows' prompts and references as token ids; the samples of a group, which are neighbours, share one."""
+        found: list[Conversation] = []
+        for index, row in enumerate(rows):
+            if index and all(rows[index - 1].get(key) == row.get(key) for key in _CONVERSATION):
+                found.append(found[-1])
+            else:
+                reference = row.get("ground_truth") or ""
+                found.append(self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns")))
+        return found
+
+    def _limits(self) -> Limits:
+        positions = getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)
+        lengths = [positions, self._server.max_model_len if self._server is not None else None]
+        return Limits(
+            self.max_completion_length,
+            self.args.gt_length_multiplier if self.args.adaptive_max_tokens else None,
+            min((length for length in lengths if length is not None), default=None),
+        )
+
+    def _generate(self, prompts: list) -> tuple:
+        """TRL's, with the replies of several turns told apart for the reward functions."""
+        fields = list(super()._generate(prompts))
+        if any(len(rollout.replies) > 1 for rollout in self._rollouts):
+            fields[_COMPLETIONS] = [
+                _messages(self._tokenizer, rollout, row.get("remaining_turns"))
+                for rollout, row in zip(self._rollouts, self._rows)
+            ]
+        return tuple(fields)
+
+    def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
+        for func in self.reward_funcs:
+            if isinstance(func, FeatureMatchingReward):
+                func.num_generations = self._group_size()
+        return super()._calculate_rewards(inputs, *args)
+
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    # Ahead of time
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.async_prefetch:
+            self._prefetcher = Prefetcher(self.args.prefetch_depth, self._job)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._stop_rollouts()
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Micro-batches of the next optimizer step; with `async_prefetch`, those behind them are read ahead too."""
+        if self._prefetcher is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if epoch_iterator is not self._epoch_iterator:
+            self._epoch_iterator = epoch_iterator
+            self._ahead.clear()
+            self._read = self._step
+        every = self.args.steps_per_generation * self.num_iterations
+        while len(self._ahead) < num_batches + self.args.prefetch_depth * every:
+            rows = next(epoch_iterator, None)
+            if rows is None:
+                break
+            if self._read % every == 0 or (self._buffered_inputs is None and self._read == self._step):
+                self._prefetcher.announce(rows)
+            self._ahead.append(rows)
+            self._read += 1
+        batches = [self._ahead.popleft() for _ in range(min(num_batches, len(self._ahead)))]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
+        if self._prefetcher is not None:
+            self._prefetcher.raise_failure()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _stop_rollouts(self) -> None:
+        """End what is under way and take the adapters off the server; evaluation afterwards syncs anew."""
+        if self._prefetcher is not None:
+            self._prefetcher.close(self._server.client.cancel)
+            self._prefetcher = None
+        self._ahead.clear()
+        self._epoch_iterator = None
+        if self._server is not None:
+            self._server.reset()
+            self._last_loaded_step = -1
+
+    # Loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
+        if self._has_no_signal(inputs):
+            self._metrics["train"]["skipped_zero_adv_batches"].append(1.0)
+            return torch.zeros((), device=self.args.device, requires_grad=True)
+        if self.args.skip_zero_advantage_batches and self.model.training:
+            self._metrics["train"]["skipped_zero_adv_batches"].append(0.0)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
+        """Whether this micro-batch can be skipped, on all processes alike.
+
+        Not the one in which processes exchange gradients, nor where a scaler (fp16) wants to see some.
+        """
+        if not (self.args.skip_zero_advantage_batches and self.model.training) or self.args.fp16:
+            return False
+        if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
+            return False
+        signal = inputs["advantages"].abs().sum() + self._signal_besides(inputs)
+        return self.accelerator.gather(signal.reshape(1)).sum().item() == 0
+
+    def _signal_besides(self, inputs: dict[str, Any]) -> float:
+        """Above 0 where the loss has other terms than the advantages'."""
+        return float(self.beta != 0.0 or self.aux_loss_enabled or self._entropy_bonus_enabled)
+
+
+_COMPLETIONS = 3  # place of the completions in what TRL's `_generate` returns
+
+
+def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook: positions count real tokens, as in sampling; TRL's padded rows count their padding too.
+
+    It changes what models with learned positions compute, and nothing where positions only matter relatively.
+    """
+    mask = kwargs.get("attention_mask")
+    takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+    if takes_positions and kwargs.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -kwargs["input_ids"].shape[1] :]
+    return args, kwargs
+
+
+def _without_vllm(args: RolloutGRPOConfig) -> RolloutGRPOConfig:
+    without = copy.copy(args)
+    without.use_vllm = False
+    return without
+
+
+def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
+    extra = dict(args.generation_kwargs or {})
+    return Sampling(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        end_ids=frozenset({*end_ids, *extra.pop("stop_token_ids", ())}),
+        regex=args.vllm_structured_outputs_regex,
+        extra=extra,
+    )
+
+
+def _messages(tokenizer: Any, rollout: Rollout, remaining_turns: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """A rolled-out conversation as messages: the replies as sampled, the turns between them as given."""
+    replies = iter(tokenizer.batch_decode(rollout.replies, skip_special_tokens=True))
+    messages = [{"role": "assistant", "content": next(replies)}]
+    given: list[dict[str, Any]] = []
+    for message in remaining_turns or []:
+        if message.get("role") != "assistant":
+            given.append({key: value for key, value in message.items() if value is not None})
+            continue
+        reply = next(replies, None)
+        if reply is None:
+            break
+        messages += [*given, {"role": "assistant", "content": reply}]
+        given = []
+    return messages

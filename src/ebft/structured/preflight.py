@@ -1,0 +1,70 @@
+"""What structured mode's trainers check before they load or start anything: arguments and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+
+from ebft.errors import ConfigError, DataError
+
+# Columns that TRL hands to reward functions itself.
+RESERVED_COLUMNS = (
+    "completion",
+    "completions",
+    "completion_ids",
+    "prompts",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+
+
+def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that would have no effect here, or the wrong one."""
+    if not isinstance(args, config_class):
+        raise ConfigError(f"args must be a {config_class.__name__}, got {type(args).__name__}")
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if trainer_kwargs.get(name) is not None:
+            raise ConfigError(
+                f"{name} makes rollouts of its own, and this trainer has its own already. Use trl.GRPOTrainer with "
+                "FeatureMatchingReward among its reward functions instead."
+            )
+    if args.use_transformers_continuous_batching:
+        raise ConfigError("use_transformers_continuous_batching is not used here: leave it out, or set use_vllm.")
+    if args.vllm_structured_outputs_regex is not None and not args.use_vllm:
+        raise ConfigError("vllm_structured_outputs_regex needs vLLM: set use_vllm, or leave it out.")
+    if args.use_vllm and not args.uses_server and args.adaptive_max_tokens:
+        raise ConfigError(
+            "adaptive_max_tokens limits each completion by its own reference, and vLLM inside the trainer takes one "
+            "limit for all. Set adaptive_max_tokens: false, or vllm_mode: server or managed."
+        )
+
+
+def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("prompt",)) -> None:
+    """Refuse datasets without the `columns`, or with ones that do not belong there; DataError says which."""
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_rows(f"{name}[{key!r}]", part, args, columns)
+        return
+    present = getattr(dataset, "column_names", None)
+    if present is None:
+        return
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise DataError(
+            f"{name} has the columns {', '.join(present)}, and {' and '.join(missing)} are needed: prompt (text or "
+            "messages), and ground_truth (the reference) for feature matching."
+        )
+    reserved = [column for column in RESERVED_COLUMNS if column in present]
+    if reserved:
+        raise DataError(
+            f"{name} has a column {reserved[0]!r}, a name that reward functions are called with. Rename it."
+        )
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise DataError(f"{name} has no rows.")
+    if "remaining_turns" in present and args.use_vllm and not args.uses_server:
+        raise DataError(
+            f"{name} has remaining_turns, and vLLM inside the trainer rolls out one turn only. Set vllm_mode: server or "
+            "managed, use_vllm: false, or a transform of single turns (ebft_chat_multiturn.transform_last_turn)."
+        )

@@ -1,0 +1,163 @@
+"""The feature-matching reward of whole completions, as a TRL reward function.
+
+M  prompt groups   N  samples of a group   D  feature dimension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ebft.config.options import RewardOptions, options_from
+from ebft.data.conversation import Message, Prompt, Renderer, without_end
+from ebft.errors import DataError, NonFiniteLossError
+from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, whiten
+from ebft.structured.embed import embed_continuations
+
+
+@dataclass
+class FeatureMatch:
+    """What one call computed: embeddings as the network gives them, and the terms in the space of the reward."""
+
+    samples: Tensor  # (M, N, D), not whitened
+    reference: Tensor  # (M, D), not whitened
+    alignment: Tensor  # (M, N)
+    diversity: Tensor  # (M, N)
+    rewards: Tensor  # (M, N)
+    cfm: Tensor  # (M,)
+
+
+class FeatureMatchingReward:
+    """`alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) of completions against their references.
+
+    A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8), ...])`.
+    `model` with a PEFT adapter is used with the adapter disabled; of any other model a frozen copy is made here, on
+    `feature_device` if given. Options are those of `ebft.config.options.RewardOptions`: feature_layers,
+    embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. Sequences are token
+    ids throughout; a completion's terminating token (the tokenizer's or the model's end of sequence, the chat
+    template's end of turn, or one of `stop_token_ids`) is left out, as the reference has none. `chat_template_kwargs`
+    must be those that the prompts are rendered with.
+    """
+
+    __name__ = "feature_matching"  # the name that TRL logs it by
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        num_generations: int,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        stop_token_ids: Iterable[int] = (),
+        **options: Any,
+    ) -> None:
+        self.options = options_from(RewardOptions, options)
+        self.num_generations = num_generations
+        self.renderer = Renderer(tokenizer, chat_template_kwargs)
+        self.end_ids = end_token_ids(model, self.renderer, stop_token_ids)
+        self.network = FeatureNetwork(
+            model, self.options.feature_layers, self.options.embed_method, self.options.feature_device
+        )
+        self.last: FeatureMatch | None = None
+
+    def __call__(
+        self,
+        prompts: list[Prompt],
+        completions: list[Any] | None = None,
+        completion_ids: list[list[int]] | None = None,
+        ground_truth: list[str] | None = None,
+        remaining_turns: list[list[Message] | None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """One reward per completion. All lists have the same length and come group by group, `num_generations` each.
+
+        `completion_ids` are the ids behind the prompt, of all turns where there are `remaining_turns`. Raises DataError
+        where a reference is missing, ValueError where lists do not fit together.
+        """
+        groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns)
+        embedded = [
+            embed_continuations(
+                self.network,
+                conversation.prompt_ids,
+                [*(without_end(list(ids), self.end_ids) for ids in samples), conversation.reference_ids],
+            )
+            for conversation, samples in groups
+        ]
+        embeddings = torch.stack(embedded)
+        self.last = match_features(embeddings[:, :-1], embeddings[:, -1], self.options)
+        if not torch.isfinite(self.last.rewards).all():
+            raise NonFiniteLossError(
+                "The feature-matching reward is not finite: the feature network gives NaN or infinity for these "
+                "sequences. Load the model in bfloat16 or float32 rather than float16, and check its weights."
+            )
+        if log_metric is not None:
+            for name, value in metrics_of(self.last).items():
+                log_metric(name, value)
+        return self.last.rewards.flatten().tolist()
+
+    def _groups(self, prompts, completion_ids, ground_truth, remaining_turns) -> list[tuple[Any, list[list[int]]]]:
+        """(conversation, its samples' ids) for every group."""
+        n = self.num_generations
+        if completion_ids is None:
+            raise ValueError("completion_ids are missing: the reward is computed from token ids, not from text")
+        if ground_truth is None:
+            raise DataError("the rows have no column ground_truth, the reference that completions are compared with")
+        remaining = remaining_turns if remaining_turns is not None else [None] * len(prompts)
+        lengths = {len(values) for values in (prompts, completion_ids, ground_truth, remaining)}
+        if len(lengths) != 1 or len(prompts) % n:
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references are not "
+                f"groups of num_generations = {n}"
+            )
+        groups = []
+        for start in range(0, len(prompts), n):
+            group = slice(start, start + n)
+            if any(prompt != prompts[start] for prompt in prompts[group]):
+                raise ValueError(
+                    f"completions {start} to {start + n - 1} have different prompts: they must come group by group, "
+                    f"{n} (num_generations) per prompt"
+                )
+            reference = ground_truth[start]
+            if not isinstance(reference, str) or not reference.strip():
+                raise DataError(f"row {start} has no reference: ground_truth is {reference!r}")
+            conversation = self.renderer.conversation(prompts[start], reference, remaining[start])
+            groups.append((conversation, completion_ids[group]))
+        return groups
+
+
+def match_features(samples: Tensor, reference: Tensor, options: RewardOptions) -> FeatureMatch:
+    """Rewards of samples (M, N, D) against references (M, D), whitened per group where the options say so."""
+    phi, phi_ref = samples, reference
+    if options.use_whitening:
+        phi, phi_ref = whiten(phi, phi_ref, options.whitening_space)
+    alignment = alignment_rewards(phi, phi_ref)
+    diversity = diversity_rewards(phi)
+    rewards = options.alignment_coef * alignment - options.diversity_coef * diversity
+    return FeatureMatch(samples, reference, alignment, diversity, rewards, cfm_loss(phi, phi_ref))
+
+
+def metrics_of(match: FeatureMatch) -> dict[str, float]:
+    """Means of the terms, by the names that they are logged under in both modes."""
+    return {
+        "ebft/alignment": match.alignment.mean().item(),
+        "ebft/diversity": match.diversity.mean().item(),
+        "ebft/cfm_loss": match.cfm.mean().item(),
+        "ebft/mean_reward": match.rewards.mean().item(),
+        "ebft/reward": match.rewards.mean().item(),
+    }
+
+
+def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable[int] = ()) -> set[int]:
+    """Every token that ends a reply: of the tokenizer, the chat template, the model's generation config, the user."""
+    generation_config = unwrap_adapter(model).generation_config
+    declared = generation_config.eos_token_id if generation_config is not None else None
+    declared = [declared] if isinstance(declared, int) else declared or []
+    return {*renderer.end_ids(), *declared, *stop_token_ids}

@@ -1,0 +1,79 @@
+"""Rollouts by the policy's own `generate`, in the training process: no server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import pad
+
+from ebft.models.causal_lm import evaluating
+from ebft.structured.rollouts.sampling import Completion, Sampling
+
+
+class HFBackend:
+    """transformers' `generate` on the policy, in eval mode, prompts padded on the left.
+
+    Noise comes from torch's global generator, which the trainer seeds for each process; `seed` is for backends that
+    have none.
+    """
+
+    def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
+        self._trainer, self._pad_token_id = trainer, pad_token_id
+        self._end_ids = sorted(sampling.end_ids)
+        self._kwargs = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "eos_token_id": self._end_ids or None,
+            "pad_token_id": pad_token_id,
+            "cache_implementation": trainer.args.cache_implementation,
+            **sampling.extra,
+        }
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], *, seed: int) -> list[Completion]:
+        trainer = self._trainer
+        input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(trainer.args.device)
+        attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
+            input_ids.device
+        )
+        kwargs = {**self._kwargs, "max_new_tokens": max(max_tokens)}
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                generation_kwargs=kwargs,  # else the model's own defaults (a top_k, a penalty) would come in
+                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+            ) as policy,
+            evaluating(policy),
+            trainer.accelerator.autocast(),
+        ):
+            output = policy.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=GenerationConfig(**kwargs, disable_compile=True),
+                stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
+            )
+        sampled = output[:, input_ids.shape[1] :].tolist()
+        return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Ids up to the first end token; what follows is padding."""
+        end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
+        return ids[: end + 1]
+
+
+class _OwnLimit(StoppingCriteria):
+    """Ends each row of a batch at its own number of new tokens."""
+
+    def __init__(self, prompt_length: int, max_tokens: list[int]) -> None:
+        self._stop_at = torch.tensor(max_tokens) + prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self._stop_at.to(input_ids.device)

@@ -1,0 +1,98 @@
+"""Rolling conversations out: one reply after the other, each sampled behind everything said before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ebft.data.conversation import Conversation, Turn
+from ebft.errors import DataError
+from ebft.structured.rollouts.sampling import Backend
+
+
+@dataclass
+class Rollout:
+    """One sampled conversation behind its prompt.
+
+    `ids` are all tokens behind the prompt; `generated` marks (1) those that the policy sampled and (0) those that were
+    given, such as user turns; `logps` are the sampling log-probabilities, 0 at given tokens, None where unknown.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    logps: list[float] | None = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
+
+    def give(self, ids: list[int]) -> None:
+        """Append tokens that nobody sampled."""
+        self.ids += ids
+        self.generated += [0] * len(ids)
+        if self.logps is not None:
+            self.logps += [0.0] * len(ids)
+
+    def reply(self, ids: list[int], logps: list[float] | None) -> None:
+        """Append a sampled reply."""
+        self.ids += ids
+        self.generated += [1] * len(ids)
+        self.logps = self.logps + logps if self.logps is not None and logps is not None else None
+        self.replies.append(ids)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a reply may be, and how long all of a conversation may be."""
+
+    max_completion_length: int
+    reference_multiplier: float | None  # None: the reference's length does not matter
+    max_length: int | None  # positions of model and server; None: no limit
+
+    def reply(self, turn: Turn) -> int:
+        """Most tokens of a reply to `turn`: by its own reference, where that counts."""
+        if self.reference_multiplier is None or not turn.reference_ids:
+            return self.max_completion_length
+        wanted = math.ceil(self.reference_multiplier * len(turn.reference_ids))
+        return max(1, min(self.max_completion_length, wanted))
+
+    def room(self, length: int) -> int:
+        """Tokens that still fit behind `length` tokens."""
+        return self.max_completion_length if self.max_length is None else self.max_length - length
+
+
+def roll_out(backend: Backend, conversations: list[Conversation], limits: Limits, *, seed: int) -> list[Rollout]:
+    """Sample every reply of every conversation, in order of turns; all conversations go on side by side.
+
+    A conversation without room for its next reply ends early. DataError where not even the first has room.
+    """
+    rollouts = [Rollout(list(conversation.prompt_ids)) for conversation in conversations]
+    for number in range(max(len(conversation.turns) for conversation in conversations)):
+        speaking, contexts, max_tokens = [], [], []
+        for rollout, conversation in zip(rollouts, conversations):
+            if number >= len(conversation.turns) or len(rollout.replies) < number:
+                continue
+            turn = conversation.turns[number]
+            lead = [] if number == 0 else _without_repeated_end(turn.lead_ids, rollout.ids[-1])
+            room = limits.room(len(rollout.prompt_ids) + len(rollout.ids) + len(lead))
+            if room < 1:
+                if number == 0:
+                    raise DataError(
+                        f"a prompt of {len(rollout.prompt_ids)} tokens leaves no room for a completion within the "
+                        f"{limits.max_length} tokens that model and server take. Leave such rows out, or raise "
+                        "vllm.max_model_len."
+                    )
+                continue
+            rollout.give(lead)
+            speaking.append(rollout)
+            contexts.append(rollout.prompt_ids + rollout.ids)
+            max_tokens.append(min(limits.reply(turn), room))
+        if not speaking:
+            break
+        completions = backend.generate(contexts, max_tokens, seed=seed + number)
+        for rollout, completion in zip(speaking, completions, strict=True):
+            rollout.reply(completion.ids, completion.logps)
+    return rollouts
+
+
+def _without_repeated_end(lead_ids: list[int], last_id: int) -> list[int]:
+    """What leads to the next reply begins with the end of turn, which a finished reply has sampled itself."""
+    return lead_ids[1:] if lead_ids and lead_ids[0] == last_id else lead_ids

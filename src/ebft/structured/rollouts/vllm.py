@@ -1,0 +1,33 @@
+"""Rollouts by a vLLM server, from one state of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebft.structured.rollouts.adapters import AdapterSync, Version
+from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
+from ebft.structured.rollouts.sampling import Completion, Sampling
+
+_RELOADS = 3  # of an adapter that a restarted server has lost, within one call
+
+
+@dataclass(frozen=True)
+class VLLMBackend:
+    """Samples from `version` of the policy, or from the server's own weights where that is None."""
+
+    client: VLLMClient
+    sampling: Sampling
+    base_model: str
+    adapters: AdapterSync | None = None
+    version: Version | None = None
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], *, seed: int) -> list[Completion]:
+        model = self.base_model if self.version is None else self.version.name
+        for _ in range(_RELOADS):
+            try:
+                return self.client.complete(model, prompts, max_tokens, self.sampling, seed)
+            except ModelNotServed:
+                if self.version is None:
+                    raise
+                self.adapters.reload(self.version)
+        return self.client.complete(model, prompts, max_tokens, self.sampling, seed)
