@@ -10,6 +10,11 @@ _EXPORTS = {
     "TrainResult": "ebft.training",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
+    "EBFTTrainer": "ebft.structured",
+    "EBFTConfig": "ebft.structured",
+    "AsyncEBFTTrainer": "ebft.structured",
+    "AsyncEBFTConfig": "ebft.structured",
+    "FeatureMatchingReward": "ebft.structured",
 }
 
 __all__ = list(_EXPORTS)

@@ -1,6 +1,6 @@
 """One function that turns a config into a trained model.
 
-`train` reads top to bottom: check, seed, tokenizer, datasets, model (with its adapter), trainer, train or
+`train` reads top to bottom: check, seed, server, tokenizer, datasets, model (with its adapter), trainer, train or
 resume, save.
 """
 
@@ -16,17 +16,23 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerStat
 
 from ebft.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import planned_steps, strided_kwargs, training_kwargs
+from ebft.config.arguments import planned_steps, server_address, strided_kwargs, structured_kwargs, training_kwargs
 from ebft.config.machine import Machine, check_machine
 from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets, pack_rows
+from ebft.data.prompts import load_prompts
 from ebft.errors import ConfigError
 from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
 from ebft.monitor import ProgressBar, StopOnNonFinite, default_callbacks
+from ebft.serving.managed import await_ready, managed_server
+from ebft.serving.server import VLLMServer
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.structured import EBFTConfig, EBFTTrainer, RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured.reward_funcs import load_reward_funcs
+from ebft.structured.rollouts.client import VLLMClient
 
 
 class PlainTrainer(StopOnNonFinite, Trainer):
@@ -60,17 +66,23 @@ def train(config: RunConfig) -> TrainResult:
     make_output_dir(config.output_dir)
     check_hub(config)
     os.environ.update(wandb_environment(config))
+    with managed_server(config, torch.cuda.device_count(), this_machine().processes) as server:
+        return _train(config, checkpoint, server)
 
+
+def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None) -> TrainResult:
+    """`train` once everything is checked; `server` is the one started for this run, if any."""
     set_seed(config.seed)
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # else steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
+    if config.uses_server and config.trl.vllm_mode == "server":
+        await_server(config)
     tokenizer = load_tokenizer(config)
-    train_data, eval_data = load_datasets(config, tokenizer)
-    if config.sample_packing:
-        train_data = pack(config, train_data)
+    train_data, eval_data = load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
-    trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data)
+    await_ready(server, config)
+    trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
     if is_finished(config, checkpoint, rows=len(train_data)):
         restore(trainer, checkpoint)
@@ -82,6 +94,24 @@ def train(config: RunConfig) -> TrainResult:
     if must_save:
         save(config, trainer, metrics)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+
+
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """Training and evaluation rows: prompts with references where completions are whole, else tokens."""
+    if config.is_structured:
+        return load_prompts(config, tokenizer)
+    train_data, eval_data = load_datasets(config, tokenizer)
+    return pack(config, train_data) if config.sample_packing else train_data, eval_data
+
+
+def await_server(config: RunConfig) -> None:
+    """Wait for the server that the user started; RolloutError, before any model is loaded, where there is none."""
+    timeout = config.trl.vllm_server_timeout or RolloutGRPOConfig.vllm_server_timeout
+    client = VLLMClient(*server_address(config), timeout)
+    try:
+        client.wait_until_up()
+    finally:
+        client.close()
 
 
 def pack(config: RunConfig, rows: Any) -> Any:
@@ -108,8 +138,13 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
     try:
         if config.is_strided:
             args = StridedEBFTConfig(**kwargs, **strided_kwargs(config))
+        elif config.is_structured:
+            config_class = EBFTConfig if config.rl == "ebft" else RolloutGRPOConfig
+            args = config_class(**(kwargs | structured_kwargs(config)))
         else:
             args = TrainingArguments(**kwargs, prediction_loss_only=True)
+    except ConfigError:
+        raise
     except (ValueError, ImportError) as error:
         raise ConfigError(f"transformers cannot train with these settings: {error}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one process trains on one GPU: Trainer would use DataParallel on several
@@ -117,19 +152,32 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
 
 
 def build_trainer(
-    config: RunConfig, args: TrainingArguments, model: Any, tokenizer: Any, train_data: Any, eval_data: Any
+    config: RunConfig,
+    args: TrainingArguments,
+    model: Any,
+    tokenizer: Any,
+    train_data: Any,
+    eval_data: Any,
+    server: VLLMServer | None = None,
 ) -> Trainer:
-    """The trainer of the config's method: StridedEBFTTrainer, or transformers' own for plain fine-tuning."""
-    trainer_class = StridedEBFTTrainer if config.is_strided else PlainTrainer
-    trainer = trainer_class(
-        model=model,
-        args=args,
-        train_dataset=train_data,
-        eval_dataset=eval_data,
-        data_collator=DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided),
-        processing_class=tokenizer,
-        callbacks=default_callbacks(config),
-    )
+    """The trainer of the config's method: strided or structured EBFT, GRPO, or transformers' own."""
+    common = {
+        "model": model,
+        "args": args,
+        "train_dataset": train_data,
+        "eval_dataset": eval_data,
+        "processing_class": tokenizer,
+        "callbacks": default_callbacks(config),
+    }
+    if config.is_structured:
+        trainer = (EBFTTrainer if config.rl == "ebft" else RolloutGRPOTrainer)(
+            reward_funcs=load_reward_funcs(config, model, tokenizer),
+            server_failure=lambda: server.failure if server is not None else None,
+            **common,
+        )
+    else:
+        collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided)
+        trainer = (StridedEBFTTrainer if config.is_strided else PlainTrainer)(data_collator=collator, **common)
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:
@@ -210,7 +258,7 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
     merged: dict[str, float] = {}
     for entry in trainer.state.log_history:
         merged.update(entry)
-    return {name: value for name, value in merged.items() if name not in ("epoch", "step")}
+    return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
 
 
 def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None:

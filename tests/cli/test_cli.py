@@ -91,7 +91,7 @@ def test_an_error_is_one_message_and_exit_code_2(ebft, good):
 def test_check_refuses_what_cannot_be_trained(ebft, good):
     good.write_text(good.read_text() + "rl: grpo\n")
     result = ebft("config", "--check", good)
-    assert result.exit_code == 2 and "rl: grpo cannot be trained in this version" in plain(result.stderr)
+    assert result.exit_code == 2 and "rl: grpo needs trl.reward_funcs" in plain(result.stderr)
 
 
 def test_an_override_reaches_the_config(ebft, good):

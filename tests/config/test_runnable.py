@@ -23,7 +23,10 @@ from ebft.errors import ConfigError, EBFTError
             "sequence_len to at least 508",
         ),
         ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
-        ({"datasets": [{"path": "a", "type": "ebft_opencode.transform"}]}, "structured mode, which this version"),
+        (
+            {"datasets": [{"path": "a", "type": "ebft_opencode.transform"}]},
+            "plain fine-tuning .* trains on rows of input_ids and labels",
+        ),
         ({"deepspeed": {}}, "pip install deepspeed"),
         ({"sample_packing": True, "group_by_length": True}, "group_by_length sorts rows"),
         ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "too close to 0"),

@@ -1,5 +1,6 @@
-"""A strided run config over given sources, and the tiny tokenizer itself."""
+"""A strided run config over given sources, and the tiny tokenizer itself, also with a chat template."""
 
+import copy
 import json
 
 import pytest
@@ -10,6 +11,17 @@ def tokenizer(tiny_tokenizer_dir):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+
+
+@pytest.fixture
+def chatml(tokenizer):
+    """The tokenizer with a ChatML template that puts no word of its own between the turns."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
+import importlib
 import textwrap
 
 import pytest
@@ -81,7 +82,11 @@ def test_several_processes_give_the_same_rows(run_own):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ('{"prompt": "x", "ground_truth": "y"}', "row 0: it returned prompt and ground_truth, .*structured mode"),
+        (
+            '{"prompt": "x", "ground_truth": "y"}',
+            "row 0: it returned prompt and ground_truth, but strided mode trains on rows of input_ids and labels. "
+            "Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the mode",
+        ),
         ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing, it returned prompt"),
         ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),
         ('{"input_ids": [1, 2], "labels": [1]}', "labels has 1 entries, input_ids has 2"),
@@ -106,15 +111,22 @@ def test_transform_that_returns_no_pair(run_own):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_names(name):
     assert find_transform(name) is find_transform(f"{name}.transform")
+    module = importlib.import_module(f"ebft.data.transforms.{name}")
+    assert [key for key in vars(module) if key.startswith("transform")] == list(BUILT_IN[name])
+    assert [find_transform(f"{name}.{key}") for key in BUILT_IN[name]] == [vars(module)[key] for key in BUILT_IN[name]]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("ebft_pretrian.transform", "no such module here.*Did you mean 'ebft_pretrain'"),
-        ("alpaca", "there is no transform 'alpaca'.*your own is written module.function"),
-        ("ebft_pretrain.transfrom", "has no function 'transfrom'"),
-        ("textwrap.nothing", "module textwrap has no function 'nothing'"),
+        ("alpaca", "there is no 'alpaca'.*your own is written module.function"),
+        ("ebft_pretrain.transfrom", "has no function 'transfrom'. It has transform.$"),
+        (
+            "ebft_chat_multiturn.transform_frist",
+            "no function 'transform_frist'. It has transform, transform_last_turn, transform_all_turns",
+        ),
+        ("textwrap.nothing", "module textwrap has no function 'nothing'. It has TextWrapper, wrap, fill, shorten"),
     ],
 )
 def test_unknown_names(name, message):

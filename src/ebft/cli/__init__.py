@@ -7,6 +7,7 @@ import typer
 
 from ebft.cli import config as config_command
 from ebft.cli import train as train_command
+from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_warnings
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ def _print_version(asked: bool) -> None:
 
 
 train_command.register(app)
+vllm_serve_command.register(app)
 config_command.register(app)
 
 

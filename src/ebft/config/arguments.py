@@ -8,8 +8,9 @@ from typing import Any
 
 from ebft.config.machine import Machine
 from ebft.config.metrics import best_metric
-from ebft.config.options import StridedOptions
+from ebft.config.options import DropoutOption, FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.schema import RunConfig
+from ebft.config.structured import RolloutOptions
 from ebft.config.trackers import trackers
 
 _SAME_NAME = (
@@ -51,7 +52,48 @@ _OTHER_NAME = {
 
 
 # Held-out metrics that should rise; all others should fall.
-_GREATER_IS_BETTER = ("alignment",)
+_GREATER_IS_BETTER = ("alignment", "reward")
+
+# Keys of `trl:` that TRL's GRPOConfig takes, under one name or two.
+_TRL_SAME_NAME = (
+    *RolloutOptions.model_fields,
+    "use_vllm",
+    "num_generations",
+    "generation_batch_size",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "beta",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+    "loss_type",
+    "scale_rewards",
+    "mask_truncated_completions",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "importance_sampling_level",
+    "off_policy_mask_threshold",
+    "use_bias_correction_kl",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "reward_weights",
+    "multi_objective_aggregation",
+    "vllm_server_timeout",
+    "vllm_enable_sleep_mode",
+    "log_completions",
+    "num_completions_to_print",
+)
+_TRL_OTHER_NAME = {
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
 
 
 def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:
@@ -84,6 +126,32 @@ def strided_kwargs(config: RunConfig) -> dict[str, Any]:
     return {name: getattr(config.ebft, name) for name in StridedOptions.model_fields}
 
 
+def structured_kwargs(config: RunConfig) -> dict[str, Any]:
+    """The `trl:`, `vllm:` and `ebft:` options of the config, for EBFTConfig, or RolloutGRPOConfig with `rl: grpo`."""
+    trl, vllm = config.trl, config.vllm
+    kwargs = {key: getattr(trl, key) for key in _TRL_SAME_NAME}
+    kwargs |= {name: getattr(trl, key) for key, name in _TRL_OTHER_NAME.items()}
+    kwargs["vllm_server_host"], kwargs["vllm_server_port"] = server_address(config)
+    if trl.use_vllm and not config.uses_server:
+        kwargs["vllm_gpu_memory_utilization"] = vllm.gpu_memory_utilization
+        kwargs["vllm_max_model_length"] = vllm.max_model_len
+        kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
+    options = [*StructuredOptions.model_fields, *DropoutOption.model_fields]
+    if config.rl == "ebft":
+        options += [*FeatureOptions.model_fields, *ThinkingOption.model_fields]
+    kwargs |= {name: getattr(config.ebft, name) for name in options}
+    if config.eval_batch_size is None:
+        groups = math.ceil(config.micro_batch_size / trl.num_generations)
+        kwargs["per_device_eval_batch_size"] = groups * trl.num_generations  # whole groups
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def server_address(config: RunConfig) -> tuple[str, int]:
+    """Host and port that the trainer connects to: those of `trl:`, else those that the server is started with."""
+    host, port = config.trl.vllm_server_host, config.trl.vllm_server_port
+    return (config.vllm.host if host is None else host, config.vllm.port if port is None else port)
+
+
 def use_bf16(config: RunConfig, machine: Machine) -> bool:
     """Whether the run uses bfloat16: as asked, or for `auto` where the GPU supports it and fp16 is not set."""
     if config.bf16 == "auto":
@@ -99,8 +167,20 @@ def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
 
 
 def _steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
+    if config.is_structured:
+        return _structured_steps_per_epoch(config, machine, rows)
     batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
     return max(1, math.ceil(batches / config.gradient_accumulation_steps))
+
+
+def _structured_steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
+    """TRL repeats each prompt `num_generations` times and each generation batch `num_iterations` times."""
+    trl, accumulation = config.trl, config.gradient_accumulation_steps
+    samples_per_micro_step = config.micro_batch_size * machine.processes
+    completions = trl.generation_batch_size or samples_per_micro_step * accumulation
+    prompts = max(1, completions // trl.num_generations)
+    micro_steps = rows // prompts * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
+    return max(1, math.ceil(micro_steps / accumulation))
 
 
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.attention import FLAGS, resolve_attention
-from ebft.config.ignored import IGNORED
+from ebft.config.ignored import IGNORED, Ignored
 from ebft.config.metrics import held_out_metrics
 from ebft.config.model import AdapterKeys
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, settle_single_sample
@@ -48,7 +48,7 @@ def _adapter(config: "RunConfig") -> Iterator[str]:
 
 
 def _feature_device(config: "RunConfig") -> Iterator[str]:
-    if config.is_strided and config.ebft.feature_device is not None and config.adapter is not None:
+    if config.rl == "ebft" and config.ebft.feature_device is not None and config.adapter is not None:
         yield (
             f"ebft.feature_device: {config.ebft.feature_device} has no effect with an adapter, since features come "
             "from the policy with its adapter disabled. Remove it."
@@ -140,6 +140,8 @@ def settle(config: "RunConfig") -> None:
         settle_single_sample(config.ebft)
         _warn_prompts(config)
         _settle_compile(config)
+    if config.is_structured:
+        _warn_structured(config)
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
 
@@ -182,6 +184,31 @@ def _warn_prompts(config: "RunConfig") -> None:
     if config.train_on_inputs:
         reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
         warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
+
+
+# Keys of `trl:` that change nothing here, at which values that needs no word, and why.
+_WITHOUT_EFFECT = {
+    "reward_num_workers": Ignored((None, 1), "reward functions run in the training process, on its main thread"),
+    "streaming_partial_batch": Ignored((None, False), "rewards are computed group by group already"),
+    "streaming_min_groups": Ignored((None,), "rewards are computed group by group already"),
+}
+
+
+def _warn_structured(config: "RunConfig") -> None:
+    """One warning for each key that whole completions leave no room for."""
+    for key, (harmless, reason) in _WITHOUT_EFFECT.items():
+        if getattr(config.trl, key) not in harmless:
+            warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
+    for key in ("train_on_inputs", "sample_packing"):
+        if getattr(config, key):
+            warnings.warn(f"{key}: true has no effect on whole completions of prompts.", stacklevel=2)
+    if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
+        warnings.warn(
+            "trl.vllm_lora_sync: false has no effect: an adapter is sent to vLLM as it is, with the same result.",
+            stacklevel=2,
+        )
+    if "vllm" in config.model_fields_set and not config.trl.use_vllm:
+        warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
 
 
 def _settle_compile(config: "RunConfig") -> None:

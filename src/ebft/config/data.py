@@ -6,8 +6,27 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
-# Modules of `ebft.data.transforms` that a dataset's `type` may name.
-BUILT_IN_TRANSFORMS = ("ebft_pretrain", "ebft_strided_structured", "ebft_strided_chat", "completion", "chat_template")
+# Modules of `ebft.data.transforms` that a dataset's `type` may name, with their functions and the rows that each gives:
+# tokens (input_ids and labels) or prompts (prompt and ground_truth). A bare module name means its `transform`.
+BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
+    "ebft_pretrain": {"transform": "tokens"},
+    "ebft_strided_structured": {"transform": "tokens"},
+    "ebft_strided_chat": {"transform": "tokens"},
+    "ebft_opencode": {"transform": "prompts"},
+    "ebft_chat_multiturn": {
+        "transform": "prompts",
+        "transform_last_turn": "prompts",
+        "transform_all_turns": "prompts",
+    },
+    "ebft_reasoning": {
+        "transform": "prompts",
+        "transform_answer_only": "prompts",
+        "transform_split_thinking": "prompts",
+        "transform_strided": "tokens",
+    },
+    "completion": {"transform": "tokens"},
+    "chat_template": {"transform": "tokens"},
+}
 
 
 class DatasetEntry(Section):
@@ -15,7 +34,7 @@ class DatasetEntry(Section):
 
     path: str = Field(description="Hub name, file, folder, or builder name (json, text, ...) of the data.")
     type: str = Field(
-        description="Transform that makes tokens of rows: ebft_pretrain.transform, your_module.transform."
+        description="Transform that makes tokens or prompts of rows: ebft_pretrain.transform, your_module.transform."
     )
     name: str | None = Field(None, description="Configuration (subset) of a hub dataset.")
     split: str = Field("train", description="Split to read, slices included: train[:1%].")

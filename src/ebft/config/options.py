@@ -111,7 +111,7 @@ class ThinkingOption(Section):
 
     mask_thinking_ce: bool = Field(
         False,
-        description="Leave thinking blocks (<think>...</think> and the like) of the reference out of the cross-entropy.",
+        description="Leave thinking blocks (<think>...</think> and the like) of a reference out of the cross-entropy.",
     )
 
 

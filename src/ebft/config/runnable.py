@@ -5,22 +5,17 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from ebft.config.data import BUILT_IN_TRANSFORMS
 from ebft.config.optimizer import check_optimizer
 from ebft.config.options import check_trainable
+from ebft.config.runnable_structured import check_structured
 from ebft.config.schema import RunConfig
 from ebft.config.trackers import check_report_to
+from ebft.config.transforms import check_transform
 from ebft.errors import ConfigError
 
 
 def check_runnable(config: RunConfig) -> None:
     """Refuse what loads as a config but cannot be trained here; ConfigError or DataError says what to do instead."""
-    if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided):
-        asked = "rl: grpo" if config.rl == "grpo" else "ebft.mode: structured (the default)"
-        raise ConfigError(
-            f"{asked} cannot be trained in this version. Set ebft.mode: strided with rl: ebft for energy-based "
-            "fine-tuning, or remove rl for plain fine-tuning."
-        )
     if config.is_strided:
         check_trainable(config.ebft)
         _check_room(config)
@@ -28,6 +23,8 @@ def check_runnable(config: RunConfig) -> None:
         raise ConfigError(
             "group_by_length sorts rows by length, and sample_packing fills them all up to sequence_len. Remove one."
         )
+    if config.is_structured:
+        check_structured(config)
     _check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))
@@ -47,13 +44,9 @@ def _check_room(config: RunConfig) -> None:
 
 
 def _check_types(config: RunConfig) -> None:
-    """Each dataset's transform is there; `ebft.data` is imported only for those that are not built in."""
+    """Each dataset's transform is there and gives the rows that this run trains on; only the user's own is imported."""
     for entry in (*config.datasets, *config.test_datasets):
-        if entry.type.removesuffix(".transform") in BUILT_IN_TRANSFORMS:
-            continue
-        from ebft.data.transforms import find_transform
-
-        find_transform(entry.type)
+        check_transform(entry.type, config)
 
 
 def _check_processes(config: RunConfig) -> None:

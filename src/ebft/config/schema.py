@@ -21,11 +21,15 @@ class MethodKeys(Section):
     """What kind of training it is."""
 
     rl: Literal["ebft", "grpo"] | None = Field(
-        None, description="ebft: energy-based fine-tuning; unset: plain fine-tuning on the cross-entropy."
+        None,
+        description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: plain fine-tuning "
+        "on the cross-entropy.",
     )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
-    trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode's trainer.")
-    vllm: VLLMSection = Field(default_factory=VLLMSection, description="Options of structured mode's server.")
+    trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode and of GRPO.")
+    vllm: VLLMSection = Field(
+        default_factory=VLLMSection, description="Options of the server that generates completions."
+    )
 
 
 # The groups of keys, in the order in which help and reference page show them.
@@ -70,6 +74,16 @@ class RunConfig(*reversed(GROUPS.values())):  # pydantic lists the fields of the
     def is_strided(self) -> bool:
         """Whether this run is energy-based fine-tuning in strided mode."""
         return self.rl == "ebft" and self.ebft.mode == "strided"
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether this run samples whole completions: energy-based fine-tuning in structured mode, or GRPO."""
+        return self.rl is not None and not self.is_strided
+
+    @property
+    def uses_server(self) -> bool:
+        """Whether completions come from a vLLM server in a process of its own."""
+        return self.is_structured and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
 
 
 def _paths_as_text(value: Any) -> Any:

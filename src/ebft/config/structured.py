@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ebft.config.options import MIN_TEMPERATURE
 from ebft.config.section import Section
 
 Count = Annotated[int, Field(ge=1)]
@@ -15,13 +16,35 @@ Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
+class RolloutOptions(Section):
+    """Where rollouts come from and how fresh they are: what our trainers add to TRL's own arguments."""
+
+    vllm_mode: Literal["server", "managed", "colocate"] = Field(
+        "server",
+        description="Where vLLM runs (use_vllm: true): server, started with `ebft vllm-serve`; managed, a server that "
+        "training starts, watches and stops itself; colocate, in the trainer's own process.",
+    )
+    vllm_sync_interval: Count = Field(1, description="Optimizer steps between two updates of vLLM's weights.")
+    async_prefetch: bool = Field(
+        False, description="Generate the next batches while training on this one (server and managed)."
+    )
+    prefetch_depth: Count = Field(1, description="Generation batches made ahead with async_prefetch.")
+    skip_zero_advantage_batches: bool = Field(
+        True, description="Skip forward and backward of micro-batches whose advantages are all zero."
+    )
+
+
 class SamplingKeys(Section):
     """How completions are sampled."""
 
-    num_generations: Count | None = Field(None, description="Completions per prompt.")
-    generation_batch_size: Count | None = Field(None, description="Prompts per generation step.")
-    max_completion_length: Count | None = Field(None, description="Most tokens of a completion.")
-    temperature: Positive | None = Field(None, description="Sampling temperature.")
+    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="Completions per prompt.")
+    generation_batch_size: Count | None = Field(
+        None, description="Completions per generation step, over all processes; unset: those of one optimizer step."
+    )
+    max_completion_length: Count = Field(256, description="Most tokens of a completion.")
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = Field(
+        0.7, description="Sampling temperature; completions are scored at it too."
+    )
     top_p: Probability | None = Field(None, description="Share of probability kept by nucleus sampling.")
     top_k: int | None = Field(None, description="Number of tokens kept by top-k sampling.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -45,12 +68,11 @@ class PolicyLossKeys(Section):
     num_iterations: Count | None = Field(None, description="Updates per generated batch.")
     epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio.")
     epsilon_high: Positive | None = Field(None, description="Upper clipping bound of the probability ratio.")
-    loss_type: str | None = Field(None, description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL.")
+    loss_type: str = Field("grpo", description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL.")
     scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
-        None, description="Divide rewards by their standard deviation."
+        None, description="Divide rewards by their standard deviation: of the group (true), of the batch, or not."
     )
     mask_truncated_completions: bool | None = Field(None, description="Leave cut completions out of the loss.")
-    skip_zero_advantage_batches: bool | None = Field(None, description="Skip batches without any advantage.")
     vllm_importance_sampling_correction: bool | None = Field(
         None, description="Correct for the sampler's probabilities differing from the trainer's."
     )
@@ -86,19 +108,18 @@ class RewardKeys(Section):
 class RolloutServerKeys(Section):
     """Where completions come from and how fresh they are."""
 
-    use_vllm: bool | None = Field(None, description="Generate with vLLM.")
-    vllm_mode: Literal["server", "colocate"] | None = Field(
-        None, description="vLLM in its own process or in the trainer's."
+    use_vllm: bool = Field(False, description="Generate with vLLM instead of the model's own generate().")
+    vllm_server_host: str | None = Field(None, description="Host of the vLLM server; unset: vllm.host.")
+    vllm_server_port: Port | None = Field(None, description="Port of the vLLM server; unset: vllm.port.")
+    vllm_server_timeout: Positive | None = Field(
+        None, description="Seconds to wait for the server to be up, and for its answers (unset: 240)."
     )
-    vllm_server_host: str | None = Field(None, description="Host of the vLLM server.")
-    vllm_server_port: Port | None = Field(None, description="Port of the vLLM server.")
-    vllm_server_timeout: Positive | None = Field(None, description="Seconds to wait for the server.")
-    vllm_lora_sync: bool | None = Field(None, description="Send the adapter to vLLM through the file system.")
-    vllm_sync_interval: Count | None = Field(None, description="Steps between two updates of vLLM's weights.")
+    vllm_lora_sync: bool | None = Field(
+        None,
+        description="Send the adapter to vLLM through the file system, which is how adapters are always sent here.",
+    )
     vllm_enable_sleep_mode: bool | None = Field(None, description="Free vLLM's memory while it waits (colocate).")
     use_data_producer: bool | None = Field(None, description="Generate through a data producer.")
-    async_prefetch: bool | None = Field(None, description="Generate the next batch while training on this one.")
-    prefetch_depth: Count | None = Field(None, description="Batches generated ahead.")
     streaming_partial_batch: bool | None = Field(None, description="Score groups as they arrive.")
     streaming_min_groups: Count | None = Field(None, description="Fewest groups scored at once.")
     replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(None, description="Groups kept for replay.")
@@ -111,20 +132,22 @@ class RolloutServerKeys(Section):
     num_completions_to_print: Count | None = Field(None, description="Completions printed per step.")
 
 
-class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys):
+class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys, RolloutOptions):
     """The section `trl:`: generation and policy optimisation in structured mode."""
 
 
 class VLLMSection(Section):
     """The section `vllm:`: the server that generates completions."""
 
-    host: str = Field("0.0.0.0", description="Address the server listens on.")
-    port: Port = Field(8000, description="Port the server listens on.")
-    device: str = Field("auto", description="Device of the server.")
+    python: str | None = Field(None, description="Python interpreter that has vLLM (unset: the one that runs ebft).")
+    env: dict[str, str] | None = Field(None, description="Further environment variables for the server.")
+    host: str = Field("127.0.0.1", description="Address the server listens on; 0.0.0.0 is every one of the machine.")
+    port: Port = Field(8000, description="Port the server listens on; where only trl.vllm_server_port is set, that.")
+    device: str = Field("auto", description="Device of the server: auto, cpu or cuda.")
     tensor_parallel_size: Count | None = Field(None, description="GPUs that share one copy of the model.")
     data_parallel_size: Count | None = Field(None, description="Copies of the model.")
     gpu_memory_utilization: Probability = Field(0.9, description="Share of GPU memory the server may use.")
-    dtype: str = Field("auto", description="Type of the weights: auto, float16, bfloat16.")
+    dtype: str = Field("auto", description="Type of the weights: auto (float32 on a CPU), float16, bfloat16, float32.")
     max_model_len: Count | None = Field(None, description="Longest sequence the server takes.")
     enable_prefix_caching: bool | None = Field(None, description="Reuse the computation of shared prefixes.")
     enable_reasoning: bool | None = Field(None, description="Parse thinking out of answers.")

@@ -103,7 +103,7 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def end_id(self, prompt: Prompt) -> int | None:
-        """The token that ends a reply to `prompt`: the chat template's end of turn for messages, else end of sequence."""
+        """The token that ends a reply to `prompt`: of the chat template for messages, else the end of sequence."""
         end_of_turn = None if isinstance(prompt, str) else self._end_of_turn
         return self.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 

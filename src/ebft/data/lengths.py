@@ -16,7 +16,9 @@ NO_REFERENCE = "without a reference"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
 TOO_SHORT = "too short for one block"
 TAIL = "ends of long documents too short for one block"
-DROPPED = (EMPTY, NO_REFERENCE, PROMPT_TOO_LONG, TOO_SHORT, TAIL)
+NO_PROMPT = "without a prompt"
+REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
+DROPPED = (EMPTY, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, TOO_SHORT, TAIL)
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
 SPLIT = "cut into windows of sequence_len"
@@ -52,6 +54,8 @@ class _Cutter:
     def __init__(self, config: Any) -> None:
         self.sequence_len = config.sequence_len
         self.block = config.ebft if config.is_strided else None
+        # A window of nothing but masked thinking has no labels, and rollouts to learn from all the same.
+        self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
@@ -78,7 +82,7 @@ class _Cutter:
         if length > self.sequence_len and prompt_length == 0:
             return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
-        if not self.fits(len(cut["input_ids"]), prompt_length) or not _learns(cut["labels"]):
+        if not self.fits(len(cut["input_ids"]), prompt_length) or (self.needs_labels and not _learns(cut["labels"])):
             return self._drop(PROMPT_TOO_LONG if length > self.sequence_len else TOO_SHORT)
         self.counts[TRUNCATED] += length > self.sequence_len
         return [cut]

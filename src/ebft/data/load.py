@@ -1,8 +1,9 @@
-"""From the `datasets:` section of a config to tokenised rows, ready for the collator."""
+"""From the `datasets:` section of a config to rows for training and for evaluation; here rows of tokens."""
 
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 
+# Usable rows of a source, given its entry, its raw rows, the number of the first, and the counts to add to.
+LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
+
 
 def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows (None when the config holds nothing out).
@@ -22,28 +26,42 @@ def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     nothing is learned) and `prompt_length` (0 for text without a prompt). `val_set_size` holds whole documents out, so
     the windows of one document stay together. Raises DataError when a source cannot be read or nothing usable is left.
     """
-    train = _load_entries(config.datasets, "datasets", config, tokenizer)
+
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
+        rows = tokenise(raw, entry, config, tokenizer, first_document)
+        return cut_and_drop(rows, config, counts)
+
+    train, evaluation = load_sections(config, load_entry, _way_out(config))
+    return _finished(train), None if evaluation is None else _finished(evaluation)
+
+
+def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dataset, Dataset | None]:
+    """The rows of `datasets`, shuffled, and those to evaluate on: of `test_datasets`, or held out.
+
+    `load_entry` makes usable rows, with the column `document`, of one source; `way_out` says what to do where none is
+    left.
+    """
+    train = _load_section(config.datasets, "datasets", load_entry, way_out)
     evaluation = None
     if config.test_datasets:
-        evaluation = _load_entries(config.test_datasets, "test_datasets", config, tokenizer)
+        evaluation = _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
     elif config.val_set_size:
         train, evaluation = _hold_out(train, config)
     if config.shuffle_merged_datasets:
         train = train.shuffle(seed=_data_seed(config), load_from_cache_file=False)
-    return _finished(train), None if evaluation is None else _finished(evaluation)
+    return train, evaluation
 
 
-def _load_entries(entries: list, section: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: str) -> Dataset:
     parts, counts, documents = [], Counter(), 0
     for entry in entries:
         raw = read_source(entry)
-        rows = tokenise(raw, entry, config, tokenizer, first_document=documents)
-        parts.append(cut_and_drop(rows, config, counts))
+        parts.append(load_entry(entry, raw, documents, counts))
         documents += len(raw)
     joined = concatenate_datasets(parts)
     report = describe(section, documents, len(joined), counts)
     if not len(joined):
-        raise DataError(f"{report}. Nothing usable is left: {_way_out(config)}")
+        raise DataError(f"{report}. Nothing usable is left: {way_out}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
     return joined

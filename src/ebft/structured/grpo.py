@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.finite import StopOnNonFinite
@@ -173,9 +173,14 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
             if index and all(rows[index - 1].get(key) == row.get(key) for key in _CONVERSATION):
                 found.append(found[-1])
             else:
-                reference = row.get("ground_truth") or ""
-                found.append(self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns")))
+                found.append(self._conversation(row))
         return found
+
+    def _conversation(self, row: Row) -> Conversation:
+        reference = row.get("ground_truth")
+        if not isinstance(reference, str):
+            reference = ""  # with GRPO it may be anything that a reward function reads
+        return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
 
     def _limits(self) -> Limits:
         positions = getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from datasets import Dataset
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ebft.errors import ConfigError, DataError
 
@@ -30,14 +32,18 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
                 f"{name} makes rollouts of its own, and this trainer has its own already. Use trl.GRPOTrainer with "
                 "FeatureMatchingReward among its reward functions instead."
             )
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported with whole completions. Use ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not used here: leave it out, or set use_vllm.")
     if args.vllm_structured_outputs_regex is not None and not args.use_vllm:
         raise ConfigError("vllm_structured_outputs_regex needs vLLM: set use_vllm, or leave it out.")
     if args.use_vllm and not args.uses_server and args.adaptive_max_tokens:
-        raise ConfigError(
-            "adaptive_max_tokens limits each completion by its own reference, and vLLM inside the trainer takes one "
-            "limit for all. Set adaptive_max_tokens: false, or vllm_mode: server or managed."
+        args.adaptive_max_tokens = False
+        warnings.warn(
+            "adaptive_max_tokens is set to false: vLLM inside the trainer (vllm_mode: colocate) takes one limit for "
+            "all completions.",
+            stacklevel=3,
         )
 
 
@@ -65,6 +71,6 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
         raise DataError(f"{name} has no rows.")
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
         raise DataError(
-            f"{name} has remaining_turns, and vLLM inside the trainer rolls out one turn only. Set vllm_mode: server or "
-            "managed, use_vllm: false, or a transform of single turns (ebft_chat_multiturn.transform_last_turn)."
+            f"{name} has remaining_turns, and vLLM inside the trainer rolls out one turn only. Set vllm_mode: server "
+            "or managed, use_vllm: false, or a transform of single turns (ebft_chat_multiturn.transform_last_turn)."
         )

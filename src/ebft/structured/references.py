@@ -11,7 +11,7 @@ def labelled_reference(
 ) -> tuple[list[int], list[int]]:
     """Ids of the whole reference behind the prompt, each reply with its end token, and 1 for the ids that count.
 
-    Replies and their end tokens count, the turns between them do not; with `mask_thinking` thinking blocks do not either.
+    Replies and their end tokens count, the turns between them do not, nor, with `mask_thinking`, do thinking blocks.
     """
     ids: list[int] = []
     counts: list[int] = []

@@ -37,7 +37,7 @@ class FeatureMatch:
 class FeatureMatchingReward:
     """`alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) of completions against their references.
 
-    A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8), ...])`.
+    A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8)])`.
     `model` with a PEFT adapter is used with the adapter disabled; of any other model a frozen copy is made here, on
     `feature_device` if given. Options are those of `ebft.config.options.RewardOptions`: feature_layers,
     embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. Sequences are token

@@ -8,6 +8,7 @@ B  completions   P  prompt tokens (padded left)   R  reference tokens (padded ri
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -155,8 +156,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         training = self.model.training
         means = self._reference_nll["train" if training else "eval"].drain(self.accelerator)
-        for name, value in means.items():
-            logs[f"ebft/{name}" if training else f"eval_{name}"] = value
+        if "ce_loss" in means and training:
+            logs["ebft/ce_loss"] = means["ce_loss"]
+        elif "ce_loss" in means:
+            logs |= {"eval_ce_loss": means["ce_loss"], "eval_perplexity": math.exp(min(means["ce_loss"], 700.0))}
         super().log(logs, start_time)
 
 

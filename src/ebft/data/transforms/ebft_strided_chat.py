@@ -1,6 +1,7 @@
 """Chats for strided mode: `{messages}` -> `{input_ids, labels, prompt_length}`, the last assistant turn a label.
 
 The prompt is everything before the last assistant turn, with the chat template's generation prompt.
+`ebft.mask_thinking_ce` leaves thinking blocks of that turn without labels.
 """
 
 from ebft.data.transforms.chat import chat_transform

@@ -1,55 +1,35 @@
 """Prompt/completion rows: `{input, output}` -> `{input_ids, labels, prompt_length}`.
 
 Prompt and completion are tokenised apart, so no token spans the boundary and `prompt_length` is exact; nothing is put
-between them. The completion ends with EOS. Other column names are taken from `PAIRS`, the first pair that the row has;
-`instruction` with both `input` and `output` joins the first two by an empty line.
+between them. The completion ends with EOS. Other column names are those of `pairs.PAIRS`.
+`ebft.mask_thinking_ce` leaves thinking blocks of the completion without labels.
 """
 
-from ebft.data.transforms.rows import encode, segments_row, text_of
+from ebft.data.thinking import thinking_spans, token_mask
+from ebft.data.transforms.pairs import prompt_and_completion
+from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.errors import DataError
-
-PAIRS = (
-    ("input", "output"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("problem", "solution"),
-)
 
 
 def transform(cfg, **kwargs):
     """Transform for rows with a prompt and a reference completion."""
     train_on_inputs = cfg.train_on_inputs
+    mask_thinking = cfg.ebft.mask_thinking_ce
 
     def transform_fn(example, tokenizer=None):
-        prompt, completion = _prompt_and_completion(example)
+        prompt, completion = prompt_and_completion(example)
         if not completion.strip():
             return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
-        return segments_row(
-            [
-                (_without_eos(tokenizer, encode(tokenizer, prompt, special=True)), False),
-                (_with_eos(tokenizer, encode(tokenizer, completion, special=False)), True),
-            ],
-            train_on_inputs,
-        )
+        prompt_ids = _without_eos(tokenizer, encode(tokenizer, prompt, special=True))
+        completion_ids = encode(tokenizer, completion, special=False)
+        row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
+        if not mask_thinking:
+            return row
+        thought = token_mask(tokenizer, completion, thinking_spans(completion))
+        masked = [False] * len(prompt_ids) + thought
+        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is learned
 
     return transform_fn, {"remove_columns": "__all__"}
-
-
-def _prompt_and_completion(example: dict) -> tuple[str, str]:
-    for prompt_column, completion_column in PAIRS:
-        if prompt_column in example and completion_column in example:
-            prompt = text_of(example, prompt_column)
-            if prompt_column == "input" and "instruction" in example:
-                prompt = "\n\n".join(part for part in (text_of(example, "instruction"), prompt) if part)
-            return prompt, text_of(example, completion_column)
-    known = ", ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS)
-    raise DataError(
-        f"no prompt and completion columns: known pairs are {known}, the row has {', '.join(example)}. "
-        "Rename the columns, or write a transform of your own."
-    )
 
 
 def _with_eos(tokenizer, ids: list[int]) -> list[int]:

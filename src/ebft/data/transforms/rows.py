@@ -61,3 +61,9 @@ def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) 
         "labels": labels,
         "prompt_length": len(input_ids) - len(segments[-1][0]),
     }
+
+
+def without_labels(row: dict[str, Any], masked: list[bool]) -> dict[str, Any]:
+    """The row with label -100 for the tokens that are `masked`."""
+    labels = [IGNORE if off else label for label, off in zip(row["labels"], masked, strict=True)]
+    return {**row, "labels": labels}

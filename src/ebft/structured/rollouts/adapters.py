@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ class Version:
 class AdapterSync:
     """Publishes versions of a PEFT model's adapter, and takes back those that nobody samples from any more.
 
-    Every process calls `publish`, `hold`, `release` and `close` alike; the main one saves, loads and deletes. Names hold
-    an id of this run, so adapters that an earlier run left on the server do not matter.
+    Every process calls `publish`, `hold`, `release` and `close` alike; the main one saves, loads and deletes. Names
+    hold an id of this run, so adapters that an earlier run left on the server do not matter.
     """
 
     def __init__(self, client: VLLMClient, model: Any, accelerator: Any, output_dir: str) -> None:
@@ -117,20 +118,18 @@ class AdapterSync:
             self._forget(version)
 
     def _forget(self, version: Version) -> None:
-        try:
+        with suppress(RolloutError):  # a server that is down or replaced has forgotten it
             self._client.unload_adapter(version.name)
-        except RolloutError:
-            pass  # a server that is down or replaced has forgotten it
         shutil.rmtree(version.path, ignore_errors=True)
 
 
 def _told(error: Exception, root: Path) -> RolloutError:
     if isinstance(error, RolloutError):
         return RolloutError(
-            f"{error} The adapter lies in {root}: the server must be able to read that folder under the same path, must "
-            "run with LoRA enabled (`ebft vllm-serve` does), and its --max-lora-rank must be at least lora_r."
+            f"{error} The adapter lies in {root}: the server must be able to read that folder under the same path, run "
+            "with LoRA enabled (`ebft vllm-serve` does), and take adapters of this rank (--max-lora-rank)."
         )
     return RolloutError(
-        f"The adapter for vLLM cannot be written to {root} ({error}). Free space or set output_dir to a folder that can "
-        "be written; then go on with resume_from_checkpoint."
+        f"The adapter for vLLM cannot be written to {root} ({error}). Free space or set output_dir to a folder that "
+        "can be written; then go on with resume_from_checkpoint."
     )

@@ -133,8 +133,8 @@ class VLLMClient:
                 return completions
         reasons = sorted({str(choice.get("finish_reason")) for choice in answer["choices"]})
         raise RolloutError(
-            f"The vLLM server at {self.address} returned no tokens, twice, for a prompt of {len(body['prompt'])} tokens "
-            f"(n {body['n']}, max_tokens {body['max_tokens']}, {len(answer['choices'])} choices, finish_reason "
+            f"The vLLM server at {self.address} returned no tokens, twice, for a prompt of {len(body['prompt'])} "
+            f"tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(answer['choices'])} choices, finish_reason "
             f"{', '.join(reasons) or 'none'}). Look at the server's log."
         )
 

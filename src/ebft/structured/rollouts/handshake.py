@@ -43,8 +43,8 @@ def check_server(
     theirs, ours = client.tokenize(entry["id"], _TEXT), tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     if theirs != ours:
         raise RolloutError(
-            f"{who}: their tokenizers differ (a test text becomes {len(theirs)} and {len(ours)} tokens, or other ones). "
-            "Start the server from the config that is trained: `ebft vllm-serve CONFIG`."
+            f"{who}: their tokenizers differ (a text becomes {len(theirs)} and {len(ours)} tokens, or others). Start "
+            " the server from the config that is trained: `ebft vllm-serve CONFIG`."
         )
     if not compare_weights:
         return entry
@@ -63,9 +63,9 @@ def check_server(
             "`ebft vllm-serve` does."
         )
     raise RolloutError(
-        f"{who}: they are different models. Log-probabilities of {_TOKENS} sampled tokens differ by {difference:.2f} nats "
-        f"on average (at most {limit} is allowed). Start the server from the config that is trained: `ebft vllm-serve "
-        "CONFIG`."
+        f"{who}: they are different models. Log-probabilities of {_TOKENS} sampled tokens differ by {difference:.2f} "
+        f"nats on average (at most {limit} is allowed). Start the server from the config that is trained: `ebft "
+        "vllm-serve CONFIG`."
     )
 
 

@@ -1,0 +1,48 @@
+"""Functions of the user's own, named in a config as `module.function`."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from ebft.errors import ConfigError, EBFTError
+
+
+def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
+    """The function `name` (`module.function`) that `key` of a config names; `error`, with `hint`, where there is none.
+
+    Modules are looked up as Python does, and in the working directory.
+    """
+    module, _, function = name.rpartition(".")
+    if not module:
+        raise error(f"{key}: there is no {name!r}. A function of your own is written module.function.{hint}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
+            raise  # the module is there, but something that it imports is not
+        raise error(
+            f"{key}: {name!r} means function {function!r} of module {module!r}, and there is no such module here "
+            f"(looked in {os.getcwd()} and the installed packages).{hint}"
+        ) from missing
+    if not callable(vars(found).get(function)):
+        raise no_function(key, name, module, function, _functions(found), error)
+    return vars(found)[function]
+
+
+def no_function(
+    key: str, name: str, module: str, function: str, there: Iterable[str], error: type[EBFTError]
+) -> EBFTError:
+    """The error for a module without such a function; `there` are those that it has."""
+    known = ", ".join(there) or "none"
+    return error(f"{key}: {name!r}: module {module} has no function {function!r}. It has {known}.")
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """The public functions that a module defines itself."""
+    own = lambda value: callable(value) and getattr(value, "__module__", None) == module.__name__
+    return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]

@@ -1,0 +1,80 @@
+"""What a dataset's `type` names: a built-in transform, told from a table alone, or a function of the user's own.
+
+A bare `module` is short for `module.transform` where the module is built in.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ebft.config.data import BUILT_IN_TRANSFORMS
+from ebft.config.imports import find_function, no_function
+from ebft.errors import DataError
+
+_KEY = "datasets.type"
+_FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
+
+
+def built_in(name: str) -> tuple[str, str] | None:
+    """Module and function of a built-in transform, None for others; DataError for a function that is not there."""
+    module, _, function = name.rpartition(".")
+    if not module:
+        module, function = name, "transform"
+    if module not in BUILT_IN_TRANSFORMS:
+        return None
+    if function not in BUILT_IN_TRANSFORMS[module]:
+        raise no_function(_KEY, name, module, function, BUILT_IN_TRANSFORMS[module], DataError)
+    return module, function
+
+
+def own_transform(name: str) -> Callable:
+    """The function `module.function` of the user's own, the module looked up as Python does and in the working folder.
+
+    Raises DataError where there is none.
+    """
+    return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
+
+
+def check_transform(name: str, config: Any) -> None:
+    """Refuse a `type` that names no transform, or a built-in one whose rows this run cannot train on."""
+    found = built_in(name)
+    if found is None:
+        own_transform(name)
+        return
+    given = BUILT_IN_TRANSFORMS[found[0]][found[1]]
+    if given != rows_of(config):
+        raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
+
+
+def rows_of(config: Any) -> Literal["tokens", "prompts"]:
+    """The rows that a run trains on: prompts where completions are sampled whole (structured mode, rl: grpo)."""
+    return "prompts" if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided) else "tokens"
+
+
+def wanted_rows(config: Any) -> str:
+    """Which rows this run trains on and the transforms that give them, worded to follow "but "."""
+    wanted = rows_of(config)
+    fitting = [
+        f"{module}.{function}"
+        for module, functions in BUILT_IN_TRANSFORMS.items()
+        for function, given in functions.items()
+        if given == wanted
+    ]
+    return (
+        f"{_mode(config)} trains on rows of {_FIELDS[wanted]}. Use {', '.join(fitting)}, or a transform of your own "
+        "that gives them; or change the mode (rl, ebft.mode)."
+    )
+
+
+def _mode(config: Any) -> str:
+    if config.rl is None:
+        return "plain fine-tuning (rl is not set)"
+    if config.rl == "grpo":
+        return "rl: grpo"
+    return "strided mode" if config.is_strided else "structured mode (rl: ebft without ebft.mode: strided)"
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, BUILT_IN_TRANSFORMS, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{guess} Built in are {', '.join(BUILT_IN_TRANSFORMS)}."

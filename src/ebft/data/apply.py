@@ -1,0 +1,109 @@
+"""Running a transform over raw rows: how it is called, and what is said when it fails."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import Dataset, Features
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.config_view import ConfigView
+from ebft.data.transforms import find_transform
+from ebft.errors import DataError
+
+# What becomes of one transformed row: its fields and the words for where it stands, to its columns.
+Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
+
+
+def apply_transform(
+    raw: Dataset,
+    entry: Any,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    check: Check,
+    features: Features,
+    first_document: int,
+) -> Dataset:
+    """What `check` makes of each row that the entry's transform gives, and `document`, the number of the raw row.
+
+    `features` are the columns, numbers start at `first_document`. Raises DataError naming the transform and the row.
+    """
+    transform_fn, map_kwargs = _build(entry, config)
+    removed = map_kwargs.pop("remove_columns", [])
+    removed = raw.column_names if removed == "__all__" else removed
+    removed = {removed} if isinstance(removed, str) else set(removed)
+    fields = [field for field in features if field != "document"]
+    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document)
+    map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
+    return raw.map(
+        step.batch if map_kwargs.get("batched") else step.row,
+        with_indices=True,
+        remove_columns=raw.column_names,
+        features=features,
+        # A cached result does not notice that a transform's helper functions were edited.
+        load_from_cache_file=False,
+        desc=f"Tokenising {entry.path}",
+        **map_kwargs,
+    )
+
+
+def _build(entry: Any, config: Any) -> tuple[Callable, dict[str, Any]]:
+    built = find_transform(entry.type)(ConfigView(config), dataset=entry)
+    if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
+        raise DataError(
+            f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
+            'for instance `return transform_fn, {"remove_columns": "__all__"}`.'
+        )
+    return built[0], dict(built[1])
+
+
+def named(entry: Any) -> str:
+    """A source and its transform, as messages name them."""
+    return f"{entry.path}, {entry.split}: transform {entry.type!r}"
+
+
+class _Step:
+    """One call of `Dataset.map`: the transform, its errors told with their row, its fields checked."""
+
+    def __init__(
+        self,
+        name: str,
+        transform_fn: Callable,
+        tokenizer: PreTrainedTokenizerBase,
+        removed: set[str],
+        check: Check,
+        fields: list[str],
+        first_document: int,
+    ) -> None:
+        self.name, self.transform_fn, self.tokenizer = name, transform_fn, tokenizer
+        self.removed, self.check, self.fields, self.first_document = removed, check, fields, first_document
+
+    def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
+        where = f"{self.name}, row {index}"
+        return {**self.check(self._call(example, where), where), "document": self.first_document + index}
+
+    def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
+        """For transforms with `batched: true`, which may return more or fewer rows than they were given."""
+        where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
+        result = self._call(examples, where)
+        counts = {field: len(values) for field, values in result.items()}
+        if len(set(counts.values())) > 1:
+            raise DataError(f"{where}: fields of different length {counts}.")
+        rows = [dict(zip(result, values)) for values in zip(*result.values())]
+        checked = [self.check(row, f"{where}, result {number}") for number, row in enumerate(rows)]
+        # Which raw row a result came from is unknown where the number of rows changed; the batch stays together.
+        documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
+        columns = {field: [row[field] for row in checked] for field in self.fields}
+        return {**columns, "document": [self.first_document + index for index in documents]}
+
+    def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
+        try:
+            result = self.transform_fn(example, tokenizer=self.tokenizer)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        except Exception as error:  # a transform of the user's own may raise anything
+            raise DataError(
+                f"{where}: {type(error).__name__}: {error}. The row has the columns {', '.join(example)}."
+            ) from error
+        if not isinstance(result, Mapping):
+            raise DataError(f"{where}: it returned {type(result).__name__}, it must return a dict of fields.")
+        return {**{key: value for key, value in example.items() if key not in self.removed}, **result}

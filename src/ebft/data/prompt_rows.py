@@ -1,0 +1,132 @@
+"""One row of a transform for structured mode: its fields checked, its tokens counted, and why it cannot be used."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Features, Value
+from transformers import PreTrainedTokenizerBase
+
+from ebft.config.transforms import wanted_rows
+from ebft.data.conversation import Message, Renderer
+from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
+from ebft.data.transforms.messages import messages_of
+from ebft.errors import DataError
+
+# A row as JSON, since its columns and their types are known only once all rows are there; the names of its columns; its
+# kind of prompt, empty for none; the reason to drop it, empty for none.
+FEATURES = Features(
+    {
+        "row": Value("string"),
+        "columns": Value("string"),
+        "kind": Value("string"),
+        "reason": Value("string"),
+        "document": Value("int64"),
+    }
+)
+# Names that reward functions get from the trainer; a column of that name would take their place.
+RESERVED = ("completion", "completion_ids", "completions", "prompts", "trainer_state")
+
+
+class PromptRow:
+    """Makes the columns of `FEATURES` of what a transform returned; DataError says which field is wrong."""
+
+    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+        self.sequence_len = config.sequence_len
+        self.needs_reference = config.rl == "ebft"
+        self.way_out = wanted_rows(config)
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
+        try:
+            return self._packed(row)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _packed(self, row: Mapping[str, Any]) -> dict[str, str]:
+        self._check_names(row)
+        fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
+        if "remaining_turns" in row:
+            fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
+        kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
+        reason = self._reason(fields)
+        # Only rows that are kept say what kinds and columns there are.
+        return {
+            "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
+            "columns": json.dumps([] if reason else list(fields)),
+            "kind": "" if reason else kind,
+            "reason": reason,
+        }
+
+    def _check_names(self, row: Mapping[str, Any]) -> None:
+        if "prompt" not in row and "input_ids" in row:
+            raise DataError(f"it returned input_ids and no prompt, but {self.way_out}")
+        needed = ("prompt", "ground_truth") if self.needs_reference else ("prompt",)
+        for field in needed:
+            if field not in row:
+                raise DataError(f"the field {field!r} is missing, it returned {', '.join(row)}: {self.way_out}")
+        taken = [name for name in RESERVED if name in row]
+        if taken:
+            raise DataError(
+                f"{', '.join(taken)} cannot be a column, since reward functions get the trainer's own values under "
+                "that name. Rename it, or name it in the transform's remove_columns."
+            )
+
+    def _reference(self, value: Any) -> Any:
+        """Text where it is compared with; for `rl: grpo` whatever the reward functions read."""
+        if self.needs_reference and not isinstance(value, str | None):
+            raise DataError(f"ground_truth must be text, it is {type(value).__name__}.")
+        return value
+
+    def _reason(self, fields: dict[str, Any]) -> str:
+        prompt, reference = fields["prompt"], fields["ground_truth"]
+        if not _says_something(prompt):
+            return NO_PROMPT
+        if not self.needs_reference:
+            return "" if len(self.renderer.prompt_ids(prompt)) < self.sequence_len else PROMPT_TOO_LONG
+        if reference is None or not reference.strip():
+            return NO_REFERENCE
+        talk = self.renderer.conversation(prompt, reference, fields.get("remaining_turns"))
+        if not talk.turns[0].reference_ids:
+            return NO_REFERENCE  # it was an end-of-turn token alone
+        return "" if len(talk.prompt_ids) + len(talk.reference_ids) <= self.sequence_len else REFERENCE_TOO_LONG
+
+
+def _prompt(value: Any) -> str | list[Message]:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return messages_of(value, "prompt")
+
+
+def _says_something(prompt: str | list[Message]) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    contents = (message.get("content", "") for message in prompt)
+    return any(content.strip() if isinstance(content, str) else content for content in contents)
+
+
+def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:
+    if isinstance(prompt, str):
+        return "text"
+    kinds = {type(message["content"]).__name__ for message in [*prompt, *remaining_turns] if "content" in message}
+    if len(kinds) > 1:
+        raise DataError(
+            f"the messages of a row have contents of different types ({', '.join(sorted(kinds))}). Give the content of "
+            "every message as text."
+        )
+    return "messages" if kinds <= {"str"} else f"messages whose content is a {kinds.pop()}"
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value in JSON's own types; arrays and tensors become lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(name, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise DataError(
+        f"column {name!r} holds {type(value).__name__}, and rows of prompts hold text, numbers, and lists and dicts of "
+        "them. Turn it into text, or name it in the transform's remove_columns."
+    )

@@ -1,0 +1,109 @@
+"""From the `datasets:` section of a config to prompts with their references, for structured mode and `rl: grpo`."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.apply import apply_transform, named
+from ebft.data.lengths import DROPPED
+from ebft.data.load import load_sections
+from ebft.data.prompt_rows import FEATURES, PromptRow
+from ebft.errors import DataError
+
+_BATCH = 1000  # rows unpacked at once
+
+
+def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+    """The training rows and the evaluation rows (None when the config holds nothing out).
+
+    Columns: `prompt` (text in all rows, or messages in all), `ground_truth` (text; None where `rl: grpo` has none),
+    `remaining_turns` where a transform gives it (messages, an empty list in other rows), and every other column that
+    the transforms leave, for reward functions. References are whole: rows that do not fit are dropped, with a count
+    for each reason. `val_set_size` holds whole documents out, so the turns of one chat stay together. Raises DataError
+    when a source cannot be read, sources do not go together, or nothing usable is left.
+    """
+    sources: dict[str, str] = {}  # the kinds of prompts that there are, each with the first source of it
+
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
+        check = PromptRow(config, tokenizer)
+        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
+        for kind in sorted(set(rows["kind"]) - {""}):
+            sources.setdefault(kind, named(entry))
+        _refuse_mixture(sources)
+        reasons = np.asarray(rows["reason"])
+        counts.update({reason: int((reasons == reason).sum()) for reason in DROPPED})
+        return rows.select(np.flatnonzero(reasons == ""))
+
+    train, evaluation = load_sections(config, load_entry, _way_out(config))
+    columns = _columns(train, evaluation)
+    return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
+
+
+def _way_out(config: Any) -> str:
+    if config.rl == "grpo":
+        return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
+    return (
+        "give rows with a prompt and a reference, or raise sequence_len "
+        f"{config.sequence_len}, which must hold them together, all turns of a conversation included."
+    )
+
+
+def _refuse_mixture(sources: dict[str, str]) -> None:
+    if len(sources) < 2:
+        return
+    (kind, source), (other_kind, other) = list(sources.items())[:2]
+    raise DataError(
+        f"prompts of different kinds cannot be trained on together: {source} gives {kind}, {other} gives "
+        f"{other_kind}. Give all prompts as text, or all as messages whose content is text."
+    )
+
+
+def _columns(*datasets: Dataset | None) -> list[str]:
+    """Every column that a row has, those with a meaning of their own first."""
+    packed = [names for rows in datasets if rows is not None for names in rows.unique("columns")]
+    found = dict.fromkeys(name for names in packed for name in json.loads(names))
+    own = ["prompt", "ground_truth", *(["remaining_turns"] if "remaining_turns" in found else [])]
+    return [*own, *(name for name in found if name not in own)]
+
+
+def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
+    """The rows with a column for each field, of the one type that holds all of its values."""
+    return rows.map(
+        _unpack,
+        batched=True,
+        batch_size=_BATCH,
+        fn_kwargs={"columns": columns},
+        remove_columns=rows.column_names,
+        features=_types(rows, columns),
+        load_from_cache_file=False,
+        desc="Reading prompts",
+    )
+
+
+def _unpack(batch: dict[str, list], columns: list[str]) -> dict[str, list]:
+    rows = [json.loads(row) for row in batch["row"]]
+    absent = {"remaining_turns": []}
+    return {name: [row.get(name, absent.get(name)) for row in rows] for name in columns}
+
+
+def _types(rows: Dataset, columns: list[str]) -> Features:
+    """The type of each column over all rows: the first rows may not show every key of a message, or only None."""
+    types = {name: pa.null() for name in columns}
+    for batch in rows.iter(batch_size=_BATCH):
+        for name, values in _unpack(batch, columns).items():
+            try:
+                found = [pa.schema([(name, kind)]) for kind in (types[name], pa.array(values).type)]
+                types[name] = pa.unify_schemas(found, promote_options="permissive").field(name).type
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"column {name!r} holds values of different types ({error}). Let the transforms give it one type "
+                    "in all rows (text holds everything), or leave it out with remove_columns."
+                ) from error
+    if pa.types.is_null(types["ground_truth"]):
+        types["ground_truth"] = pa.string()
+    return Features.from_arrow_schema(pa.schema(list(types.items())))

@@ -1,0 +1,87 @@
+"""Thinking blocks of a reply: where they are, what is in them, and which tokens they take.
+
+A block is `<think>...</think>` or one of its spellings in `TAGS`. A tag that is never closed marks nothing. A reply
+that holds only the closing tag thinks from its start: chat templates of some models put the opening one into the
+prompt.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from ebft.errors import DataError
+
+TAGS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+
+
+def thinking_spans(text: str) -> list[tuple[int, int]]:
+    """Character ranges of the thinking blocks, in order: tags and the whitespace behind the closing one included."""
+    return [(start, end) for start, end, _ in _blocks(text)]
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """What is thought and what is answered; the thinking is empty, and the answer all of `text`, without a block."""
+    blocks = _blocks(text)
+    if not blocks:
+        return "", text
+    outside, done = [], 0
+    for start, end, _ in blocks:
+        outside.append(text[done:start])
+        done = end
+    answer = "".join([*outside, text[done:]]).lstrip()
+    return "\n\n".join(thought for _, _, thought in blocks if thought), answer
+
+
+def join_thinking(thinking: str, answer: str) -> str:
+    """A reply with its thinking in front, as `<think>` block."""
+    return f"<think>\n{thinking}\n</think>\n\n{answer}"
+
+
+def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> list[bool]:
+    """For each token of `text`, without special tokens, whether it overlaps one of the character ranges."""
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} does not tell which characters a token stands for, so the tokens of thinking "
+            "blocks cannot be found. Use a fast tokenizer (one with a tokenizer.json), or set "
+            "ebft.mask_thinking_ce: false."
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    mask, before = [], 0
+    for start, end in encoded["offset_mapping"]:
+        # Some tokenizers count no spaces to a token, which leaves nothing of one of spaces alone.
+        begin = start if start < end else before
+        mask.append(any(begin < last and end > first for first, last in spans))
+        before = end
+    return mask
+
+
+def _blocks(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, thought) of each block."""
+    found = []
+    position = 0
+    headless = [
+        (close, tag) for opening, tag in TAGS if (close := text.find(tag)) >= 0 and not 0 <= text.find(opening) < close
+    ]
+    if headless:
+        close, tag = min(headless)
+        if not any(0 <= text.find(opening) < close for opening, _ in TAGS):
+            position = _past_space(text, close + len(tag))
+            found.append((0, position, text[:close].strip()))
+    while True:
+        closed = [
+            (start, close, opening, tag)
+            for opening, tag in TAGS
+            if (start := text.find(opening, position)) >= 0 and (close := text.find(tag, start + len(opening))) >= 0
+        ]
+        if not closed:
+            return found
+        start, close, opening, tag = min(closed)
+        position = _past_space(text, close + len(tag))
+        found.append((start, position, text[start + len(opening) : close].strip()))
+
+
+def _past_space(text: str, position: int) -> int:
+    return len(text) - len(text[position:].lstrip())

@@ -1,0 +1,55 @@
+"""Chats for structured mode: `{messages}` -> `{prompt, ground_truth}`, an assistant turn the reference.
+
+`transform` takes the first turn that answers something, with the rest of the chat as `remaining_turns`;
+`transform_last_turn` the last turn; `transform_all_turns` makes a row of every turn, each with its whole history. A
+chat without such a turn is all prompt.
+"""
+
+from ebft.data.transforms.messages import Message, answers, before_last_answer, chat_of, content_text
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for whole conversations: the first answer, then what follows up to the last assistant turn."""
+
+    def transform_fn(example, tokenizer=None):
+        messages = chat_of(example, dataset.field)
+        turns = answers(messages)
+        # A turn that only calls a tool says nothing yet; it belongs to the prompt of the turn that does.
+        first = next((index for index in turns if content_text(messages[index]).strip()), None)
+        if first is None:
+            return {**_row(*before_last_answer(messages)), "remaining_turns": []}
+        return {**_row(messages[:first], messages[first]), "remaining_turns": messages[first + 1 : turns[-1] + 1]}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def transform_last_turn(cfg, dataset, **kwargs):
+    """Transform for chats whose last assistant turn is the reference."""
+
+    def transform_fn(example, tokenizer=None):
+        return _row(*before_last_answer(chat_of(example, dataset.field)))
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def transform_all_turns(cfg, dataset, **kwargs):
+    """Transform for chats all of whose assistant turns are references, one row each."""
+
+    def transform_fn(example, tokenizer=None):
+        chats = [dict(zip(example, values)) for values in zip(*example.values())]
+        rows = [row for chat in chats for row in _every_turn(chat_of(chat, dataset.field))]
+        return {field: [row[field] for row in rows] for field in ("prompt", "ground_truth")}
+
+    # One chat at a time, so that its rows are known to be one document.
+    return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
+
+
+def _every_turn(messages: list[Message]) -> list[dict]:
+    turns = answers(messages)
+    if not turns:
+        return [_row(messages, None)]
+    return [_row(messages[:index], messages[index]) for index in turns]
+
+
+def _row(prompt: list[Message], reply: Message | None) -> dict:
+    return {"prompt": prompt, "ground_truth": None if reply is None else content_text(reply)}

@@ -1,0 +1,66 @@
+"""Chats whose replies think first, in tags (`ebft.data.thinking`) or in a `reasoning_content` beside the content.
+
+`{messages}` -> `{prompt, ground_truth}`, the last assistant turn the reference: whole, its answer only, or with the
+thinking of earlier turns apart. `transform_strided` gives `{input_ids, labels, prompt_length}` for strided mode.
+"""
+
+from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
+from ebft.data.transforms.chat import chat_transform
+from ebft.data.transforms.messages import Message, before_last_answer, chat_of, content_text
+
+
+def transform(cfg, dataset, **kwargs):
+    """Transform for references with their thinking."""
+    return _transform(dataset, reference=_whole)
+
+
+def transform_answer_only(cfg, dataset, **kwargs):
+    """Transform for references without their thinking."""
+    return _transform(dataset, reference=lambda reply: split_thinking(content_text(reply))[1])
+
+
+def transform_split_thinking(cfg, dataset, **kwargs):
+    """Transform that hands the thinking of earlier turns to the chat template, to show or leave out as it does.
+
+    The reference keeps its thinking, in `<think>` tags whatever tags it had.
+    """
+
+    def reference(reply: Message) -> str:
+        apart = _apart(reply)
+        thinking = apart.get("reasoning_content")
+        return join_thinking(thinking, apart["content"]) if thinking else apart["content"]
+
+    return _transform(dataset, reference, in_prompt=_apart)
+
+
+def transform_strided(cfg, dataset, **kwargs):
+    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn's text."""
+    return chat_transform(cfg, dataset, last_turn_only=True, with_reply=_in_content)
+
+
+def _transform(dataset, reference, in_prompt=None):
+    def transform_fn(example, tokenizer=None):
+        prompt, reply = before_last_answer(chat_of(example, dataset.field))
+        if in_prompt is not None:
+            prompt = [in_prompt(message) if message["role"] == "assistant" else message for message in prompt]
+        return {"prompt": prompt, "ground_truth": None if reply is None else reference(reply)}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def _whole(reply: Message) -> str:
+    """The reply as one text; thinking that stands in the content already is not put there twice."""
+    content, thinking = content_text(reply), reply.get("reasoning_content")
+    return join_thinking(thinking, content) if thinking and not thinking_spans(content) else content
+
+
+def _in_content(reply: Message) -> Message:
+    """The reply with its thinking in the content, for templates that do not look for it elsewhere."""
+    kept = {key: value for key, value in reply.items() if key != "reasoning_content"}
+    return {**kept, "content": _whole(reply)}
+
+
+def _apart(reply: Message) -> Message:
+    """The reply with its thinking in `reasoning_content` and the answer alone in the content."""
+    thinking, answer = split_thinking(content_text(reply))
+    return {**reply, "content": answer, **({"reasoning_content": thinking} if thinking else {})}

@@ -1,0 +1,140 @@
+"""From a run config to the command and environment of vLLM's own OpenAI server."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebft.config import RunConfig
+from ebft.errors import ConfigError
+from ebft.serving.adapter import adapter_slots, max_lora_rank
+from ebft.serving.address import base_url
+from ebft.serving.devices import VISIBLE, serves_on_gpu
+
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; unset, vLLM takes a large share of the machine's memory
+CPU_CACHE_GIB = "2"
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How to start one server, and where it then is."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]  # in addition to the environment of whoever starts it
+    model: str  # the base model's name in requests
+    host: str
+    port: int
+    max_lora_rank: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The address for clients on this machine."""
+        return base_url(self.host, self.port)
+
+
+def server_command(config: RunConfig, python: str, gpus: int, environ: Mapping[str, str] = os.environ) -> ServerCommand:
+    """The server of `config`, run by the interpreter `python` on a machine with `gpus` visible GPUs."""
+    _warn_without_effect(config)
+    on_gpu = serves_on_gpu(config, gpus)
+    model, port, rank = local_or_hub(config.base_model), server_port(config), max_lora_rank(config)
+    flags = [
+        *("--model", model, "--host", config.vllm.host, "--port", str(port)),
+        *_model_flags(config, on_gpu),
+        *_engine_flags(config, on_gpu),
+        *_weight_flags(config, rank, on_gpu),
+    ]
+    return ServerCommand(
+        command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags),
+        environment=_environment(config, on_gpu, environ),
+        model=model,
+        host=config.vllm.host,
+        port=port,
+        max_lora_rank=rank,
+    )
+
+
+def server_port(config: RunConfig) -> int:
+    """The port of the `vllm:` section where it is given, else the one the trainer connects to."""
+    if "port" not in config.vllm.model_fields_set and config.trl.vllm_server_port is not None:
+        return config.trl.vllm_server_port
+    return config.vllm.port
+
+
+def local_or_hub(name: str) -> str:
+    """A local folder by its absolute path, so that it means the same to every process; a hub name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
+    # In float16, which auto would take for float32 weights, a CPU is slower and less exact.
+    dtype = "float32" if config.vllm.dtype == "auto" and not on_gpu else config.vllm.dtype
+    # The log-probabilities that training needs are those of the distribution that was sampled from.
+    flags = ["--dtype", dtype, "--seed", str(config.seed), "--logprobs-mode", "processed_logprobs"]
+    if config.tokenizer_config:
+        flags += ["--tokenizer", local_or_hub(config.tokenizer_config)]
+    if config.base_model_config:
+        flags += ["--hf-config-path", local_or_hub(config.base_model_config)]
+    if config.revision_of_model:
+        flags += ["--revision", config.revision_of_model]
+    if config.trust_remote_code:
+        flags += ["--trust-remote-code"]
+    return flags
+
+
+def _engine_flags(config: RunConfig, on_gpu: bool) -> list[str]:
+    vllm = config.vllm
+    flags = ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)] if on_gpu else []
+    for key in ("max_model_len", "tensor_parallel_size", "data_parallel_size", "worker_extension_cls"):
+        value = getattr(vllm, key)
+        if value is not None:
+            flags += ["--" + key.replace("_", "-"), str(value)]
+    if vllm.enable_prefix_caching is not None:
+        flags += ["--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
+    if vllm.enforce_eager:
+        flags += ["--enforce-eager"]
+    return flags + _reasoning_flags(config)
+
+
+def _reasoning_flags(config: RunConfig) -> list[str]:
+    """vLLM parses thinking where it is told the parser, and has no other switch for it."""
+    vllm = config.vllm
+    if vllm.enable_reasoning and vllm.reasoning_parser is None:
+        raise ConfigError(
+            "vllm.enable_reasoning: true needs the parser of the model's thinking. Set vllm.reasoning_parser, for "
+            "example to qwen3, or remove enable_reasoning."
+        )
+    if vllm.reasoning_parser is None or vllm.enable_reasoning is False:
+        return []
+    return ["--reasoning-parser", vllm.reasoning_parser]
+
+
+def _weight_flags(config: RunConfig, rank: int | None, on_gpu: bool) -> list[str]:
+    """How new weights reach the server: adapters as files, all weights from GPU to GPU."""
+    if rank is not None:
+        slots = str(adapter_slots(config))
+        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
+    return ["--weight-transfer-config", '{"backend": "nccl"}'] if on_gpu else []
+
+
+def _environment(config: RunConfig, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    added = {}
+    if config.adapter is not None:
+        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    elif on_gpu:
+        added["VLLM_SERVER_DEV_MODE"] = "1"  # the endpoints that receive weights are there in this mode only
+    if not on_gpu and CPU_CACHE not in environ:
+        added[CPU_CACHE] = CPU_CACHE_GIB
+    if config.vllm.device == "cpu":
+        added[VISIBLE] = ""
+    return added | (config.vllm.env or {})
+
+
+def _warn_without_effect(config: RunConfig) -> None:
+    module, device = config.vllm.serve_module, config.vllm.device
+    if module is not None:
+        warnings.warn(f"vllm.serve_module: {module} has no effect: vLLM's own OpenAI server is started.", stacklevel=3)
+    if device not in ("auto", "cpu", "cuda"):
+        reason = "vLLM finds its device itself. Only auto, cpu and cuda mean something here"
+        warnings.warn(f"vllm.device: {device} has no effect: {reason}.", stacklevel=3)

@@ -1,0 +1,39 @@
+"""Reward functions by the names that a config gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ebft.config import RunConfig
+from ebft.config.imports import find_function
+from ebft.config.options import RewardOptions
+from ebft.structured.reward import FeatureMatchingReward
+
+FEATURE_MATCHING = "feature_matching"
+
+
+def load_reward_funcs(config: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """The rewards of `trl.reward_funcs`: functions by import path, feature_matching, names of reward models as text.
+
+    `feature_matching` takes its options from the section `ebft:` (with `rl: ebft` it is there already).
+    """
+    funcs: list[Any] = []
+    for name in config.trl.reward_funcs or []:
+        if name == FEATURE_MATCHING:
+            funcs.append(
+                FeatureMatchingReward(
+                    model,
+                    tokenizer,
+                    config.trl.num_generations,
+                    chat_template_kwargs=config.trl.chat_template_kwargs,
+                    stop_token_ids=(config.trl.generation_kwargs or {}).get("stop_token_ids", ()),
+                    **{option: getattr(config.ebft, option) for option in RewardOptions.model_fields},
+                )
+            )
+        elif "/" in name:
+            funcs.append(name)  # TRL loads it as a reward model
+        else:
+            funcs.append(find_function("trl.reward_funcs", name))
+    return funcs

@@ -1,0 +1,118 @@
+"""What configs of whole completions say, are warned of, and are refused for."""
+
+import warnings
+
+import pytest
+
+from ebft.config import RunConfig, check_runnable
+from ebft.config.arguments import planned_steps, server_address, structured_kwargs
+from ebft.config.machine import Machine, check_machine
+from ebft.errors import ConfigError
+
+ROWS = [{"path": "some/rows", "type": "ebft_opencode.transform"}]
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+CPU = Machine(has_accelerator=False, supports_bf16=False)
+
+
+def structured(tmp_path=None, rl="ebft", **keys):
+    values = {"base_model": "some/model", "datasets": ROWS, "rl": rl, "output_dir": str(tmp_path or "out"), **keys}
+    return RunConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
+        ({"trl": {"async_prefetch": True}}, "trl.async_prefetch generates on a server"),
+        ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
+        ({"trl": {"replay_buffer_size": 10}}, "trl.replay_buffer_size: 10 is not supported"),
+        ({"trl": {"reroll_start_fraction": 0.5}}, "trl.reroll_start_fraction"),
+        ({"trl": {"rollout_func": "a.b"}}, "trl.rollout_func: 'a.b' is not supported"),
+        ({"trl": {"reward_funcs": ["a.b"], "reward_weights": [1.0]}}, "1 weights for 2 rewards: feature_matching, a.b"),
+        ({"trl": {"reward_funcs": ["feature_matching"]}}, "names a reward twice"),
+        ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
+        ({"fsdp": True}, "fsdp is not supported with whole completions"),
+        ({"group_by_length": True}, "group_by_length would tear groups"),
+    ],
+)
+def test_refused_before_anything_is_loaded(tmp_path, keys, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = structured(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(config)
+
+
+def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
+    with pytest.raises(ConfigError, match="Full fine-tuning sends all weights .* Set adapter: lora"):
+        check_machine(structured(tmp_path, trl={"use_vllm": True}), CPU)
+    check_machine(structured(tmp_path, trl={"use_vllm": True}, **LORA), CPU)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trl": {"reward_num_workers": 4}}, "reward_num_workers has no effect: reward functions run"),
+        ({"trl": {"streaming_partial_batch": True}}, "group by group already"),
+        ({"train_on_inputs": True}, "train_on_inputs: true has no effect on whole completions"),
+        ({"sample_packing": True}, "sample_packing: true has no effect on whole completions"),
+        ({"vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm"),
+        ({**LORA, "trl": {"use_vllm": True, "vllm_lora_sync": False}}, "vllm_lora_sync: false has no effect"),
+        ({"ebft": {"stride": 4}}, "ebft.stride has no effect in structured mode"),
+    ],
+)
+def test_what_has_no_effect_is_one_warning(keys, message):
+    with pytest.warns(UserWarning, match=message):
+        structured(**keys)
+
+
+def test_keys_reach_trls_arguments():
+    config = structured(
+        ebft={"use_whitening": True, "adaptive_max_tokens": False, "feature_layers": [0.5]},
+        trl={
+            "num_generations": 4,
+            "temperature": 0.9,
+            "vllm_importance_sampling_cap": 2.0,
+            "vllm_guided_decoding_regex": "a+",
+            "vllm_sync_interval": 3,
+            "scale_rewards": False,
+        },
+        micro_batch_size=2,
+    )
+    kwargs = structured_kwargs(config)
+    wanted = {
+        "num_generations": 4,
+        "temperature": 0.9,
+        "vllm_importance_sampling_clip_max": 2.0,
+        "vllm_structured_outputs_regex": "a+",
+        "vllm_sync_interval": 3,
+        "scale_rewards": False,
+        "loss_type": "grpo",
+        "use_whitening": True,
+        "adaptive_max_tokens": False,
+        "feature_layers": [0.5],
+        "per_device_eval_batch_size": 4,
+    }
+    assert {name: kwargs[name] for name in wanted} == wanted
+    assert "beta" not in kwargs  # unset: TRL's own default
+    assert "feature_layers" not in structured_kwargs(structured(rl="grpo"))
+
+
+def test_the_trainer_connects_to_where_the_server_listens():
+    assert server_address(structured(vllm={"port": 9001, "host": "10.0.0.1"}, trl={"use_vllm": True})) == (
+        "10.0.0.1",
+        9001,
+    )
+    config = structured(
+        vllm={"port": 9001}, trl={"use_vllm": True, "vllm_server_host": "gpu", "vllm_server_port": 9002}
+    )
+    assert server_address(config) == ("gpu", 9002)
+
+
+def test_steps_count_prompts():
+    config = structured(trl={"num_generations": 4}, micro_batch_size=2, gradient_accumulation_steps=4, num_epochs=3)
+    # 8 completions per step are 2 prompts; 11 prompts fill 5 steps, the last prompt is left out.
+    assert planned_steps(config, CPU, rows=11) == 15
+    twice = structured(trl={"num_generations": 2, "num_iterations": 2, "generation_batch_size": 8}, micro_batch_size=2)
+    # 4 prompts per generation of 4 micro-steps, each used twice.
+    assert planned_steps(twice, CPU, rows=8) == 16

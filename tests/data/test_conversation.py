@@ -1,0 +1,79 @@
+"""Prompts, references and the ids between turns."""
+
+import pytest
+
+from ebft.data.conversation import Renderer, without_end
+from ebft.errors import DataError
+from tests.structured.conftest import chat_tokenizer  # noqa: F401 - a fixture
+
+PROMPT = [{"role": "user", "content": "hello"}]
+TURNS = [
+    {"role": "user", "content": "and now?", "name": None},
+    {"role": "assistant", "content": "now this"},
+    {"role": "user", "content": "go on"},
+]
+
+
+def decoded(tokenizer, ids):
+    return tokenizer.decode(ids)
+
+
+def test_turns_as_the_template_puts_them(chat_tokenizer):  # noqa: F811
+    conversation = Renderer(chat_tokenizer).conversation(PROMPT, "first", TURNS)
+    leads = [decoded(chat_tokenizer, turn.lead_ids) for turn in conversation.turns]
+    assert leads == [
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    assert decoded(chat_tokenizer, conversation.reference_ids) == "first" + leads[1] + "now this"
+
+
+def test_a_text_prompt_has_the_tokenizers_special_tokens(tiny_tokenizer_dir):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    conversation = Renderer(tokenizer).conversation("def f", "(x):")
+    assert conversation.prompt_ids == tokenizer("def f")["input_ids"]
+    assert conversation.prompt_ids[0] == tokenizer.bos_token_id
+    assert conversation.reference_ids == tokenizer("(x):", add_special_tokens=False)["input_ids"]
+
+
+def test_one_terminating_token_is_left_out(chat_tokenizer):  # noqa: F811
+    renderer = Renderer(chat_tokenizer)
+    end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
+    assert renderer.end_ids() == {end, eos}
+    assert renderer.reference_ids("yes<|im_end|>") == renderer.reference_ids("yes")
+    assert without_end([5, eos, end], {end, eos}) == [5, eos]
+    assert (renderer.end_id(PROMPT), renderer.end_id("text")) == (end, eos)
+
+
+def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
+    import copy
+
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template += "{% if thinking is defined %}<think>{% endif %}"
+    assert decoded(tokenizer, Renderer(tokenizer, {"thinking": True}).prompt_ids(PROMPT)).endswith("<think>")
+    assert not decoded(tokenizer, Renderer(tokenizer).prompt_ids(PROMPT)).endswith("<think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns", "message"),
+    [
+        ("text", TURNS, "needs a prompt of messages"),
+        (PROMPT, [TURNS[1], TURNS[1]], "two assistant turns in a row"),
+        (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "must be text"),
+        ("", None, "empty prompt"),
+    ],
+)
+def test_refuses(chat_tokenizer, prompt, turns, message):  # noqa: F811
+    with pytest.raises(DataError, match=message):
+        Renderer(chat_tokenizer).conversation(prompt, "x", turns)
+
+
+def test_messages_need_a_template(chat_tokenizer):  # noqa: F811
+    import copy
+
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        Renderer(tokenizer).prompt_ids(PROMPT)

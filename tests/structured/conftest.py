@@ -1,0 +1,67 @@
+"""A tiny chat model for structured mode: byte-level tokenizer, ChatML template, end-of-turn token."""
+
+import pytest
+import torch
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|endoftext|>", chat_template=CHATML
+    )
+
+
+def chat_model(tokenizer, seed=0, **changes):
+    """A random Llama whose weights are large enough that its distributions are far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **{**SIZES, **changes},
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.12)
+    return model.eval()
+
+
+def lora(model, seed=0, scale=0.1, **changes):
+    """`model` with a LoRA adapter that is not the identity."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    wrapped = get_peft_model(model, LoraConfig(**settings))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, scale)
+    return wrapped
+
+
+@pytest.fixture
+def model(chat_tokenizer):
+    return chat_model(chat_tokenizer)

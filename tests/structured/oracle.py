@@ -1,0 +1,51 @@
+"""The naive twin of structured EBFT: one plain forward per sequence, formulas in float64, none of our code."""
+
+import torch
+
+
+def embedding(model, prompt_ids, completion_ids, feature_layers, embed_method):
+    """The embedding of one sequence from a forward pass of that sequence alone."""
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([prompt_ids + completion_ids]), output_hidden_states=True).hidden_states
+    depth = len(states) - 1
+    layers = [states[int(fraction * depth)][0].double() for fraction in feature_layers]
+    features = torch.cat([layer / layer.norm(dim=-1, keepdim=True) for layer in layers], dim=-1)
+    length = len(features)
+    if embed_method == "last_token":
+        pooled = features[-1]
+    elif embed_method == "mean_pooling":
+        pooled = features.mean(0)
+    elif embed_method == "completion_mean":
+        pooled = features[len(prompt_ids) :].mean(0) if completion_ids else features[-1]
+    else:
+        pooled = torch.cat([features[length // 4], features[length // 2], features[3 * length // 4]])
+    return pooled / pooled.norm()
+
+
+def group_rewards(samples, reference, *, whitening=None, alignment_coef=1.0, diversity_coef=1.0):
+    """Rewards of one group from embeddings (N, D) and (D,); whitening None, 'feature' or 'sample'."""
+    n = len(samples)
+    references = reference.expand(n, -1)
+    if whitening is not None:
+        u, s, vt = torch.linalg.svd(samples, full_matrices=False)
+        kept = s > 1e-5 * s.max()
+        inverse = torch.where(kept, 1 / s, 0.0)
+        if whitening == "feature":
+            w = vt.T @ torch.diag(inverse) @ vt  # D x D, which the library never forms
+            samples, references = samples @ w, references @ w
+        else:
+            left = u @ torch.diag(inverse) @ u.T
+            samples, references = left @ samples, left @ references
+    rewards = []
+    for j in range(n):
+        cosine = samples[j] @ references[j] / (samples[j].norm() * references[j].norm())
+        others = sum(samples[j] @ samples[k] for k in range(n) if k != j)
+        rewards.append(alignment_coef * 2 * cosine - diversity_coef * 2 / (n - 1) * others)
+    return torch.stack(rewards)
+
+
+def token_logps(model, prompt_ids, ids, temperature):
+    """Log-probabilities of `ids` behind the prompt at a temperature, from one forward, with gradients."""
+    logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+    logps = (logits.double() / temperature).log_softmax(-1)
+    return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)

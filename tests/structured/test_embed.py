@@ -1,0 +1,71 @@
+"""Shared prompts: embeddings of every model family equal those of one forward per sequence."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ebft.features import FeatureNetwork
+from ebft.structured.embed import embed_continuations, shares_prompts
+from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.structured import oracle
+
+LAYERS = [0.25, 0.5, 1.0]
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# Models whose layers keep a running state, which several continuations cannot share.
+RUNNING_STATE = {
+    "qwen3_5_text": {"head_dim": 16, **_LINEAR},
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+}
+
+
+def compare(model):
+    model.eval()
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda count: torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+    prompt, continuations = draw(23), [draw(count) for count in (5, 1, 17, 0, 9)]
+    for method in ("last_token", "mean_pooling", "completion_mean", "concat"):
+        network = FeatureNetwork(model, LAYERS, method)
+        found = embed_continuations(network, prompt, continuations)
+        wanted = torch.stack([oracle.embedding(model, prompt, ids, LAYERS, method) for ids in continuations])
+        assert (found - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_families_share_the_prompt(family):
+    model = tiny_model(family)
+    assert shares_prompts(model)
+    compare(model)
+
+
+@pytest.mark.parametrize("family", RUNNING_STATE)
+def test_running_states_are_not_shared(family):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **sizes, **heads, **RUNNING_STATE[family])
+    ).float()
+    assert not shares_prompts(model)
+    compare(model)
+
+
+def test_the_prompt_runs_once():
+    model = tiny_model("llama").eval()
+    seen = []
+    network = FeatureNetwork(model, LAYERS, "last_token")
+    network.causal_lm.model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    embed_continuations(network, list(range(3, 43)), [[5, 6], [7], [8, 9, 10]])
+    assert seen == [(1, 40), (3, 3)]
+
+
+def test_nothing_but_empty_continuations():
+    model = tiny_model("llama").eval()
+    found = embed_continuations(FeatureNetwork(model, LAYERS, "completion_mean"), [4, 5, 6], [[], []])
+    wanted = oracle.embedding(model, [4, 5, 6], [], LAYERS, "completion_mean")
+    assert (found - wanted).abs().max() < 1e-6

@@ -1,0 +1,193 @@
+"""FeatureMatchingReward against the naive oracle, and what it refuses."""
+
+import pytest
+import torch
+
+from ebft import FeatureMatchingReward
+from ebft.errors import ConfigError, DataError, NonFiniteLossError
+from tests.structured import oracle
+from tests.structured.conftest import chat_model, lora
+
+LAYERS = [0.25, 0.5, 1.0]
+
+
+def groups_of(tokenizer, n, kind):
+    """Three groups of unequal prompts, references and completions, some of which end by themselves, one empty."""
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generator = torch.Generator().manual_seed(n)
+    texts = ["hi", "a much longer question than the others, to be answered", "why?"]
+    references = ["yes.", "no, and here is a longer reason", "because"]
+    prompts, truths, ids = [], [], []
+    for text, reference in zip(texts, references):
+        prompt = (
+            text if kind == "text" else [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        )
+        for j in range(n):
+            length = int(torch.randint(0 if j == 1 else 1, 20, (), generator=generator)) if j else 7
+            sampled = torch.randint(4, len(tokenizer), (length,), generator=generator).tolist()
+            prompts.append(prompt)
+            truths.append(reference)
+            ids.append(sampled + [[], [eos], [end]][j % 3] if sampled or j % 3 else [eos])
+    return prompts, truths, ids
+
+
+def prompt_ids_of(tokenizer, prompt):
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
+
+
+def expected(base, tokenizer, prompts, truths, ids, n, method, **options):
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    rewards = []
+    for start in range(0, len(prompts), n):
+        prompt = prompt_ids_of(tokenizer, prompts[start])
+        samples = [x[:-1] if x[-1] in ends else x for x in ids[start : start + n]]
+        phi = torch.stack([oracle.embedding(base, prompt, x, LAYERS, method) for x in samples])
+        reference = tokenizer(truths[start], add_special_tokens=False)["input_ids"]
+        rewards.append(oracle.group_rewards(phi, oracle.embedding(base, prompt, reference, LAYERS, method), **options))
+    return torch.cat(rewards)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("method", ["last_token", "mean_pooling", "completion_mean", "concat"])
+def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method):
+    prompts, truths, ids = groups_of(chat_tokenizer, n, kind)
+    reward = FeatureMatchingReward(model, chat_tokenizer, num_generations=n, feature_layers=LAYERS, embed_method=method)
+    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
+    wanted = expected(model, chat_tokenizer, prompts, truths, ids, n, method)
+    assert (found - wanted).abs().max() < 1e-5
+    assert wanted.std() > 3e-3  # the comparison says something
+
+
+@pytest.mark.parametrize("space", ["feature", "sample"])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_whitens_each_group_by_itself(model, chat_tokenizer, space, n):
+    prompts, truths, ids = groups_of(chat_tokenizer, n, "chat")
+    options = {"alignment_coef": 0.7, "diversity_coef": 0.3}
+    reward = FeatureMatchingReward(
+        model,
+        chat_tokenizer,
+        n,
+        feature_layers=LAYERS,
+        embed_method="mean_pooling",
+        use_whitening=True,
+        whitening_space=space,
+        **options,
+    )
+    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
+    wanted = expected(model, chat_tokenizer, prompts, truths, ids, n, "mean_pooling", whitening=space, **options)
+    assert (found - wanted).abs().max() < 1e-3
+
+
+def test_features_come_from_the_base_model(chat_tokenizer):
+    base, policy = chat_model(chat_tokenizer), lora(chat_model(chat_tokenizer))
+    prompts, truths, ids = groups_of(chat_tokenizer, 2, "chat")
+    with_adapter, without = (
+        FeatureMatchingReward(network, chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
+        for network in (policy, base)
+    )
+    assert with_adapter == pytest.approx(without, abs=1e-5)
+
+
+def test_a_full_model_is_copied_as_it_is_now(model, chat_tokenizer):
+    prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
+    reward = FeatureMatchingReward(model, chat_tokenizer, 2)
+    before = reward(prompts, None, ids, ground_truth=truths)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5).add_(0.1)
+    assert reward(prompts, None, ids, ground_truth=truths) == before
+
+
+def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
+    prompt = [{"role": "user", "content": "2+2?"}]
+    turns = [
+        {"role": "user", "content": "and 3+3?"},
+        {"role": "assistant", "content": "six"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    whole = chat_tokenizer.apply_chat_template(
+        [*prompt, {"role": "assistant", "content": "four"}, *turns], tokenize=False
+    )
+    start = chat_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    behind = chat_tokenizer(whole[len(start) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
+    assert behind[-1] == end
+    ids = [[40, 41, 42, end], [50, 51]]
+    reward = FeatureMatchingReward(model, chat_tokenizer, 2, feature_layers=LAYERS)
+    found = reward([prompt] * 2, None, ids, ground_truth=["four"] * 2, remaining_turns=[turns] * 2)
+    context = chat_tokenizer(start, add_special_tokens=False)["input_ids"]
+    phi = torch.stack([oracle.embedding(model, context, x, LAYERS, "last_token") for x in ([40, 41, 42], [50, 51])])
+    wanted = oracle.group_rewards(phi, oracle.embedding(model, context, behind[:-1], LAYERS, "last_token"))
+    assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_logs_its_terms(model, chat_tokenizer):
+    prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
+    logged = {}
+    rewards = FeatureMatchingReward(model, chat_tokenizer, 2)(
+        prompts, None, ids, ground_truth=truths, log_metric=logged.__setitem__
+    )
+    assert logged["ebft/mean_reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+    assert logged["ebft/alignment"] - logged["ebft/diversity"] == pytest.approx(logged["ebft/mean_reward"], abs=1e-5)
+    assert logged["ebft/cfm_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"completion_ids": None}, ValueError, "token ids"),
+        ({"ground_truth": None}, DataError, "no column ground_truth"),
+        ({"ground_truth": ["a", "a", " ", " "]}, DataError, "row 2 has no reference"),
+        ({"ground_truth": ["a", "a"]}, ValueError, "groups of num_generations = 2"),
+        ({"prompts": ["a", "b", "c", "c"]}, ValueError, "different prompts"),
+        ({"prompts": ["", "", "b", "b"]}, DataError, "empty prompt"),
+    ],
+)
+def test_refuses_what_does_not_fit(model, chat_tokenizer, change, error, message):
+    given = {"prompts": ["a", "a", "b", "b"], "completion_ids": [[5], [6], [7], [8]], "ground_truth": ["x"] * 4}
+    with pytest.raises(error, match=message):
+        FeatureMatchingReward(model, chat_tokenizer, 2)(completions=None, **{**given, **change})
+
+
+def test_refuses_unknown_options(model, chat_tokenizer):
+    with pytest.raises(ConfigError, match="embed_method"):
+        FeatureMatchingReward(model, chat_tokenizer, 2, embed_metod="last_token")
+
+
+def test_a_network_that_overflows_is_an_error(model, chat_tokenizer):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
+    with pytest.raises(NonFiniteLossError, match="not finite"):
+        FeatureMatchingReward(model, chat_tokenizer, 2)(["a", "a"], None, [[5], [6]], ground_truth=["x", "x"])
+
+
+def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    policy = lora(chat_model(chat_tokenizer))
+    reward = FeatureMatchingReward(policy, chat_tokenizer, num_generations=2)
+    rows = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": f"{i}"} for i in range(4)])
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        num_generations=2,
+        per_device_train_batch_size=2,
+        max_completion_length=4,
+        max_steps=1,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        gradient_checkpointing=False,
+    )
+    rewards = [reward, lambda completions, **_: [0.0] * len(completions)]
+    trainer = GRPOTrainer(policy, rewards, args, rows, processing_class=chat_tokenizer)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/feature_matching/mean"] == pytest.approx(logs["ebft/mean_reward"], abs=1e-5)
