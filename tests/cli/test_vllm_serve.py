@@ -1,0 +1,138 @@
+"""`ebft vllm-serve`: what it says and how it ends; the server is a stand-in with processes and nothing else."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serving.processes import alive, eventually, free_port, pids_in
+
+SERVING = Path(__file__).parents[1] / "serving"
+RUN = """\
+base_model: nowhere/model
+rl: ebft
+trl: {use_vllm: true}
+datasets: [{path: unused, type: completion}]
+adapter: lora
+lora_r: 12
+lora_alpha: 16
+lora_target_linear: true
+"""
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """`serve("key=value", program="...")`: the command, with `program` where vLLM's server would be."""
+    started = []
+
+    def serve(*arguments, program=""):
+        package = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        for folder in (package, package.parent, package.parent.parent):
+            (folder / "__init__.py").touch()
+        (package / "api_server.py").write_text(program)
+        (tmp_path / "run.yaml").write_text(RUN)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages"), "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"NO_COLOR": "1", "TERM": "dumb"}
+        command = [sys.executable, "-m", "ebft.cli", "vllm-serve", "run.yaml", f"vllm.port={free_port()}", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        return started[-1]
+
+    yield serve
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def stand_in(pids):
+    return f"""
+import sys
+sys.path.insert(0, {str(SERVING)!r})
+import stand_in
+sys.argv.insert(1, {str(pids)!r})
+stand_in.main()
+"""
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys, ebft.cli\nsys.argv = ['ebft', 'vllm-serve', '--help']\n"
+        "try:\n    ebft.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "vllm.python=" in result.stdout and "--verbose" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(serve, tmp_path, number):
+    pids = tmp_path / "pids"
+    process = serve("output_dir=out", program=stand_in(pids))
+    line = process.stdout.readline()
+    assert re.fullmatch(
+        r"vLLM serves nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\); Ctrl-C stops it\n", line
+    )
+    started = pids_in(pids)
+    assert len(alive(started)) == 2
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert rest == "" and "The vLLM server was stopped." in errors and "Traceback" not in errors
+    assert alive(started) == []
+    assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
+
+
+def test_a_signal_while_the_server_starts(serve, tmp_path):
+    pids = tmp_path / "pids"
+    process = serve(program=stand_in(pids).replace("stand_in.main()", "sys.argv.append('--silent'); stand_in.main()"))
+    started = pids_in(pids)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "" and process.returncode == 130
+    assert alive(started) == []
+
+
+def test_a_killed_command_leaves_nothing(serve, tmp_path):
+    pids = tmp_path / "pids"
+    process = serve(program=stand_in(pids))
+    process.stdout.readline()
+    process.kill()
+    assert eventually(lambda: not alive(pids_in(pids)))
+
+
+def test_a_server_that_ends_by_itself(serve):
+    process = serve("--verbose", program="import sys; sys.exit('stand-in: no memory left')")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and output == ""
+    assert "Error: vLLM ended before it was ready, with exit code 1" in errors and "model-out/vllm.log" in errors
+    assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message
+
+
+def test_a_server_that_does_not_become_ready(serve, tmp_path):
+    pids = tmp_path / "pids"
+    program = stand_in(pids).replace("stand_in.main()", "sys.argv.append('--silent'); stand_in.main()")
+    process = serve("trl.vllm_server_timeout=3", program=program)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "within 3 seconds" in errors and "trl.vllm_server_timeout" in errors
+    assert alive(pids_in(pids)) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("vllm.prot=1", "vllm.port"),
+        ("vllm.python=/nowhere/python", "vllm.python: /nowhere/python is not a program"),
+        ("lora_r=600", "beyond the 512"),
+        ("--port=1", "written without dashes"),
+    ],
+)
+def test_a_wrong_config_is_one_message(serve, tmp_path, argument, message):
+    process = serve(argument)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and output == ""
+    assert message in errors and "Traceback" not in errors
+    assert not (tmp_path / "model-out").exists()

@@ -1,0 +1,121 @@
+"""Whatever happens to parent, guard or server: no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.serving.processes import alive, eventually, pids_in
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+# The stand-in that ignores SIGTERM would take ten seconds with the guard's own patience.
+IMPATIENT = "import sys; from ebft.serving import guard; guard.GRACE = 0.5; sys.exit(guard.main(sys.argv[1:]))"
+PARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {IMPATIENT!r}, "--", *sys.argv[1:]], stdin=subprocess.PIPE)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(pids):
+    """`start("--deaf")`: a guard over a stand-in, ended after the test."""
+    started = []
+
+    def start(*arguments, code=IMPATIENT):
+        separator = ["--"] if code is IMPATIENT else []
+        command = [sys.executable, "-c", code, *separator, sys.executable, str(STAND_IN), str(pids), *arguments]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_guard_needs_nothing_but_the_standard_library():
+    code = (
+        "import sys, ebft.serving.guard\n"
+        "known = {'ebft', '__main__', *sys.stdlib_module_names}\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules if not name.startswith('__editable__')} - known))"
+    )
+    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=source_path())
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def source_path():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--deaf"]], ids=["polite", "deaf"])
+def test_the_end_of_standard_input_ends_all(start, pids, arguments):
+    guard = start(*arguments)
+    started = pids_in(pids)
+    assert len(alive(started)) == 2
+    guard.stdin.close()
+    assert guard.wait(20) == 128 + (signal.SIGKILL if arguments else signal.SIGTERM)
+    assert alive(started) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all(start, pids, number):
+    guard = start()
+    started = pids_in(pids)
+    guard.send_signal(number)
+    guard.wait(20)
+    assert alive(started) == []
+
+
+def test_a_killed_parent_ends_all(start, pids):
+    parent = start("--deaf", code=PARENT)
+    started = pids_in(pids)
+    parent.kill()
+    assert eventually(lambda: not alive(started))
+
+
+def test_a_killed_guard_asks_the_server_to_end(start, pids):
+    guard = start()
+    server, child = pids_in(pids)
+    guard.kill()
+    assert eventually(lambda: not alive([server]))
+    os.kill(child, signal.SIGKILL)  # a server ends its own workers when asked to; the stand-in does not
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--exit", "3"], 3), (["--exit", "0"], 0)])
+def test_the_servers_end_ends_the_rest_and_its_code_is_passed_on(start, pids, arguments, code):
+    guard = start(*arguments)
+    started = pids_in(pids)
+    assert guard.wait(20) == code
+    assert alive(started) == []
+
+
+def test_a_killed_server_ends_the_rest(start, pids):
+    guard = start()
+    server, child = pids_in(pids)
+    os.kill(server, signal.SIGKILL)
+    assert guard.wait(20) == 128 + signal.SIGKILL
+    assert alive([child]) == []
+
+
+def test_what_is_written_to_it_does_not_end_it(start, pids):
+    guard = start()
+    started = pids_in(pids)
+    guard.stdin.write(b"anything")
+    guard.stdin.flush()
+    time.sleep(0.5)
+    assert len(alive(started)) == 2 and guard.poll() is None
+
+
+def test_wrong_commands():
+    def run(*arguments):
+        command = [sys.executable, "-m", "ebft.serving.guard", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert run("sleep", "1").returncode == 2
+    result = run("--", "/nowhere/python")
+    assert result.returncode == 127 and "/nowhere/python cannot be started" in result.stderr

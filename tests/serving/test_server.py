@@ -1,0 +1,208 @@
+"""Starting, waiting, watching and stopping, on a stand-in with the processes of a server."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ebft.errors import ConfigError
+from ebft.serving import server as module
+from ebft.serving.errors import ServerError
+from tests.serving.conftest import STAND_IN
+from tests.serving.processes import alive, eventually, free_port, pids_in
+
+
+def test_from_start_to_stop(make_server, pids):
+    server = make_server()
+    with server:
+        assert not server.healthy
+        server.wait_until_healthy(20)
+        assert server.healthy and server.failure is None
+        started = pids_in(pids)
+        assert len(alive(started)) == 2
+    assert alive(started) == [] and not server.healthy
+    server.stop()
+
+
+def test_the_log_holds_the_command_and_the_output(make_server, pids):
+    with make_server() as server:
+        server.wait_until_healthy(20)
+    first, *rest = server.log.path.read_text().splitlines()
+    assert first.startswith("$ ") and str(STAND_IN) in first
+    assert "stand-in: started" in rest
+
+
+def test_it_can_be_started_again_after_a_stop(make_server):
+    server = make_server()
+    for _ in range(2):
+        with server:
+            server.wait_until_healthy(20)
+    with server, pytest.raises(RuntimeError, match="started already"):
+        server.start()
+
+
+def test_an_early_end_is_told_at_once_with_the_end_of_the_log(make_server):
+    started = time.monotonic()
+    with make_server("--exit", "3") as server, pytest.raises(ServerError) as caught:
+        server.wait_until_healthy(300)
+    assert time.monotonic() - started < 30
+    message = str(caught.value)
+    assert "exit code 3" in message and "stand-in: no memory left" in message and str(server.log.path) in message
+    assert "$ " not in message
+
+
+def test_waiting_has_an_end(make_server):
+    with make_server("--silent") as server, pytest.raises(ServerError, match="trl.vllm_server_timeout"):
+        server.wait_until_healthy(1)
+
+
+def test_waiting_for_a_server_that_is_not_started(make_server):
+    with pytest.raises(ServerError, match="Start it"):
+        make_server().wait_until_healthy(1)
+
+
+def test_wait_tells_an_end_by_itself_and_returns_after_stop(make_server, pids):
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        os.kill(pids_in(pids)[0], signal.SIGKILL)
+        with pytest.raises(ServerError, match="ended by itself, with exit code 137"):
+            server.wait()
+    with make_server() as server:
+        threading.Timer(0.5, server.stop).start()
+        server.wait()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_an_error_before_anything_starts(make_server, pids, host):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((host, 0))
+        other.listen()
+        server = make_server(port=other.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"port {server.command.port} of 127.0.0.1 is in use.*vllm.port"):
+            server.start()
+    assert not pids.exists()
+
+
+def test_a_log_that_cannot_be_written(make_server, tmp_path):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match="output_dir"):
+        make_server().start()
+
+
+def test_a_death_is_noticed_and_the_server_is_started_again(make_server, pids, capfd):
+    called = threading.Event()
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        server.watch(on_restart=called.set)
+        first = pids_in(pids)
+        pids.unlink()
+        os.kill(first[0], signal.SIGKILL)
+        second = pids_in(pids)
+        server.wait_until_healthy(20)
+        assert called.wait(20) and server.healthy
+        assert set(first).isdisjoint(second) and alive(first) == []
+    assert alive(second) == []
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and "exit code 137" in lines[0] and "started again" in lines[0]
+
+
+def test_watching_gives_up(make_server, capfd):
+    with make_server("--exit", "3") as server:
+        server.watch()
+        with pytest.raises(ServerError, match="3 times within 10 minutes(.|\n)*no memory left"):
+            server.wait_until_healthy(60)
+        assert not server.healthy and "3 times" in server.failure
+    assert capfd.readouterr().err.count("is started again") == 3
+
+
+def test_restarts_long_ago_do_not_count(make_server, monkeypatch):
+    monkeypatch.setattr(module, "RESTART_WINDOW", 0.01)
+    with make_server("--exit", "3") as server:
+        server.watch()
+        assert eventually(lambda: server.log.path.read_text().count("no memory left") > 5)
+        assert server.failure is None
+
+
+def test_a_callback_that_fails_is_the_failure(make_server, pids):
+    def fail():
+        raise OSError("no adapter")
+
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        server.watch(on_restart=fail)
+        os.kill(pids_in(pids)[0], signal.SIGKILL)
+        assert eventually(lambda: server.failure == "OSError: no adapter")
+
+
+def test_a_stop_is_no_death(make_server, capfd):
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        server.watch()
+    time.sleep(1)
+    assert server.failure is None and not server.healthy
+    assert capfd.readouterr().err == ""
+
+
+def test_a_fork_does_not_take_the_server_along(make_server):
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        child = os.fork()
+        if child == 0:
+            server.stop()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert server.healthy
+
+
+def test_a_fork_that_goes_on_does_not_keep_the_server(make_server, pids):
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        began = time.monotonic()
+    assert alive(pids_in(pids)) == [] and time.monotonic() - began < 10
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+PROGRAM = """
+import os, signal, sys, time
+from ebft.serving.command import ServerCommand
+from ebft.serving.server import VLLMServer
+stand_in, pids, log, port, end = sys.argv[1:]
+server = VLLMServer(ServerCommand((sys.executable, stand_in, pids, "--port", port), {}, "model", "127.0.0.1", int(port)), log)
+server.start()
+server.wait_until_healthy(20)
+if "fork" in end and os.fork() == 0:
+    time.sleep(40)
+    os._exit(0)
+if "killed" in end:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("end", ["returns", "killed", "killed beside a fork"])
+def test_a_program_that_ends_takes_the_server_along(pids, tmp_path, end):
+    arguments = [str(STAND_IN), str(pids), str(tmp_path / "log"), str(free_port()), end]
+    subprocess.run([sys.executable, "-c", PROGRAM, *arguments], timeout=60)
+    assert eventually(lambda: not alive(pids_in(pids)))
+
+
+def test_what_a_launcher_tells_the_trainer_does_not_reach_the_server(make_server, monkeypatch, pids):
+    import psutil
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    with make_server() as server:
+        server.wait_until_healthy(20)
+        names = psutil.Process(pids_in(pids)[0]).environ()
+    assert "SOMETHING_ELSE" in names and "RANK" not in names and "TORCHELASTIC_RUN_ID" not in names
