@@ -207,6 +207,10 @@ def test_a_hub_that_cannot_be_reached_is_told_first(make, monkeypatch):
 
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+# What the data of the examples looks like.
+PAIR = {"input": "Say hello.", "output": "x = 1\n" * 12}
+TURNS = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "hello"}]
+ROWS = {"strided_prompt_completion": PAIR, "structured_multiturn": {"messages": [*TURNS, *TURNS]}}
 SMALL = (
     "sequence_len=48",
     "max_steps=2",
@@ -218,11 +222,16 @@ SMALL = (
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_trains(path, tiny_llama_dir, text, tmp_path):
-    if "prompt" in path.stem:
-        rows = [{"input": "Say hello.", "output": "x = 1\n" * 12}] * 8
-        text = tmp_path / "pairs.jsonl"
-        text.write_text("\n".join(json.dumps(row) for row in rows))
+def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
+    overrides = []
+    is_structured = path.stem.startswith(("structured", "grpo"))
+    if is_structured or path.stem in ROWS:
+        text = tmp_path / "rows.jsonl"
+        text.write_text("\n".join([json.dumps(ROWS.get(path.stem, PAIR))] * 8))
+    if is_structured:  # the tiny model has no chat template, and servers are for make test-vllm
+        overrides = ["chat_template=chatml", "trl.use_vllm=false", "trl.async_prefetch=false", "sequence_len=120"]
+        overrides += ["trl.max_completion_length=6", "trl.vllm_mode=server", "vllm="]
+        monkeypatch.syspath_prepend(path.parent)
     overrides = [
         f"base_model={tiny_llama_dir}",
         f"datasets.0.path={text}",
@@ -230,6 +239,7 @@ def test_an_example_trains(path, tiny_llama_dir, text, tmp_path):
         "special_tokens.pad_token=<|end|>",
         f"output_dir={tmp_path / 'out'}",
         *SMALL,
+        *overrides,
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

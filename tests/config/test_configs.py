@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config import load_config
+from ebft.config import check_runnable, load_config
+from ebft.config.arguments import structured_kwargs
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))
@@ -38,6 +39,18 @@ def test_a_config_of_the_guide_loads_unmodified(path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_loads_without_a_warning(path):
     assert load(path)[1] == []
+
+
+@pytest.mark.parametrize("path", [path for path in GUIDE if path.stem not in STRIDED], ids=lambda path: path.stem)
+def test_a_structured_config_of_the_guide_can_be_trained(path, tmp_path):
+    config, _ = load(path)
+    config.output_dir = str(tmp_path)
+    config.report_to, config.wandb_project, config.use_tensorboard = None, None, False
+    check_runnable(config)
+    kwargs = structured_kwargs(config)
+    assert (kwargs["num_generations"], kwargs["loss_type"], kwargs["epsilon"]) == (4, "grpo", 0.2)
+    assert kwargs["use_vllm"] == ("novllm" not in path.stem)
+    assert kwargs["async_prefetch"] == ("async" in path.stem)
 
 
 def test_values_arrive():

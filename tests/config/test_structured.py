@@ -15,7 +15,14 @@ CPU = Machine(has_accelerator=False, supports_bf16=False)
 
 
 def structured(tmp_path=None, rl="ebft", **keys):
-    values = {"base_model": "some/model", "datasets": ROWS, "rl": rl, "output_dir": str(tmp_path or "out"), **keys}
+    values = {
+        "base_model": "some/model",
+        "datasets": ROWS,
+        "rl": rl,
+        "micro_batch_size": 8,
+        "output_dir": str(tmp_path or "out"),
+        **keys,
+    }
     return RunConfig.from_dict(values)
 
 
@@ -23,6 +30,8 @@ def structured(tmp_path=None, rl="ebft", **keys):
     ("keys", "message"),
     [
         ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3}, "are 6 completions, which trl.num_generations 8"),
+        ({"eval_batch_size": 12}, "eval_batch_size 12 is no multiple of trl.num_generations 8"),
         ({"trl": {"async_prefetch": True}}, "trl.async_prefetch generates on a server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
         ({"trl": {"replay_buffer_size": 10}}, "trl.replay_buffer_size: 10 is not supported"),

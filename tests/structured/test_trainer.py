@@ -214,7 +214,11 @@ def test_groups_without_a_signal_are_skipped(chat_tokenizer, tmp_path):
         before = copy.deepcopy(policy.state_dict())
         args = arguments(tmp_path, RolloutGRPOConfig, skip_zero_advantage_batches=skip, weight_decay=0.0)
         trainer = RolloutGRPOTrainer(
-            policy, [lambda completions, **_: [1.0] * len(completions)], args, train_dataset=rows(), processing_class=chat_tokenizer
+            policy,
+            [lambda completions, **_: [1.0] * len(completions)],
+            args,
+            train_dataset=rows(),
+            processing_class=chat_tokenizer,
         )
         trainer.train()
         assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())

@@ -18,7 +18,7 @@ _NOT_HERE = (
 
 def check_structured(config: RunConfig) -> None:
     """Raise a ConfigError that lists everything about `config` that structured mode or GRPO cannot honour."""
-    found = [message for rule in (_unsupported, _rewards, _rollouts, _processes) for message in rule(config)]
+    found = [message for rule in (_unsupported, _batches, _rewards, _rollouts, _processes) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
 
@@ -28,6 +28,20 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
         value = getattr(config.trl, key)
         if value not in (None, off):
             yield f"trl.{key}: {value!r} is not supported. {way_out}"
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
+    if trl.generation_batch_size is None and samples % trl.num_generations:
+        yield (
+            f"micro_batch_size {config.micro_batch_size} times gradient_accumulation_steps "
+            f"{config.gradient_accumulation_steps} are {samples} completions, which trl.num_generations "
+            f"{trl.num_generations} does not divide: every prompt needs all of its completions in one step. Change one "
+            "of them."
+        )
+    per_process = config.eval_batch_size
+    if per_process is not None and per_process % trl.num_generations:
+        yield f"eval_batch_size {per_process} is no multiple of trl.num_generations {trl.num_generations}. Change one."
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:

@@ -1,0 +1,77 @@
+"""Turn by turn: what each reply is sampled behind, which tokens were sampled, and how long replies may be."""
+
+import pytest
+
+from ebft.data.conversation import Conversation, Turn
+from ebft.errors import DataError
+from ebft.structured.rollouts.sampling import Completion
+from ebft.structured.rollouts.turns import Limits, roll_out
+
+END = 9
+
+
+class Scripted:
+    """Answers every context with the next of the given replies, and notes what it was asked."""
+
+    def __init__(self, *replies):
+        self.replies, self.asked = list(replies), []
+
+    def generate(self, prompts, max_tokens, *, seed):
+        self.asked.append((prompts, max_tokens, seed))
+        replies = [self.replies.pop(0) for _ in prompts]
+        return [Completion(ids, [-float(token) for token in ids]) for ids in replies]
+
+
+def talk(*turns):
+    return Conversation([Turn(lead, "", [0] * length) for lead, length in turns])
+
+
+def test_each_reply_follows_all_that_was_said():
+    conversations = [talk(([1, 2], 4)), talk(([3], 2), ([END, 4], 3), ([END, 5], 1))]
+    backend = Scripted([6, END], [7, 7], [8, END], [6])
+    limits = Limits(max_completion_length=10, reference_multiplier=1.5, max_length=None)
+    first, second = roll_out(backend, conversations, limits, seed=40)
+    assert backend.asked == [
+        ([[1, 2], [3]], [6, 3], 40),
+        ([[3, 7, 7, END, 4]], [5], 41),  # a cut reply is ended for it
+        ([[3, 7, 7, END, 4, 8, END, 5]], [2], 42),  # one that ended is not ended twice
+    ]
+    assert (first.ids, first.generated, first.logps) == ([6, END], [1, 1], [-6.0, -9.0])
+    assert second.ids == [7, 7, END, 4, 8, END, 5, 6]
+    assert second.generated == [1, 1, 0, 0, 1, 1, 0, 1]
+    assert second.logps == [-7.0, -7.0, 0.0, 0.0, -8.0, -9.0, 0.0, -6.0]
+    assert second.replies == [[7, 7], [8, END], [6]]
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "length", "wanted"), [(None, 3, 10), (1.5, 3, 5), (0.1, 3, 1), (2.0, 50, 10), (1.5, 0, 10)]
+)
+def test_limits_of_a_reply(multiplier, length, wanted):
+    assert Limits(10, multiplier, None).reply(Turn([1], "", [0] * length)) == wanted
+
+
+def test_a_conversation_without_room_ends_early():
+    backend = Scripted([7, 7])
+    limits = Limits(max_completion_length=4, reference_multiplier=None, max_length=6)
+    [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, seed=0)
+    assert backend.asked == [([[1, 2]], [4], 0)] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
+
+
+def test_a_prompt_without_room_is_an_error():
+    with pytest.raises(DataError, match="a prompt of 6 tokens leaves no room for a completion within the 6 tokens"):
+        roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, None, 6), seed=0)
+
+
+def test_the_room_limits_the_reply():
+    backend = Scripted([7])
+    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), seed=0)
+    assert backend.asked[0][1] == [3]
+
+
+def test_unknown_log_probabilities_stay_unknown():
+    class Without(Scripted):
+        def generate(self, prompts, max_tokens, *, seed):
+            return [Completion(c.ids, None) for c in super().generate(prompts, max_tokens, seed=seed)]
+
+    [rollout] = roll_out(Without([7], [8]), [talk(([1], 1), ([END], 1))], Limits(4, None, None), seed=0)
+    assert rollout.logps is None and rollout.ids == [7, END, 8]

@@ -1,0 +1,421 @@
+"""Structured training over a real vLLM server, whose interpreter EBFT_VLLM_PYTHON names (make test-vllm).
+
+One server, started as a user would start it, serves a small model trained on the standard library; a proxy in front
+of it adds faults where a test needs them.
+"""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from benchmarks.proxy import Proxy
+from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, load_config, train
+from ebft.errors import RolloutError
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from tests.serving.processes import alive, eventually, free_port
+from tests.structured import oracle
+from tests.structured.real_text import make_base_model
+
+PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM"),
+]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TEMPERATURE = 0.7
+AGREE = 1e-3  # nats between the server's log-probabilities and the trainer's
+
+CONFIG = """
+base_model: {base}
+rl: ebft
+ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0}}
+trl:
+  num_generations: 4
+  max_completion_length: 16
+  temperature: 0.7
+  use_vllm: true
+  vllm_server_timeout: 120
+vllm: {{port: {port}, max_model_len: 128, python: {python}}}
+datasets:
+  - path: {rows}
+    type: tests.structured.real_text.transform
+val_set_size: 16
+eval_steps: 3
+sequence_len: 96
+adapter: lora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 8
+gradient_accumulation_steps: 2
+max_steps: 3
+learning_rate: 2.0e-3
+lr_scheduler: constant
+logging_steps: 1
+output_dir: {out}
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base_model(tmp_path_factory.mktemp("real-text"))
+
+
+def write_config(folder, base, port):
+    path = folder / "run.yaml"
+    rows = base.with_name("rows.jsonl")
+    path.write_text(CONFIG.format(base=base, rows=rows, port=port, python=PYTHON, out=folder / "out"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def port(base, tmp_path_factory):
+    """The port of `ebft vllm-serve`, running."""
+    port = free_port()
+    config = write_config(tmp_path_factory.mktemp("serve"), base, port)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ebft.cli", "vllm-serve", str(config)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+    yield port
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+
+
+def rows_of(base, count, start=0):
+    lines = base.with_name("rows.jsonl").read_text().splitlines()[start : start + count]
+    rows = [json.loads(line) for line in lines]
+    return Dataset.from_list([{"prompt": row["input"], "ground_truth": row["output"]} for row in rows])
+
+
+def arguments(folder, port, config_class=EBFTConfig, **changes):
+    settings = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 16,
+        "temperature": TEMPERATURE,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "max_steps": 3,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "loss_type": "grpo",
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_port": port,
+        "vllm_server_timeout": 120,
+        "per_device_eval_batch_size": 64,
+    }
+    return config_class(output_dir=str(folder), **{**settings, **changes})
+
+
+def make(base, args, trainer_class=EBFTTrainer, model=None, **kwargs):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    policy = AutoModelForCausalLM.from_pretrained(base if model is None else model)
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    kwargs = {"train_dataset": rows_of(base, 64), "processing_class": tokenizer, "peft_config": adapter, **kwargs}
+    return trainer_class(policy, args=args, **kwargs)
+
+
+def differences(history):
+    key = "sampling/sampling_logp_difference/max"
+    return [entry[key] for entry in history if key in entry]
+
+
+# The command
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
+    config = write_config(tmp_path, base, port)
+    command = [sys.executable, "-m", "ebft.cli", "train", str(config), f"trl.async_prefetch={mode == 'async'}".lower()]
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert "Model saved in" in finished.stdout
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "loss" in entry]
+    assert [entry["rollouts/staleness"] for entry in steps] == ([0, 0, 0] if mode == "sync" else [0, 1, 1])
+    assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
+    if mode == "sync":
+        assert max(differences(history)) < AGREE
+    else:
+        assert steps[1]["sampling/sampling_logp_difference/max"] > AGREE  # sampled before the first update
+    assert any("eval_alignment" in entry for entry in history)
+    assert not (tmp_path / "out" / "vllm_adapters").exists()
+
+
+def test_managed_is_one_command(base, tmp_path):
+    config = write_config(tmp_path, base, free_port())
+    command = [sys.executable, "-m", "ebft.cli", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = set()
+    while process.poll() is None:
+        children |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        time.sleep(0.5)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert len(differences(history)) == 2 and max(differences(history)) < AGREE
+    assert len(children) >= 3 and not alive(children)  # guard, API server, engine
+
+
+# The weights
+
+
+def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
+    args = arguments(tmp_path, port, embed_method="completion_mean", gt_length_multiplier=1.0, max_steps=40)
+    trainer = make(base, args, train_dataset=rows_of(base, 400, start=80), eval_dataset=rows_of(base, 80))
+    before = trainer.evaluate()["eval_alignment"]
+    trainer.train()
+    assert max(differences(trainer.state.log_history)) < AGREE
+    assert trainer.evaluate()["eval_alignment"] > before + 0.01
+
+
+def spaces(completions, **_):
+    """A diagnostic reward that any policy learns at once."""
+    return [completion.count(" ") / max(1, len(completion)) for completion in completions]
+
+
+def test_rollouts_follow_the_policy(base, port, tmp_path):
+    rewards = {}
+    for interval in (1, 1000):
+        args = arguments(
+            tmp_path, port, RolloutGRPOConfig, max_steps=12, learning_rate=1e-2, vllm_sync_interval=interval
+        )
+        trainer = make(base, args, RolloutGRPOTrainer, reward_funcs=spaces)
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        rewards[interval] = sum(entry["reward"] for entry in steps[-3:]) / 3 - steps[0]["reward"]
+        assert steps[-1]["rollouts/staleness"] == (0 if interval == 1 else 11)
+    assert rewards[1] > 0.2  # the server samples from what was trained
+    assert abs(rewards[1000]) < 0.1  # and would not, had it not been told
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_stale_samples_are_corrected(base, port, tmp_path, mode):
+    args = arguments(
+        tmp_path,
+        port,
+        vllm_sync_interval=1000,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.05,
+        gt_length_multiplier=1.0,
+        max_steps=2,
+    )
+    trainer = make(base, args)
+    batches = []
+    scored = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda rows: batches.append(scored(rows)) or batches[-1]
+    policies = []
+    trainer.add_callback(
+        _OnStepEnd(lambda: policies.append({k: v.clone() for k, v in trainer.model.state_dict().items()}))
+    )
+    trainer.train()
+    trainer.model.load_state_dict(policies[0])  # what the second batch was trained with
+    batch, base_model = batches[1], AutoModelForCausalLM.from_pretrained(base).eval()
+    for number, rollout in enumerate(trainer._rollouts):
+        count = len(rollout.ids)
+        ids = batch["prompt_ids"][number][batch["prompt_mask"][number].bool()].tolist()
+        completion = batch["completion_ids"][number][batch["completion_mask"][number].bool()].tolist()
+        with torch.no_grad():
+            then = oracle.token_logps(base_model, ids, completion, TEMPERATURE)
+            now = oracle.token_logps(trainer.model.eval(), ids, completion, TEMPERATURE)
+        sampled = batch["sampling_per_token_logps"][number][: len(completion)]
+        assert (sampled - then).abs().max() < AGREE  # the server still samples from the base model
+        difference = now - then if mode.startswith("token") else (now - then).sum(-1, keepdim=True)
+        ratio = difference.exp()
+        wanted = ratio.clamp(max=1.05) if mode.endswith("truncate") else torch.where(ratio > 1.05, 0.0, ratio)
+        found = batch["importance_sampling_ratio"][number][: len(wanted)]
+        close = (found - wanted).abs() < 2e-3
+        assert (close | ((ratio - 1.05).abs() < 1e-2)).all()  # at the cap rounding decides
+        assert count > 0
+    assert (batch["importance_sampling_ratio"] - 1).abs().max() > 0.03
+
+
+class _OnStepEnd(TrainerCallback):
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, *_, **__):
+        self.call()
+
+
+def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "and then"}, {"role": "assistant", "content": "return self.value"}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"def f{i}"}],
+            "ground_truth": "x = " * (1 + i % 3),
+            "remaining_turns": later,
+        }
+        for i, later in enumerate([turns, [], [*turns, *turns], turns] * 4)
+    ]
+    args = arguments(tmp_path, port, max_steps=2)
+    trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    assert max(differences(trainer.state.log_history)) < AGREE
+    assert {len(rollout.replies) for rollout in trainer._rollouts} == {1, 2, 3}
+
+
+def test_runs_ahead_are_reproducible(base, port, tmp_path):
+    def losses():
+        args = arguments(tmp_path, port, AsyncEBFTConfig, prefetch_depth=2, max_steps=5)
+        trainer = make(base, args, AsyncEBFTTrainer)
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["rollouts/staleness"] for entry in steps] == [0, 1, 2, 2, 2]
+        return [entry["reward"] for entry in steps]
+
+    assert losses() == pytest.approx(losses(), abs=1e-4)
+
+
+# Faults
+
+
+def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):
+    config = load_config(write_config(tmp_path, base, free_port()), ["trl.vllm_mode=managed", "max_steps=4"])
+    config.trl.async_prefetch = True
+    killed = []
+
+    def kill_once(args, state, control, **_):
+        if state.global_step == 2 and not killed:
+            for child in psutil.Process().children(recursive=True):
+                if "api_server" in " ".join(child.cmdline()) and "guard" not in " ".join(child.cmdline()):
+                    child.kill()
+                    killed.append(child.pid)
+
+    callback = TrainerCallback()
+    callback.on_step_end = kill_once
+    monkeypatch.setattr("ebft.training.default_callbacks", lambda config: [callback])
+    result = train(config)
+    steps = [entry for entry in result.trainer.state.log_history if "loss" in entry]
+    assert killed and len(steps) == 4
+    assert eventually(lambda: not alive(killed), seconds=10)
+
+
+def test_errors_of_the_server_are_retried_with_a_bound(base, port, tmp_path, monkeypatch):
+    monkeypatch.setattr("ebft.structured.rollouts.client._BACKOFF", 0.05)
+    with Proxy(port) as proxy:
+        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
+        proxy.fail = 4
+        trainer.train()
+        assert proxy.fail == 0 and trainer.state.global_step == 1
+        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
+        proxy.fail, before = 10**6, proxy.requests
+        with pytest.raises(RolloutError, match="failed 5 times on /v1/completions"):
+            trainer.train()
+        assert proxy.requests - before <= 5 * 4  # a request for each of four prompts
+
+
+def test_a_generation_without_tokens_is_an_error(base, port, tmp_path):
+    def empty(answer):
+        for choice in answer["choices"]:
+            choice["token_ids"], choice["logprobs"]["token_logprobs"] = [], []
+
+    with Proxy(port) as proxy:
+        trainer = make(base, arguments(tmp_path, proxy.port))
+        proxy.change = empty
+        with pytest.raises(RolloutError, match="returned no tokens, twice, for a prompt of"):
+            trainer.train()
+
+
+def test_a_failure_ahead_of_time_surfaces_with_its_cause(base, port, tmp_path):
+    with Proxy(port) as proxy:
+        args = arguments(tmp_path, proxy.port, AsyncEBFTConfig, max_steps=50)
+        trainer = make(base, args, AsyncEBFTTrainer)
+
+        def lose_logps(answer):
+            answer["choices"][0]["logprobs"]["token_logprobs"].pop()
+
+        def break_it():
+            proxy.change = lose_logps
+
+        trainer.add_callback(_OnStepEnd(break_it))
+        with pytest.raises(RolloutError, match="tokens with .* log-probabilities"):
+            trainer.train()
+        assert 1 <= trainer.state.global_step <= 3
+    names = {thread.name for thread in __import__("threading").enumerate()}
+    assert not any(name.startswith("ebft-rollouts") for name in names)
+
+
+def test_the_wrong_base_model_is_refused(base, port, tmp_path):
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:
+            for parameter in layer.parameters():
+                parameter.mul_(0.7)
+    model.save_pretrained(other)
+    with pytest.raises(RolloutError, match="serves .*base, and this run trains .*other: they are different models"):
+        make(base, arguments(tmp_path, port), model=other)
+
+
+def test_another_vocabulary_is_refused(base, port, tmp_path, tiny_tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    with pytest.raises(RolloutError, match="their tokenizers differ"):
+        make(base, arguments(tmp_path, port), processing_class=tokenizer)
+
+
+def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
+    from ebft.serving.command import server_command
+    from ebft.serving.server import VLLMServer
+
+    port = free_port()
+    command = server_command(load_config(write_config(tmp_path, base, port)), PYTHON, gpus=0)
+    raw = [word.replace("processed_logprobs", "raw_logprobs") for word in command.command]
+    with VLLMServer(type(command)(**{**vars(command), "command": tuple(raw)}), tmp_path / "vllm.log") as server:
+        server.wait_until_healthy(120)
+        with pytest.raises(RolloutError, match="--logprobs-mode processed_logprobs"):
+            make(base, arguments(tmp_path, port))
+
+
+@pytest.mark.parametrize("fault", ["a file in the way", "a full disk"])
+def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatch):
+    trainer = make(base, arguments(tmp_path, port))
+    if fault == "a full disk":
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(trainer.model, "save_pretrained", full)
+    else:
+        (tmp_path / "vllm_adapters").write_text("in the way")
+    with pytest.raises(RolloutError, match="adapter for vLLM cannot be written to .*vllm_adapters .*output_dir"):
+        trainer.train()
+    assert Path(trainer.args.output_dir).exists()
+
+
+def test_what_an_earlier_run_left_does_not_matter(base, port, tmp_path):
+    first = make(base, arguments(tmp_path, port, max_steps=1))
+    monkey = first._server._adapters
+    monkey.close = lambda: None  # as if it had been killed
+    first.train()
+    leftovers = {entry["id"] for entry in first._server.client.models()}
+    second = make(base, arguments(tmp_path, port, max_steps=2))
+    second.train()
+    assert max(differences(second.state.log_history)) < AGREE
+    assert {entry["id"] for entry in second._server.client.models()} == leftovers
