@@ -46,8 +46,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 
-bench: $(STAMP)
+bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
+	$(BIN)/python -m benchmarks.overlap --vllm-python $(VLLM_VENV)/bin/python
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -65,7 +65,7 @@ def _config(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -
     texts = [text[: 16 * length] for text in texts if len(text) > 16 * length]  # one token is a few characters
     data, base = folder / "texts.jsonl", folder / "base"
     data.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    _train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(base)
+    train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(base)
     # Without an adapter, which is the config's to make.
     build_model(replace(preset, lora_rank=None), getattr(torch, dtype), length).save_pretrained(base)
     adapter = {"adapter": "lora", "lora_r": preset.lora_rank, "lora_target_linear": True}
@@ -87,7 +87,8 @@ def _config(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -
     )
 
 
-def _train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens, with an end and a padding token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

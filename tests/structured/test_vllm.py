@@ -182,12 +182,14 @@ def test_managed_is_one_command(base, tmp_path):
 
 
 def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
-    args = arguments(tmp_path, port, embed_method="completion_mean", gt_length_multiplier=1.0, max_steps=40)
+    features = {"embed_method": "completion_mean", "diversity_coef": 0.5}
+    args = arguments(tmp_path, port, gt_length_multiplier=1.0, max_steps=40, **features)
     trainer = make(base, args, train_dataset=rows_of(base, 400, start=80), eval_dataset=rows_of(base, 80))
-    before = trainer.evaluate()["eval_alignment"]
+    before = trainer.evaluate()
     trainer.train()
     assert max(differences(trainer.state.log_history)) < AGREE
-    assert trainer.evaluate()["eval_alignment"] > before + 0.01
+    after = trainer.evaluate()
+    assert after["eval_alignment"] > before["eval_alignment"] + 0.02
 
 
 def spaces(completions, **_):
@@ -278,7 +280,7 @@ def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
     trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     trainer.train()
     assert max(differences(trainer.state.log_history)) < AGREE
-    assert {len(rollout.replies) for rollout in trainer._rollouts} == {1, 2, 3}
+    assert {2, 3} <= {len(rollout.replies) for rollout in trainer._rollouts}
 
 
 def test_runs_ahead_are_reproducible(base, port, tmp_path):

@@ -10,7 +10,6 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +117,7 @@ class AdapterSync:
             self._forget(version)
 
     def _forget(self, version: Version) -> None:
-        with suppress(RolloutError):  # a server that is down or replaced has forgotten it
-            self._client.unload_adapter(version.name)
+        self._client.unload_adapter(version.name)
         shutil.rmtree(version.path, ignore_errors=True)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.structured.rollouts.adapters import AdapterSync, Version
+from ebft.structured.rollouts.adapters import AdapterSync
 from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.handshake import check_server
 from ebft.structured.rollouts.sampling import Sampling
@@ -46,19 +47,19 @@ class ServerRollouts:
         self.client = VLLMClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure
         )
+        weakref.finalize(self, self.client.close)
         entry = check_server(self.client, model, tokenizer, sampling, base_model, compare_weights=transfer is None)
         self.max_model_len: int | None = entry.get("max_model_len")
         self._base_model = entry["id"]
         self._adapters = AdapterSync(self.client, model, accelerator, args.output_dir) if transfer is None else None
         self._synced_at: int | None = None
-        self._held: list[Version] = []
-        atexit.register(self.close)
 
     def sync_weights(self) -> None:
         """Bring the weights up to date, where they are due; TRL calls this before rollouts of a new step."""
         if self._synced_at is not None and 0 <= self._step() - self._synced_at < self._interval:
             return
         if self._adapters is not None:
+            atexit.register(self.reset)  # until it is reset: an interpreter that ends leaves nothing on the server
             self._adapters.publish(self._step())
         else:
             self._transfer.sync_weights()
@@ -83,12 +84,12 @@ class ServerRollouts:
 
     def reset(self) -> None:
         """Take all adapters back; the next rollouts begin with a sync."""
+        atexit.unregister(self.reset)
         if self._adapters is not None:
             self._adapters.close()
         self._synced_at = None
 
     def close(self) -> None:
         """Reset and disconnect; safe to call twice."""
-        atexit.unregister(self.close)
         self.reset()
         self.client.close()
