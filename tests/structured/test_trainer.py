@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured.rollouts.sampling import Completion
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 
@@ -306,3 +307,25 @@ def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
 def test_the_async_class_prefetches():
     args = AsyncEBFTConfig(output_dir="x", num_generations=4, per_device_train_batch_size=4)
     assert args.async_prefetch and args.uses_server and args.vllm_mode == "server"
+
+
+def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
+    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    class Ended(EBFTTrainer):
+        def _backend(self):
+            return self
+
+        def generate(self, prompts, max_tokens, *, seed):
+            return [Completion([50 + i % 40, 60, end], None) for i in range(len(prompts))]
+
+    args = arguments(tmp_path, max_steps=1, mask_truncated_completions=True)
+    trainer = Ended(
+        lora(chat_model(chat_tokenizer)),
+        args,
+        train_dataset=rows(multi_turn=False),
+        processing_class=chat_tokenizer,
+    )
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["completions/clipped_ratio"] == 0 and logs["grad_norm"] > 0

@@ -112,7 +112,9 @@ class RolloutServerKeys(Section):
     vllm_server_host: str | None = Field(None, description="Host of the vLLM server; unset: vllm.host.")
     vllm_server_port: Port | None = Field(None, description="Port of the vLLM server; unset: vllm.port.")
     vllm_server_timeout: Positive | None = Field(
-        None, description="Seconds to wait for the server to be up, and for its answers (unset: 240)."
+        None,
+        description="Seconds to wait for the server to be up, and for its answers (unset: 240, and 600 for a "
+        "server that ebft itself starts to be up).",
     )
     vllm_lora_sync: bool | None = Field(
         None,

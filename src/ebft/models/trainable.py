@@ -7,13 +7,13 @@ from typing import Any
 
 from peft import get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 
 from ebft.errors import ModelError
 
 
-def load(model: Any, peft_config: Any) -> nn.Module:
-    """The model, loaded where a name is given, with a new adapter where one is asked for."""
+def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
+    """The model, loaded where a name is given, with a new adapter (random from `seed`) where one is asked for."""
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model)
     if not isinstance(model, nn.Module):
@@ -22,6 +22,7 @@ def load(model: Any, peft_config: Any) -> nn.Module:
         return model
     if hasattr(model, "disable_adapter"):
         raise ModelError("the model has an adapter already: give peft_config with a plain model, or leave it out")
+    set_seed(seed)
     return get_peft_model(model, peft_config)
 
 

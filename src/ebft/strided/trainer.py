@@ -107,7 +107,7 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         args = args if args is not None else StridedEBFTConfig()
         check_arguments(args, StridedEBFTConfig, kwargs)
         settle_single_sample(args)
-        model = load(model, peft_config)
+        model = load(model, peft_config, args.seed)
         check_supported(unwrap_adapter(model))
         check_adapter(model)
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:

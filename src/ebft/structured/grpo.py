@@ -73,7 +73,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
     ) -> None:
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class, kwargs)
-        model = load(model, peft_config)
+        model = load(model, peft_config, args.seed)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
             raise ConfigError(
@@ -90,6 +90,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         backbone_of(unwrap_adapter(model)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
         self.sampling = _sampling(args, end_token_ids(model, self.renderer))
+        self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL tells by them whether a completion was cut
         self._rows: list[Row] = []
         self._rollouts: list[Rollout] = []
         self._jobs_made = 0

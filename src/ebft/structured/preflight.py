@@ -74,8 +74,8 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
         raise DataError(
             f"{len(dataset)} prompts do not fill one generation batch of {prompts} (generation_batch_size "
             f"{args.generation_batch_size}, by default the completions of one optimizer step, in groups of "
-            f"num_generations {args.num_generations}). Give more rows, or lower gradient_accumulation_steps or the batch "
-            "size."
+            f"num_generations {args.num_generations}). Give more rows, or lower gradient_accumulation_steps or the "
+            "batch size."
         )
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
         raise DataError(

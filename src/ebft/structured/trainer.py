@@ -57,7 +57,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         check_arguments(args, self.config_class, kwargs)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
-        model = load(model, peft_config)
+        model = load(model, peft_config, args.seed)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(unwrap_adapter(model).config._name_or_path)
         self.feature_reward = FeatureMatchingReward(

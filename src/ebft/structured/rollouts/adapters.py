@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.client import VLLMClient
@@ -34,8 +34,8 @@ class Version:
 class AdapterSync:
     """Publishes versions of a PEFT model's adapter, and takes back those that nobody samples from any more.
 
-    Every process calls `publish`, `hold`, `release` and `close` alike; the main one saves, loads and deletes. Names
-    hold an id of this run, so adapters that an earlier run left on the server do not matter.
+    All processes call `publish` together; the main one saves, loads and deletes. Each holds the versions that it still
+    samples from, for itself. Names hold an id of this run, so what an earlier run left on the server does not matter.
     """
 
     def __init__(self, client: VLLMClient, model: Any, accelerator: Any, output_dir: str) -> None:
@@ -57,10 +57,13 @@ class AdapterSync:
         broadcast_object_list(outcome)  # a failure on the main process ends every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
-        previous, self.current = self.current, outcome[0]
+        self.current = outcome[0]
+        held = set(gather_object([version for version, count in self._held.items() if count > 0]))
+        for version in [version for version in self._live if version not in held]:
+            self._live.remove(version)
+            if self._accelerator.is_main_process:
+                self._forget(version)
         self._live.append(self.current)
-        if previous is not None:
-            self._retire(previous)
         return self.current
 
     def reload(self, version: Version) -> None:
@@ -68,12 +71,12 @@ class AdapterSync:
         self._client.load_adapter(version.name, version.path)
 
     def hold(self, version: Version) -> None:
-        """Keep a version on the server until it is released."""
+        """Keep a version on the server until it is released; it goes when the next one is published after that."""
         self._held[version] += 1
 
     def release(self, version: Version) -> None:
+        """Undo one `hold`."""
         self._held[version] -= 1
-        self._retire(version)
 
     def close(self) -> None:
         """Take everything back; errors of a server that is gone already do not matter then."""
@@ -108,15 +111,8 @@ class AdapterSync:
             raise
         return Version(name, str(final), step)
 
-    def _retire(self, version: Version) -> None:
-        """Unload first, delete then: a server reads a loaded adapter's folder again after a restart."""
-        if version == self.current or self._held[version] > 0 or version not in self._live:
-            return
-        self._live.remove(version)
-        if self._accelerator.is_main_process:
-            self._forget(version)
-
     def _forget(self, version: Version) -> None:
+        """Unload first, delete then: whoever samples from it would have it loaded again."""
         self._client.unload_adapter(version.name)
         shutil.rmtree(version.path, ignore_errors=True)
 

@@ -46,6 +46,7 @@ def check_server(
             f"{who}: their tokenizers differ (a text becomes {len(theirs)} and {len(ours)} tokens, or others). Start "
             " the server from the config that is trained: `ebft vllm-serve CONFIG`."
         )
+    _check_vocabulary(client, entry["id"], tokenizer, sampling, who)
     if not compare_weights:
         return entry
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
@@ -67,6 +68,21 @@ def check_server(
         f"nats on average (at most {limit} is allowed). Start the server from the config that is trained: `ebft "
         "vllm-serve CONFIG`."
     )
+
+
+def _check_vocabulary(
+    client: VLLMClient, model: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, who: str
+) -> None:
+    """The server refuses token ids that its model has no embedding for."""
+    try:
+        client.complete(model, [[len(tokenizer) - 1]], [1], sampling, seed=0)
+    except RolloutError as error:
+        if "vocabulary" not in str(error):
+            raise
+        raise RolloutError(
+            f"{who}, whose tokenizer has {len(tokenizer)} tokens, more than the server's model knows. Tokens added by "
+            "special_tokens are not in the base model: save a base model that has them, and train and serve that."
+        ) from error
 
 
 def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:
