@@ -63,10 +63,24 @@ FAMILIES = {
 }
 
 
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# Models whose layers keep a running state, which several rollouts cannot share: for structured mode only.
+RUNNING_STATE = {
+    "qwen3_5_text": {"head_dim": 16, **_LINEAR},
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
+}
+
+
 def tiny_model(family, seed=0, **changes):
     """A random float32 model with weights large enough that attention and logits are far from uniform."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RUNNING_STATE}[family], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

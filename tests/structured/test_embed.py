@@ -2,26 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.features import FeatureNetwork
 from ebft.structured.embed import embed_continuations, shares_prompts
-from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, tiny_model
 from tests.structured import oracle
 
 LAYERS = [0.25, 0.5, 1.0]
-_LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-# Models whose layers keep a running state, which several continuations cannot share.
-RUNNING_STATE = {
-    "qwen3_5_text": {"head_dim": 16, **_LINEAR},
-    "lfm2": {"full_attn_idxs": [1, 3]},
-    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-}
 
 
 def compare(model):
@@ -45,12 +32,7 @@ def test_attention_families_share_the_prompt(family):
 
 @pytest.mark.parametrize("family", RUNNING_STATE)
 def test_running_states_are_not_shared(family):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **sizes, **heads, **RUNNING_STATE[family])
-    ).float()
+    model = tiny_model(family)
     assert not shares_prompts(model)
     compare(model)
 

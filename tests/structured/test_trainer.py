@@ -8,9 +8,10 @@ from datasets import Dataset
 from torch.nn import functional as F
 
 from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
-from ebft.errors import ConfigError, DataError, NonFiniteLossError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.sampling import Completion
+from tests.strided.families import FAMILIES, RUNNING_STATE, tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 
@@ -131,6 +132,31 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, tmp_pa
             assert (parameter.grad - gradients[name]).abs().max() < 1e-3 * parameter.grad.abs().max()
             compared += 1
     assert compared == len(gradients) > 20
+
+
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "llama4_text"), *RUNNING_STATE])
+def test_every_family_scores_what_it_samples(chat_tokenizer, tmp_path, family):
+    def tiny():
+        known = {"vocab_size": len(chat_tokenizer), "eos_token_id": 1, "bos_token_id": None}
+        sizes = {"n_positions": 256} if family == "gpt2" else {}
+        model = tiny_model(family, max_position_embeddings=256, **known, **sizes)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.mul_(0.6)
+        return model.eval()
+
+    # The load-balancing loss of experts, which TRL adds, is no part of the oracle.
+    experts = {"router_aux_loss_coef": 0.0} if hasattr(tiny().config, "output_router_logits") else {}
+    trainer = make(tiny(), chat_tokenizer, tmp_path, ce_coef=0.3, **experts)
+    loss, _, rollouts, batch = one_step(trainer)
+    wanted = oracle_loss(tiny(), tiny(), chat_tokenizer, rollouts, batch, trainer.args)
+    assert loss == pytest.approx(wanted.item(), abs=1e-4)
+
+
+def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
+    with pytest.raises(ModelError, match="does not keep its decoder under its base_model_prefix"):
+        make(tiny_model("llama4_text"), chat_tokenizer, tmp_path)
 
 
 def test_learned_positions_do_not_count_padding(chat_tokenizer, tmp_path):

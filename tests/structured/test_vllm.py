@@ -178,6 +178,21 @@ def test_managed_is_one_command(base, tmp_path):
     assert len(children) >= 3 and not alive(children)  # guard, API server, engine
 
 
+def test_two_processes_share_the_server(base, port, tmp_path):
+    config = write_config(tmp_path, base, port)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ebft.cli"]
+    overrides = ["trl.async_prefetch=true", "gradient_accumulation_steps=1", "val_set_size=", "eval_steps="]
+    finished = subprocess.run(
+        [*launcher, "train", str(config), *overrides], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "loss" in entry]
+    assert [entry["rollouts/staleness"] for entry in steps] == [0, 1, 1]
+    assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
+    assert not (tmp_path / "out" / "vllm_adapters").exists()
+
+
 # The weights
 
 

@@ -24,7 +24,7 @@ from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.preflight import check_arguments, check_rows
+from ebft.structured.preflight import check_arguments, check_model, check_rows
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
@@ -74,6 +74,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class, kwargs)
         model = load(model, peft_config, args.seed)
+        check_model(model)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
             raise ConfigError(
@@ -84,8 +85,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
-        # TRL would connect to a server of its own kind, and reach it by weight transfer alone.
-        super().__init__(model, reward_funcs, _without_vllm(args) if syncs_adapter else args, **kwargs)
+        super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         backbone_of(unwrap_adapter(model)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
@@ -306,10 +306,12 @@ def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, kwargs
 
 
-def _without_vllm(args: RolloutGRPOConfig) -> RolloutGRPOConfig:
-    without = copy.copy(args)
-    without.use_vllm = False
-    return without
+def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:
+    """The arguments that TRL starts from: it knows no managed server, and reaches a server by weight transfer alone."""
+    changed = copy.copy(args)
+    changed.use_vllm = args.use_vllm and not syncs_adapter
+    changed.vllm_mode = "server" if args.uses_server else args.vllm_mode
+    return changed
 
 
 def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:

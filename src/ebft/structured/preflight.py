@@ -6,9 +6,11 @@ import warnings
 from typing import Any
 
 from datasets import Dataset
+from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, ModelError
+from ebft.models.causal_lm import unwrap_adapter
 
 # Columns that TRL hands to reward functions itself.
 RESERVED_COLUMNS = (
@@ -44,6 +46,16 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
             "adaptive_max_tokens is set to false: vLLM inside the trainer (vllm_mode: colocate) takes one limit for "
             "all completions.",
             stacklevel=3,
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose completions TRL could not score: it looks for the decoder where transformers keeps it."""
+    causal_lm = unwrap_adapter(model)
+    if getattr(causal_lm, "base_model", causal_lm) is causal_lm:
+        raise ModelError(
+            f"{type(causal_lm).__name__} does not keep its decoder under its base_model_prefix "
+            f"({causal_lm.base_model_prefix!r}), where TRL's GRPO looks for it. Use ebft.mode: strided for this model."
         )
 
 
