@@ -66,15 +66,16 @@ def train(config: RunConfig) -> TrainResult:
     make_output_dir(config.output_dir)
     check_hub(config)
     os.environ.update(wandb_environment(config))
+
+    set_seed(config.seed)
+    if config.saves_per_epoch is None and config.evals_per_epoch is None:  # else steps depend on the rows
+        training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     with managed_server(config, torch.cuda.device_count(), this_machine().processes) as server:
         return _train(config, checkpoint, server)
 
 
 def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None) -> TrainResult:
     """`train` once everything is checked; `server` is the one started for this run, if any."""
-    set_seed(config.seed)
-    if config.saves_per_epoch is None and config.evals_per_epoch is None:  # else steps depend on the rows
-        training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)

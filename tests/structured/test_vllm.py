@@ -317,14 +317,15 @@ def test_weights_and_seeds_ahead_do_not_depend_on_timing(base, port, tmp_path):
 
 
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):
-    config = load_config(write_config(tmp_path, base, free_port()), ["trl.vllm_mode=managed", "max_steps=4"])
-    config.trl.async_prefetch = True
-    killed = []
+    own_port, killed = free_port(), []
+    overrides = ["trl.vllm_mode=managed", "trl.async_prefetch=true", "max_steps=4"]
+    config = load_config(write_config(tmp_path, base, own_port), overrides)
 
     def kill_once(args, state, control, **_):
         if state.global_step == 2 and not killed:
             for child in psutil.Process().children(recursive=True):
-                if "api_server" in " ".join(child.cmdline()) and "guard" not in " ".join(child.cmdline()):
+                words = " ".join(child.cmdline())
+                if "api_server" in words and str(own_port) in words and "guard" not in words:
                     child.kill()
                     killed.append(child.pid)
 
