@@ -33,3 +33,12 @@ def test_a_plain_card_cites_nothing():
     card = model_card(RunConfig.from_dict(KEYS), {})
     assert "all weights of `some/model`" in card and "cross-entropy" in card
     assert "jelassi" not in card and "## Results" not in card
+
+
+def test_a_grpo_card_names_its_rewards():
+    config = RunConfig.from_dict(
+        {**KEYS, "rl": "grpo", "trl": {"reward_funcs": ["verifier.parses", "feature_matching"]}}
+    )
+    card = model_card(config, {"reward": 0.25})
+    assert "GRPO on the rewards `verifier.parses`, `feature_matching`" in card and "| `reward` | 0.25 |" in card
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["grpo"]

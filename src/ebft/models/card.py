@@ -12,7 +12,8 @@ from ebft.config.changed import changed_keys
 from ebft.models.base import lasting_name
 
 # Speed, memory and schedule are no results of the model.
-_RESULTS = ("ebft/", "entropy", "eval_", "loss", "train_loss")
+_RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
+_TAGS = {"ebft": ["ebft"], "grpo": ["grpo"], None: ["continual-pretraining"]}
 _CITATION = """\
 @article{jelassi2026matching,
   title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
@@ -43,7 +44,7 @@ def _header(config: RunConfig) -> str:
         "base_model": lasting_name(config.base_model),
         "library_name": "peft" if config.adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["ebft"] if config.rl == "ebft" else ["continual-pretraining"],
+        "tags": _TAGS[config.rl],
         "datasets": [entry.path for entry in config.datasets if not os.path.exists(entry.path)],
     }
     filled = {key: value for key, value in header.items() if value}
@@ -57,6 +58,8 @@ def _summary(config: RunConfig) -> str:
             f"energy-based fine-tuning ({config.ebft.mode} mode; Jelassi et al. 2026, "
             "[arXiv 2603.12248](https://arxiv.org/abs/2603.12248))"
         )
+    elif config.rl == "grpo":
+        method = f"GRPO on the rewards {', '.join(f'`{name}`' for name in config.trl.reward_funcs)}"
     weights = f"a {config.adapter} adapter for" if config.adapter else "all weights of"
     data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
     return (
