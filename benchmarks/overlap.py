@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     if plan.tiny:  # vLLM's attention on CPU takes no narrower heads than 32
         small = preset.shrunken()
         preset = replace(small, shape={**small.shape, "num_attention_heads": 2, "num_key_value_heads": 1})
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base, rows = make_base(preset, Path(folder))
@@ -199,7 +200,6 @@ def serving(base: Path, python: str, folder: Path) -> Any:
 
 def pin(core: int) -> None:
     """Keep this process to one core, so that the server has the others to itself."""
-    torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
 

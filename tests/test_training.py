@@ -244,6 +244,7 @@ def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("ignore", message=".*no effect without (use_vllm|async)")
         config = load_config(path, overrides)
     result = train(config)
     assert result.trainer.state.global_step == 2

@@ -105,6 +105,7 @@ def test_sequence_len_holds_the_whole_conversation(make_structured, write_jsonl,
         + count(chatml, "Hello")
         + count(chatml, "<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
         + count(chatml, "It is 4.")
+        + 1  # the token that ends the last reply
     )
     train, _ = load_prompts(make_structured(path, MULTITURN, sequence_len=needed), chatml)
     assert train[0]["ground_truth"] == "Hello"

@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
+from ebft.models.trainable import check_adapter, disable_dropout
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import check_adapter, check_length, check_supported, prepare
-from ebft.strided.preflight import disable_dropout
+from ebft.strided.policy import check_length, check_supported, prepare
 from ebft.strided.rehearsal import rehearse
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 

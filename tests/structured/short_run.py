@@ -13,7 +13,7 @@ from tests.structured.test_trainer import arguments, rows
 class FromThePrompt:
     """Completions that depend on the prompt and the sample's number alone, however they are spread over processes."""
 
-    def generate(self, prompts, max_tokens, *, seed):
+    def generate(self, prompts, max_tokens):
         completions, number = [], 0
         for index, (prompt, limit) in enumerate(zip(prompts, max_tokens)):
             number = number + 1 if index and prompt == prompts[index - 1] else 0

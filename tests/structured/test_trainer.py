@@ -320,9 +320,11 @@ def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):
     ("dataset", "message"),
     [
         (Dataset.from_list([{"prompt": "a"}]), "ground_truth are needed"),
+        ([{"prompt": "a", "ground_truth": "b"}], "Give datasets.Dataset.from_list"),
+        (Dataset.from_list([{"prompt": "a", "ground_truth": t} for t in "ab c"]), "1 rows without .* row 2"),
+        (Dataset.from_list([{"prompt": "a", "ground_truth": "b " * 300}] * 3), "do not fit the 512 positions"),
         (Dataset.from_list([{"prompt": "a", "ground_truth": "b", "completions": "c"}]), "a name that reward functions"),
         (Dataset.from_list([{"prompt": "a", "ground_truth": "b"}]), "1 prompts do not fill one generation batch of 3"),
-        (Dataset.from_list([{"prompt": "a " * 600, "ground_truth": "b"}] * 3), "leaves no room for a completion"),
     ],
 )
 def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
@@ -342,7 +344,7 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
         def _backend(self):
             return self
 
-        def generate(self, prompts, max_tokens, *, seed):
+        def generate(self, prompts, max_tokens):
             return [Completion([50 + i % 40, 60, end], None) for i in range(len(prompts))]
 
     args = arguments(tmp_path, max_steps=1, mask_truncated_completions=True)
@@ -355,3 +357,132 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["completions/clipped_ratio"] == 0 and logs["grad_norm"] > 0
+
+
+def test_held_out_means_do_not_depend_on_the_batch_size(chat_tokenizer, tmp_path):
+    from tests.structured.short_run import Trainer  # samples by prompt alone
+
+    dataset, found = rows(multi_turn=False), {}
+    for size in (4, 8, 12, 20):
+        args = arguments(tmp_path, per_device_eval_batch_size=size)
+        trainer = Trainer(chat_model(chat_tokenizer), args, train_dataset=dataset, processing_class=chat_tokenizer)
+        found[size] = trainer.evaluate(dataset.select(range(5)))
+    for size in (8, 12, 20):
+        for name in ("eval_alignment", "eval_cfm_loss", "eval_ce_loss", "eval_diversity"):
+            assert found[size][name] == pytest.approx(found[4][name], abs=1e-4), (size, name)
+
+
+def test_the_cross_entropy_is_a_mean_over_its_own_step(chat_tokenizer, tmp_path):
+    """Two optimizer steps on one generation batch, references of very different lengths, no update in between."""
+    dataset = Dataset.from_list([{"prompt": f"q{i}", "ground_truth": "ab" * (1 if i % 2 else 20)} for i in range(8)])
+    options = {"alignment_coef": 0.0, "diversity_coef": 0.0, "ce_coef": 1.0, "learning_rate": 0.0, "max_steps": 2}
+    options["skip_zero_advantage_batches"] = False
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    policy = chat_model(chat_tokenizer)
+    trainer = make(policy, chat_tokenizer, tmp_path, dataset, **options, **sizes)
+    steps = []
+    compute = trainer._compute_loss
+
+    def noted(model, inputs):
+        steps.append((inputs["prompt_ids"], inputs["prompt_mask"], inputs["reference_ids"], inputs["reference_mask"]))
+        return compute(model, inputs)
+
+    trainer._compute_loss = noted
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for step, loss in enumerate(losses):
+        nll, count = 0.0, 0
+        for prompts, masks, references, counted in steps[2 * step : 2 * step + 2]:
+            for prompt, mask, reference, counts in zip(prompts, masks, references, counted):
+                ids = reference[: int(counts.sum())].tolist()
+                if ids:
+                    nll -= oracle.token_logps(policy, prompt[mask.bool()].tolist(), ids, 1.0).sum().item()
+                    count += len(ids)
+        assert loss == pytest.approx(nll / count, abs=1e-3)
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokenizer, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(chat_tokenizer), **sizes, **ids)).save_pretrained(tmp_path / "gpt2")
+    policy = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
+    trainer = make(policy, chat_tokenizer, tmp_path, beta=0.1, learning_rate=0.0, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    policy.resize_token_embeddings(len(chat_tokenizer) + 8)
+    with pytest.raises(ModelError, match="its base model as saved, which has 260 token embeddings"):
+        make(policy, chat_tokenizer, tmp_path, beta=0.1)
+
+
+def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):
+    trainer = make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path)
+    trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
+    with pytest.raises(NonFiniteLossError, match="The loss is nan at step 0, in a batch of prompts that begin with"):
+        trainer.train()
+    infinite = lambda completions, **_: [float("inf")] * len(completions)
+    trainer = EBFTTrainer(
+        chat_model(chat_tokenizer),
+        arguments(tmp_path),
+        reward_funcs=infinite,
+        train_dataset=rows(),
+        processing_class=chat_tokenizer,
+    )
+    with pytest.raises(NonFiniteLossError, match="is infinite"):
+        trainer.train()
+
+
+def test_resuming_goes_on_with_the_generations_that_were_due(chat_tokenizer, tmp_path):
+    def run(steps, **changes):
+        seen = []
+        sizes = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "per_device_train_batch_size": 2}
+        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=3, **sizes)
+        trainer = EBFTTrainer(
+            lora(chat_model(chat_tokenizer)), args, train_dataset=rows(), processing_class=chat_tokenizer
+        )
+        scored = trainer._generate_and_score_completions
+        note = lambda batch: (trainer.state.global_step, sorted({row["ground_truth"] for row in batch}))
+        trainer._generate_and_score_completions = lambda batch: seen.append(note(batch)) or scored(batch)
+        trainer.train(**changes)
+        return seen
+
+    whole = run(6)
+    resumed = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [step for step, _ in whole] == [0, 2, 4]
+    assert resumed[0] == (3, whole[1][1]) and resumed[1:] == whole[2:]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"temperature": 0.1}, "temperature is not set there. It has an option of its own"),
+        ({"max_tokens": 2}, "Set max_completion_length"),
+        ({"num_beams": 2}, "The trainer sets it"),
+        ({"banana": 1}, "takes no 'banana' here"),
+        ({"stop": ["a"]}, "takes no 'stop' here"),
+    ],
+)
+def test_generation_kwargs_that_would_sample_otherwise(tmp_path, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments(tmp_path, generation_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"bias": "all"}, "parameters of the base model are trainable"), ({"init_lora_weights": "pissa"}, "rewrites")],
+)
+def test_adapters_that_change_the_base_model(chat_tokenizer, tmp_path, changes, message):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
+    with pytest.raises(ModelError, match=message):
+        EBFTTrainer(
+            chat_model(chat_tokenizer, attention_bias=True),
+            arguments(tmp_path),
+            train_dataset=rows(),
+            processing_class=chat_tokenizer,
+            peft_config=adapter,
+        )

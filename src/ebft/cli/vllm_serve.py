@@ -53,11 +53,14 @@ def command(
 ) -> None:
     """Start the server, say where it is once it is ready, and wait for its end or a signal."""
     run_config = load_config(config, overrides or [])
+    from ebft.data.locate import locate, looks_local
     from ebft.serving.command import server_command
     from ebft.serving.errors import ServerError
     from ebft.serving.interpreter import find_interpreter
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
 
+    if looks_local(run_config.base_model):
+        locate(run_config.base_model, "model", "base_model")
     with _ended_by_signals():
         python = find_interpreter(run_config)
         server = VLLMServer(server_command(run_config, python, _visible_gpus()), Path(run_config.output_dir) / LOG)

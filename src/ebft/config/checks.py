@@ -12,7 +12,14 @@ from ebft.config.attention import FLAGS, resolve_attention
 from ebft.config.ignored import IGNORED, Ignored
 from ebft.config.metrics import held_out_metrics
 from ebft.config.model import AdapterKeys
-from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, settle_single_sample
+from ebft.config.options import (
+    DropoutOption,
+    FeatureOptions,
+    RewardOptions,
+    StridedOptions,
+    StructuredOptions,
+    settle_single_sample,
+)
 from ebft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,6 +196,8 @@ def _warn_prompts(config: "RunConfig") -> None:
 # Keys of `trl:` that change nothing here, at which values that needs no word, and why.
 _WITHOUT_EFFECT = {
     "reward_num_workers": Ignored((None, 1), "reward functions run in the training process, on its main thread"),
+    "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
+    "reroll_max_groups": Ignored((None, 1), "failed prompts are not tried again"),
     "streaming_partial_batch": Ignored((None, False), "rewards are computed group by group already"),
     "streaming_min_groups": Ignored((None,), "rewards are computed group by group already"),
 }
@@ -199,6 +208,15 @@ def _warn_structured(config: "RunConfig") -> None:
     for key, (harmless, reason) in _WITHOUT_EFFECT.items():
         if getattr(config.trl, key) not in harmless:
             warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
+    given = config.trl.model_fields_set
+    if not config.trl.use_vllm:
+        idle = sorted(key for key in given if key.startswith("vllm_") and key != "vllm_guided_decoding_regex")
+        if idle:
+            warnings.warn(f"{', '.join(f'trl.{key}' for key in idle)}: no effect without use_vllm: true.", stacklevel=2)
+    if "prefetch_depth" in given and not config.trl.async_prefetch:
+        warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
+    if config.rl == "grpo":
+        _warn_grpo(config)
     for key in ("train_on_inputs", "sample_packing"):
         if getattr(config, key):
             warnings.warn(f"{key}: true has no effect on whole completions of prompts.", stacklevel=2)
@@ -209,6 +227,15 @@ def _warn_structured(config: "RunConfig") -> None:
         )
     if "vllm" in config.model_fields_set and not config.trl.use_vllm:
         warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
+
+
+def _warn_grpo(config: "RunConfig") -> None:
+    """One warning for each key of `ebft:` that GRPO does not read."""
+    read = {*StructuredOptions.model_fields, *DropoutOption.model_fields}
+    if "feature_matching" in (config.trl.reward_funcs or []):
+        read |= set(RewardOptions.model_fields)
+    for key in sorted(config.ebft.model_fields_set - read):
+        warnings.warn(f"ebft.{key} has no effect with rl: grpo and these rewards.", stacklevel=2)
 
 
 def _settle_compile(config: "RunConfig") -> None:

@@ -58,7 +58,9 @@ class DataKeys(Section):
     )
     dataset_num_proc: int = Field(1, ge=1, description="Processes that prepare the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows once all sources are joined.")
-    sequence_len: int = Field(512, ge=2, description="Tokens at which a row is cut.")
+    sequence_len: int = Field(
+        512, ge=2, description="Tokens at which a row is cut; a prompt with its reference is left out."
+    )
     sample_packing: bool = Field(
         False,
         description="Strided mode: put several short documents into one row of up to sequence_len tokens, which then "

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from ebft.config.imports import find_function
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
@@ -54,6 +55,9 @@ def _rewards(config: RunConfig) -> Iterator[str]:
     rewards = [*(["feature_matching"] if config.rl == "ebft" else []), *funcs]
     if len(set(rewards)) < len(rewards):
         yield f"trl.reward_funcs: {', '.join(rewards)} names a reward twice. With rl: ebft feature_matching is there."
+    for name in funcs:
+        if name != "feature_matching" and "/" not in name:
+            find_function("trl.reward_funcs", name)
     if weights is not None and len(weights) != len(rewards):
         yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."
 
@@ -64,6 +68,13 @@ def _rollouts(config: RunConfig) -> Iterator[str]:
         yield (
             "trl.async_prefetch generates on a server while training goes on. Set trl.use_vllm: true with "
             "trl.vllm_mode: server or managed, or remove it."
+        )
+    if trl.vllm_guided_decoding_regex is not None and not trl.use_vllm:
+        yield "trl.vllm_guided_decoding_regex needs vLLM. Set trl.use_vllm: true, or remove it."
+    if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
+        yield (
+            "trl.sync_ref_model moves a reference model, which there is with trl.beta above 0 and without an adapter "
+            "only. Remove it."
         )
     if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
         yield (

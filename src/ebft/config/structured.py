@@ -46,7 +46,7 @@ class SamplingKeys(Section):
         0.7, description="Sampling temperature; completions are scored at it too."
     )
     top_p: Probability | None = Field(None, description="Share of probability kept by nucleus sampling.")
-    top_k: int | None = Field(None, description="Number of tokens kept by top-k sampling.")
+    top_k: Annotated[int, Field(ge=0)] | None = Field(None, description="Number of tokens kept by top-k sampling.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Tokens below this share of the most probable one are dropped."
     )
@@ -64,25 +64,32 @@ class SamplingKeys(Section):
 class PolicyLossKeys(Section):
     """The clipped policy-gradient loss and its corrections."""
 
-    beta: Annotated[float, Field(ge=0)] | None = Field(None, description="Weight of the KL penalty.")
-    num_iterations: Count | None = Field(None, description="Updates per generated batch.")
-    epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio.")
-    epsilon_high: Positive | None = Field(None, description="Upper clipping bound of the probability ratio.")
-    loss_type: str = Field("grpo", description="Normalisation of the loss: grpo, bnpo, dr_grpo and others of TRL.")
+    beta: Annotated[float, Field(ge=0)] | None = Field(None, description="Weight of the KL penalty (unset: 0).")
+    num_iterations: Count | None = Field(None, description="Updates per generated batch (unset: 1).")
+    epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio (unset: 0.2).")
+    epsilon_high: Positive | None = Field(
+        None, description="Upper clipping bound of the probability ratio (unset: as epsilon)."
+    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
+        "grpo", description="How TRL forms and normalises the policy's loss."
+    )
     scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
-        None, description="Divide rewards by their standard deviation: of the group (true), of the batch, or not."
+        None,
+        description="Divide rewards by their standard deviation: of the group (true or unset), of the batch, or not.",
     )
     mask_truncated_completions: bool | None = Field(None, description="Leave cut completions out of the loss.")
     vllm_importance_sampling_correction: bool | None = Field(
-        None, description="Correct for the sampler's probabilities differing from the trainer's."
+        None, description="Correct for vLLM's probabilities differing from the trainer's (unset: true)."
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         None, description="Unit of the probability ratio."
     )
     vllm_importance_sampling_mode: (
         Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] | None
-    ) = Field(None, description="What happens to ratios beyond the cap.")
-    vllm_importance_sampling_cap: Positive | None = Field(None, description="Cap of that ratio.")
+    ) = Field(
+        None, description="Unit of that correction, and what happens to ratios beyond the cap (unset: sequence_mask)."
+    )
+    vllm_importance_sampling_cap: Positive | None = Field(None, description="Cap of that ratio (unset: 3).")
     off_policy_mask_threshold: Positive | None = Field(
         None, description="Divergence above which a stale sequence is left out."
     )
@@ -121,7 +128,9 @@ class RolloutServerKeys(Section):
         description="Send the adapter to vLLM through the file system, which is how adapters are always sent here.",
     )
     vllm_enable_sleep_mode: bool | None = Field(None, description="Free vLLM's memory while it waits (colocate).")
-    use_data_producer: bool | None = Field(None, description="Generate through a data producer.")
+    use_data_producer: bool | None = Field(
+        None, description="Without effect: every run generates and prefetches in the same way."
+    )
     streaming_partial_batch: bool | None = Field(None, description="Score groups as they arrive.")
     streaming_min_groups: Count | None = Field(None, description="Fewest groups scored at once.")
     replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(None, description="Groups kept for replay.")

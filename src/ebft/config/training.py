@@ -34,7 +34,9 @@ class OptimizerKeys(Section):
 class LengthKeys(Section):
     """Batches, epochs, seeds."""
 
-    micro_batch_size: int = Field(1, ge=1, description="Rows per device and forward pass.")
+    micro_batch_size: int = Field(
+        1, ge=1, description="Rows per device and forward pass; completions, where they are sampled whole."
+    )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
     eval_batch_size: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Rows per device in evaluation; unset is micro_batch_size."

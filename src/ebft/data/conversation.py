@@ -7,7 +7,7 @@ template together with what follows; their own ids are kept, and the template gi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,6 +82,11 @@ class Renderer:
             eos = self.tokenizer.eos_token_id
             if len(ids) > 1 and ids[-1] == eos and not prompt.endswith(self.tokenizer.eos_token):
                 ids = ids[:-1]  # some tokenizers end every text with EOS, and a prompt goes on
+        elif prompt and prompt[-1].get("role") == "assistant":
+            raise DataError(
+                "a prompt must not end with an assistant message: the policy is asked for a new reply, and would not "
+                "go on with that one. End it with a user message, and put the reply into ground_truth"
+            )
         else:
             ids = self._apply(_clean(prompt), tokenize=True)["input_ids"]
         if not ids:
@@ -151,6 +156,11 @@ class Renderer:
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
     """`ids` without a terminating end token, of which at most one is taken off."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids
+
+
+def end_length(lead_ids: list[int], end_ids: Collection[int]) -> int:
+    """How many ids at the start of what leads to a reply end the reply before it: up to its end token, 0 without."""
+    return next((index + 1 for index, token in enumerate(lead_ids) if token in end_ids), 0)
 
 
 def _clean(messages: Iterable[Message]) -> list[Message]:

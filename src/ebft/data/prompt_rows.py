@@ -25,7 +25,17 @@ FEATURES = Features(
     }
 )
 # Names that reward functions get from the trainer; a column of that name would take their place.
-RESERVED = ("completion", "completion_ids", "completions", "prompts", "trainer_state")
+RESERVED = (
+    "completion",
+    "completion_ids",
+    "completions",
+    "prompts",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "image",  # TRL would take these for pictures, which are not trained on here
+    "images",
+)
 
 
 class PromptRow:
@@ -89,7 +99,8 @@ class PromptRow:
         talk = self.renderer.conversation(prompt, reference, fields.get("remaining_turns"))
         if not talk.turns[0].reference_ids:
             return NO_REFERENCE  # it was an end-of-turn token alone
-        return "" if len(talk.prompt_ids) + len(talk.reference_ids) <= self.sequence_len else REFERENCE_TOO_LONG
+        # The token that ends the reference is learned from too.
+        return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
 
 
 def _prompt(value: Any) -> str | list[Message]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from peft import get_peft_model
+from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 
 from ebft.errors import ModelError
+
+# Initialisations of LoRA that move a part of the base weights into the adapter.
+_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
@@ -42,4 +45,30 @@ def disable_dropout(model: nn.Module) -> None:
             f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
             "forward runs without it too. Set disable_dropout: false to train with it",
             stacklevel=4,
+        )
+
+
+def check_adapter(model: nn.Module) -> None:
+    """Refuse adapters whose disabled model is not the base model, or that are no part of the layers' own forward."""
+    if not hasattr(model, "disable_adapter"):
+        return
+    kind = model.active_peft_config
+    if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
+        raise ModelError(
+            f"{type(kind).__name__} puts virtual tokens before the prompt, which EBFT does not sample with. "
+            "Use an adapter on the layers, such as LoraConfig"
+        )
+    changed = getattr(kind, "init_lora_weights", True)
+    if isinstance(changed, str) and changed.startswith(_REWRITE_BASE):
+        raise ModelError(
+            f"init_lora_weights={changed!r} rewrites the base weights, so the model with its adapter disabled is not "
+            "the base model that features come from. Use the default initialisation"
+        )
+    own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
+    stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
+    if stray:
+        raise ModelError(
+            f"{len(stray)} parameters of the base model are trainable beside the adapter (the first is {stray[0]}), so "
+            "the feature network, which is the model with its adapter disabled, would not stay frozen. Freeze them "
+            "(LoraConfig(bias='none')), name their modules in modules_to_save, or train without an adapter"
         )

@@ -41,8 +41,13 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses = _losses(logs, loss_prefix)
+        if held_out and "eval_reward" in logs:
+            losses = [
+                loss for loss in losses if not loss.startswith("loss ")
+            ]  # a policy loss is about 0 whatever it is
+        terms += _rewards(logs, loss_prefix)
         if terms or losses:
-            # Not a reward: held-out features are unwhitened, at temperature 1, with the unbiased feature-matching loss.
+            # Not a reward: held-out features are unwhitened, with the unbiased feature-matching loss.
             title = "held out" if held_out else "ebft reward" if terms else "loss"
             return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
     return None
@@ -50,6 +55,16 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
     return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0: no -0.000
+
+
+def _rewards(logs: dict[str, float], prefix: str) -> list[str]:
+    """The reward that is trained on and its parts, where it is not the feature-matching reward alone."""
+    names = [key for key in logs if key.startswith(f"{prefix}rewards/") and key.endswith("/mean")]
+    parts = {key.removeprefix(f"{prefix}rewards/").removesuffix("/mean"): logs[key] for key in names}
+    if not parts or list(parts) == ["feature_matching"]:
+        return []
+    total = [f"total reward {logs[prefix + 'reward']:+.3f} ^"] if prefix + "reward" in logs else []
+    return total + [f"{name} {value:+.3f}" for name, value in parts.items() if name != "feature_matching"]
 
 
 def _losses(logs: dict[str, float], prefix: str) -> list[str]:

@@ -41,6 +41,8 @@ _WAY_OUT = (
 
 def _describe(inputs: dict[str, Any]) -> str:
     """The batch's documents by length and first tokens, enough to find them again."""
+    if isinstance(inputs, list):  # rows of prompts
+        return "prompts that begin with " + ", ".join(repr(str(row["prompt"])[:60]) for row in inputs[:3])
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()

@@ -10,6 +10,8 @@ from ebft.errors import ConfigError
 
 TAIL_LINES = 20
 TAIL_BYTES = 65536
+# What a dying server writes last, and says nothing of why it dies.
+_NOISE = ("nanobind:", " - leaked ", "resource_tracker", "(...)")
 PAUSE = 0.2  # seconds between two looks
 
 
@@ -39,7 +41,8 @@ class ServerLog:
         with self.path.open("rb") as file:
             end = file.seek(0, 2)
             file.seek(max(self.start, end - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            lines = file.read().decode(errors="replace").splitlines()
+        lines = [line for line in lines if not any(noise in line for noise in _NOISE)][-TAIL_LINES:]
         if not lines:
             return f"It wrote nothing to its log {self.path}."
         return "\n  ".join([f"The end of its log {self.path}:", *lines])

@@ -15,7 +15,6 @@ from types import MethodType
 from typing import TypeVar
 
 import torch
-from peft import PeftType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -48,26 +47,6 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
         )
     if not causal_lm._supports_attention_backend:
         raise ModelError(f"{name} does not use the attention interface of transformers. {_WAY_OUT}")
-
-
-def check_adapter(model: nn.Module) -> None:
-    """Refuse adapters whose disabled model is not the base model, or that are no part of the layers' own forward."""
-    if not hasattr(model, "disable_adapter"):
-        return
-    kind = model.active_peft_config
-    if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
-        raise ModelError(
-            f"{type(kind).__name__} puts virtual tokens before the prompt, which strided EBFT does not sample with. "
-            "Use an adapter on the layers, such as LoraConfig"
-        )
-    own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
-    stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
-    if stray:
-        raise ModelError(
-            f"{len(stray)} parameters of the base model are trainable beside the adapter (the first is {stray[0]}), so "
-            "the feature network, which is the model with its adapter disabled, would not stay frozen. Freeze them "
-            "(LoraConfig(bias='none')), name their modules in modules_to_save, or train without an adapter"
-        )
 
 
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:

@@ -26,7 +26,7 @@ from ebft.config.options import (
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
-from ebft.models.trainable import disable_dropout, load
+from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.throughput import Throughput
@@ -35,7 +35,7 @@ from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
-from ebft.strided.policy import check_adapter, check_supported, prepare
+from ebft.strided.policy import check_supported, prepare
 from ebft.strided.preflight import check_arguments, usable_rows
 from ebft.strided.rehearsal import rehearse
 from ebft.strided.rollout import DocumentNoise, sample_rollouts

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ebft.config.options import (
@@ -18,6 +19,33 @@ from ebft.config.options import (
 )
 from ebft.config.structured import RolloutOptions
 from ebft.errors import ConfigError
+
+_OPTION = "It has an option of its own."
+_TRAINERS = "The trainer sets it: completions are sampled by num_generations, scored and cut as its own options say."
+# Keys of generation_kwargs that have an option, or that the trainer needs to have its way with.
+_OWN_KWARGS = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), _OPTION),
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "Set max_completion_length."),
+    **dict.fromkeys(("eos_token_id", "stop_token_id"), "Set stop_token_ids."),
+    **dict.fromkeys(
+        ("n", "num_return_sequences", "num_beams", "do_sample", "logprobs", "prompt", "model", "seed", "pad_token_id"),
+        _TRAINERS,
+    ),
+}
+# What else vLLM's completions take that leaves sampling and its log-probabilities as the trainer expects them.
+_VLLM_KWARGS = {
+    "stop",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "priority",
+}
+_NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores", "output_logits", "prefill_chunk_size"}
 
 
 class GRPORolloutOptions(RolloutOptions, StructuredOptions, DropoutOption):
@@ -40,6 +68,7 @@ class RolloutGRPOConfig(GRPOConfig):
             self.use_cpu = True
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
+        self._check_generation_kwargs()
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns = False
         if self.async_prefetch and not self.uses_server:
@@ -54,6 +83,21 @@ class RolloutGRPOConfig(GRPOConfig):
                 f"times {self.steps_per_generation} steps) do not hold whole groups of num_generations "
                 f"{self.num_generations}. Change one of them so that the last divides the first."
             )
+
+    def _check_generation_kwargs(self) -> None:
+        """Refuse what would make sampling differ from scoring, or would do nothing."""
+        given = self.generation_kwargs or {}
+        known = _VLLM_KWARGS if self.use_vllm else set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
+        for key in given:
+            if key == "stop_token_ids":
+                continue
+            if key in _OWN_KWARGS:
+                raise ConfigError(f"generation_kwargs: {key} is not set there. {_OWN_KWARGS[key]}")
+            if key not in known:
+                backend = "vLLM's completions" if self.use_vllm else "generate() (use_vllm: false)"
+                raise ConfigError(
+                    f"generation_kwargs: {backend} takes no {key!r} here. Remove it; stop_token_ids works with both."
+                )
 
     @property
     def uses_server(self) -> bool:

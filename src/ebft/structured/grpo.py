@@ -10,7 +10,7 @@ import copy
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.finite import StopOnNonFinite
+from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.preflight import check_arguments, check_model, check_rows
+from ebft.structured.preflight import check_arguments, check_model, check_reference_model, check_rows
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
@@ -43,11 +44,11 @@ class RolloutJob:
     backend: Backend
     conversations: list[Conversation]
     limits: Limits
-    seed: int
+    end_ids: Collection[int]
     weights_step: int  # the optimizer step of the weights sampled from
 
     def run(self) -> list[Rollout]:
-        return roll_out(self.backend, self.conversations, self.limits, seed=self.seed)
+        return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
 class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
@@ -74,7 +75,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class, kwargs)
         model = load(model, peft_config, args.seed)
-        check_model(model)
+        check_model(model, args)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
             raise ConfigError(
@@ -87,13 +88,16 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
             check_rows(name, kwargs.get(name), args)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
-        backbone_of(unwrap_adapter(model)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
+        for scored in (model, self.ref_model):
+            if scored is not None:
+                backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
+        check_reference_model(model, self.ref_model)
         self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
         self.sampling = _sampling(args, end_token_ids(model, self.renderer))
         self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL tells by them whether a completion was cut
         self._rows: list[Row] = []
         self._rollouts: list[Rollout] = []
-        self._jobs_made = 0
+        self._throughput = Throughput()
         self._ahead: deque[list[Row]] = deque()  # micro-batches read before their turn
         self._epoch_iterator: Any = None
         self._read = 0  # micro-batches read; TRL's `_step` counts those trained on
@@ -128,6 +132,9 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         job, self._rollouts = self._finished_rollouts()
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["rollouts/wait_s"].append(time.perf_counter() - started)
+        if mode == "train":
+            generated = sum(sum(rollout.generated) for rollout in self._rollouts)
+            self._throughput.add(len(self._rollouts) // self.num_generations, generated)
         if self._server is not None:
             self._metrics[mode]["rollouts/staleness"].append(self.state.global_step - job.weights_step)
         logps = [rollout.logps for rollout in self._rollouts]
@@ -144,6 +151,8 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         if self._prefetcher is not None and self.model.training:
             job, rollouts = self._prefetcher.take(self._rows)
         else:
+            if self._server is not None and not self.model.training:
+                self._server.sync_weights(at_once=True)  # held-out numbers are those of the policy as it is
             job = self._job(self._rows)
             rollouts = job.run()
         if self._server is not None:
@@ -152,13 +161,11 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
 
     def _job(self, rows: list[Row]) -> RolloutJob:
         """What samples the rows' conversations from the weights of now."""
-        stream = self._jobs_made * self.accelerator.num_processes + self.accelerator.process_index
-        self._jobs_made += 1
         return RolloutJob(
             backend=self._backend(),
             conversations=self.conversations(rows),
             limits=self._limits(),
-            seed=self.args.seed + 1000 * stream,  # turns count up within it
+            end_ids=self.sampling.end_ids,
             weights_step=self._server.weights_step if self._server is not None else self.state.global_step,
         )
 
@@ -181,11 +188,21 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         reference = row.get("ground_truth")
         if not isinstance(reference, str):
             reference = ""  # with GRPO it may be anything that a reward function reads
-        return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
+        conversation = self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
+        positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
+        if positions is not None and length > positions and reference:
+            raise DataError(
+                f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
+                f"{len(conversation.reference_ids)}, with the token that ends it, do not fit the {positions} positions "
+                "of the model. Leave such rows out, or lower sequence_len."
+            )
+        return conversation
+
+    def _positions(self) -> int | None:
+        return getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)
 
     def _limits(self) -> Limits:
-        positions = getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)
-        lengths = [positions, self._server.max_model_len if self._server is not None else None]
+        lengths = [self._positions(), self._server.max_model_len if self._server is not None else None]
         return Limits(
             self.max_completion_length,
             self.args.gt_length_multiplier if self.args.adaptive_max_tokens else None,
@@ -206,10 +223,23 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
-        return super()._calculate_rewards(inputs, *args)
+        rewards = super()._calculate_rewards(inputs, *args)
+        infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
+        if infinite:
+            names = ", ".join(self.reward_func_names[index] for index in infinite)
+            raise NonFiniteLossError(f"The reward {names} is infinite. Return finite numbers, or None for no reward.")
+        return rewards
 
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self.args.eval_batch_size % self.num_generations_eval:
+            raise ConfigError(
+                f"per_device_eval_batch_size {self.args.eval_batch_size} does not hold whole groups of "
+                f"{self.num_generations_eval} completions (num_generations_eval, or num_generations). Set a multiple."
+            )
+        return super().evaluate(*args, **kwargs)
 
     # Ahead of time
 
@@ -223,6 +253,8 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Micro-batches of the next optimizer step; with `async_prefetch`, those behind them are read ahead too."""
+        if self._step == 0:  # TRL counts from 0 after resuming too, and would generate at the wrong steps
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._prefetcher is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is not self._epoch_iterator:
@@ -244,7 +276,16 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
         if self._prefetcher is not None:
             self._prefetcher.raise_failure()
-        return super().training_step(model, inputs, num_items_in_batch)
+        started = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._throughput.add(seconds=time.perf_counter() - started)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the throughput since the last call: documents are prompts."""
+        if self.model.training and "loss" in logs:
+            logs |= self._throughput.drain(self.accelerator)
+        super().log(logs, start_time)
 
     def _stop_rollouts(self) -> None:
         """End what is under way and take the adapters off the server; evaluation afterwards syncs anew."""

@@ -9,25 +9,15 @@ from datasets import Dataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ebft.data.prompt_rows import RESERVED
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
-
-# Columns that TRL hands to reward functions itself.
-RESERVED_COLUMNS = (
-    "completion",
-    "completions",
-    "completion_ids",
-    "prompts",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)
 
 
 def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
     """Refuse arguments that would have no effect here, or the wrong one."""
     if not isinstance(args, config_class):
-        raise ConfigError(f"args must be a {config_class.__name__}, got {type(args).__name__}")
+        raise ConfigError(f"args must be of class {config_class.__name__}, got {type(args).__name__}")
     for name in ("rollout_func", "tools", "environment_factory"):
         if trainer_kwargs.get(name) is not None:
             raise ConfigError(
@@ -49,13 +39,30 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
         )
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse models whose completions TRL could not score: it looks for the decoder where transformers keeps it."""
+def check_model(model: nn.Module, args: Any) -> None:
+    """Refuse models whose completions TRL could not score, and adapters that a server would not find."""
+    if args.uses_server and hasattr(model, "disable_adapter") and model.active_adapter != "default":
+        raise ModelError(
+            f"the adapter sent to vLLM must have PEFT's own name 'default', the active one is {model.active_adapter!r}."
+            " Leave adapter_name out when you make it."
+        )
     causal_lm = unwrap_adapter(model)
     if getattr(causal_lm, "base_model", causal_lm) is causal_lm:
         raise ModelError(
             f"{type(causal_lm).__name__} does not keep its decoder under its base_model_prefix "
             f"({causal_lm.base_model_prefix!r}), where TRL's GRPO looks for it. Use ebft.mode: strided for this model."
+        )
+
+
+def check_reference_model(model: nn.Module, reference: nn.Module | None) -> None:
+    """Refuse a reference model (beta above 0, no adapter) whose vocabulary, as saved, is not the policy's."""
+    if reference is None:
+        return
+    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
+    if ours != theirs:
+        raise ModelError(
+            f"beta above 0 compares the policy with its base model as saved, which has {theirs} token embeddings and "
+            f"the policy {ours}: special_tokens added some. Save a base model with them, set an adapter, or beta: 0."
         )
 
 
@@ -65,6 +72,8 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, columns)
         return
+    if isinstance(dataset, (list, tuple)):
+        raise DataError(f"{name} is a {type(dataset).__name__} of rows. Give datasets.Dataset.from_list(rows).")
     present = getattr(dataset, "column_names", None)
     if present is None:
         return
@@ -74,13 +83,20 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
             f"{name} has the columns {', '.join(present)}, and {' and '.join(missing)} are needed: prompt (text or "
             "messages), and ground_truth (the reference) for feature matching."
         )
-    reserved = [column for column in RESERVED_COLUMNS if column in present]
+    reserved = [column for column in RESERVED if column in present]
     if reserved:
         raise DataError(
             f"{name} has a column {reserved[0]!r}, a name that reward functions are called with. Rename it."
         )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise DataError(f"{name} has no rows.")
+    if "ground_truth" in columns and isinstance(dataset, Dataset):
+        empty = [i for i, text in enumerate(dataset["ground_truth"]) if not isinstance(text, str) or not text.strip()]
+        if empty:
+            raise DataError(
+                f"{name} has {len(empty)} rows without a reference (ground_truth is empty or no text), the first of "
+                f"them row {empty[0]}. Leave them out."
+            )
     prompts = args.generation_batch_size // args.num_generations
     if name == "train_dataset" and isinstance(dataset, Dataset) and len(dataset) < prompts:
         raise DataError(

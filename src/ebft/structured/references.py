@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebft.data.conversation import Conversation, Prompt, Renderer
+from ebft.data.conversation import Conversation, Prompt, Renderer, end_length
 from ebft.data.thinking import thinking_spans, token_mask
 
 
@@ -19,7 +19,8 @@ def labelled_reference(
         if number:
             # What leads to a reply begins with the end of the reply before it.
             ids += turn.lead_ids
-            counts += [int(turn.lead_ids[0] in renderer.end_ids())] + [0] * (len(turn.lead_ids) - 1)
+            ended = end_length(turn.lead_ids, renderer.end_ids())
+            counts += [int(index == ended - 1) for index in range(len(turn.lead_ids))]
         ids += turn.reference_ids
         counts += _counted(turn.reference, len(turn.reference_ids), renderer, mask_thinking)
     end = renderer.end_id(prompt)

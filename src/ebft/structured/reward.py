@@ -5,8 +5,10 @@ M  prompt groups   N  samples of a group   D  feature dimension
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ebft.data.conversation import Message, Prompt, Renderer, without_end
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.trainable import check_adapter
 from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, whiten
 from ebft.structured.embed import embed_continuations
 
@@ -58,6 +61,7 @@ class FeatureMatchingReward:
         stop_token_ids: Iterable[int] = (),
         **options: Any,
     ) -> None:
+        check_adapter(model)
         self.options = options_from(RewardOptions, options)
         self.num_generations = num_generations
         self.renderer = Renderer(tokenizer, chat_template_kwargs)
@@ -117,13 +121,15 @@ class FeatureMatchingReward:
                 f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references are not "
                 f"groups of num_generations = {n}"
             )
+        _warn_of_wider_groups(prompts, ground_truth, n)
         groups = []
         for start in range(0, len(prompts), n):
             group = slice(start, start + n)
             if any(prompt != prompts[start] for prompt in prompts[group]):
                 raise ValueError(
                     f"completions {start} to {start + n - 1} have different prompts: they must come group by group, "
-                    f"{n} (num_generations) per prompt"
+                    f"{n} (num_generations of this reward) per prompt. Give it the trainer's num_generations, which "
+                    "must be num_generations_eval too"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():
@@ -131,6 +137,18 @@ class FeatureMatchingReward:
             conversation = self.renderer.conversation(prompts[start], reference, remaining[start])
             groups.append((conversation, completion_ids[group]))
         return groups
+
+
+def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int) -> None:
+    """One warning where every prompt comes two or more times `n` in a row: the trainer's groups are larger, then."""
+    rows = list(zip(prompts, ground_truth))
+    runs = [len(list(same)) for _, same in groupby(rows)]
+    if n > 1 and min(runs) >= 2 * n:
+        warnings.warn(
+            f"FeatureMatchingReward has num_generations {n}, and every prompt comes {min(runs)} times or more in a row. "
+            "If that is the trainer's num_generations, give it to the reward: groups are compared within themselves.",
+            stacklevel=4,
+        )
 
 
 def match_features(samples: Tensor, reference: Tensor, options: RewardOptions) -> FeatureMatch:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer
@@ -22,12 +23,12 @@ from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.trainable import load
 from ebft.monitor.metrics import MeanMetrics
-from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
+from ebft.structured.held_out import HeldOutMeans, held_out_values
 from ebft.structured.preflight import check_arguments, check_rows
 from ebft.structured.references import labelled_reference
-from ebft.structured.reward import FeatureMatch, FeatureMatchingReward
+from ebft.structured.reward import FeatureMatchingReward
 
 
 class EBFTTrainer(RolloutGRPOTrainer):
@@ -69,18 +70,25 @@ class EBFTTrainer(RolloutGRPOTrainer):
             **{name: getattr(args, name) for name in RewardOptions.model_fields},
         )
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self._reference_nll = {"train": MeanMetrics(), "eval": MeanMetrics()}
+        self._reference_nll = MeanMetrics()
+        self._held_out: dict[str, HeldOutMeans] = {}
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
 
     # Evaluation
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = len(dataset) * self.num_generations_eval if isinstance(dataset, Dataset) else None
+        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in ("features", "cross-entropy")}
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, *args)
         if not self.model.training:
             for name in [name for name in self._pending_metrics if name.startswith("ebft/")]:
                 del self._pending_metrics[name]  # in the reward's space; held-out metrics have a space of their own
-            for name, value in held_out_metrics(self.feature_reward.last).items():
-                self._pending_metrics[name].append(value)
+            values = held_out_values(self.feature_reward.last)
+            self._held_out["features"].add(values, torch.ones(len(inputs)))
         return rewards
 
     # Cross-entropy
@@ -119,22 +127,32 @@ class EBFTTrainer(RolloutGRPOTrainer):
         loss = super()._compute_loss(model, inputs)
         if "reference_ids" not in inputs:
             return loss
-        mode = "train" if self.model.training else "eval"
-        nll = self._reference_nll_sum(model, inputs)
-        self._reference_nll[mode].add("ce_loss", nll.detach(), inputs["reference_mask"].sum())
-        if mode == "eval" or self.args.ce_coef == 0:
+        nll, counts = self._reference_nll_sums(model, inputs), inputs["reference_mask"].sum(-1)
+        if not self.model.training:
+            self._held_out["cross-entropy"].add({"ce_loss": nll / counts.clamp_min(1)}, counts)
             return loss
-        # The generation batch is spread over several optimizer steps, or is one; DDP averages over the processes.
-        steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
-        tokens = inputs["reference_tokens"].clamp_min(1) / steps / self.accelerator.num_processes
-        return loss + self.args.ce_coef * nll / tokens
+        self._reference_nll.add("ce_loss", nll.detach().sum(), counts.sum())
+        # DDP averages over the processes, and ours are shares of a sum.
+        tokens = self._reference_tokens(inputs).clamp_min(1) / self.accelerator.num_processes
+        return loss + self.args.ce_coef * nll.sum() / tokens
 
-    def _reference_nll_sum(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Summed negative log-likelihood of the references' counted tokens behind their prompts."""
+    def _reference_tokens(self, inputs: dict[str, Any]) -> Tensor:
+        """Counted reference tokens of this optimizer step, over all processes."""
+        per_generation, per_step = self.args.steps_per_generation, self.current_gradient_accumulation_steps
+        if per_generation % per_step:  # batches of this step are still to be generated: its share of this one
+            return inputs["reference_tokens"] * per_step / per_generation
+        first = self._step % per_generation // per_step * per_step
+        of_this_step = self._buffered_inputs[first : first + per_step]
+        counts = sum(batch["reference_mask"].sum() for batch in of_this_step)
+        return self.accelerator.reduce(counts, "sum")
+
+    def _reference_nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Negative log-likelihood of each reference's counted tokens behind its prompt, summed: (B,), 0 without one."""
         rows = inputs["reference_mask"].any(-1)
+        sums = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
             if self.accelerator.num_processes == 1:
-                return torch.zeros((), device=self.args.device)
+                return sums
             rows[0] = True  # processes must run the wrapped model equally often; nothing of this row counts
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
@@ -146,20 +164,22 @@ class EBFTTrainer(RolloutGRPOTrainer):
             logits = model(
                 input_ids=tokens, attention_mask=attention_mask, logits_to_keep=length + 1, use_cache=False
             ).logits[:, -length - 1 : -1]
-        nll = F.cross_entropy(logits.flatten(0, 1).float(), reference.flatten(), reduction="none")
-        return (nll * counted.flatten()).sum()
+        nll = F.cross_entropy(logits.float().transpose(1, 2), reference, reduction="none")
+        return sums.masked_scatter(rows, (nll * counted).sum(-1))
 
     def _signal_besides(self, inputs: dict[str, Any]) -> float:
         has_references = "reference_mask" in inputs and self.args.ce_coef > 0 and inputs["reference_mask"].any()
         return super()._signal_besides(inputs) + float(has_references)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        training = self.model.training
-        means = self._reference_nll["train" if training else "eval"].drain(self.accelerator)
-        if "ce_loss" in means and training:
-            logs["ebft/ce_loss"] = means["ce_loss"]
-        elif "ce_loss" in means:
-            logs |= {"eval_ce_loss": means["ce_loss"], "eval_perplexity": math.exp(min(means["ce_loss"], 700.0))}
+        if self.model.training:
+            logs |= {f"ebft/{name}": mean for name, mean in self._reference_nll.drain(self.accelerator).items()}
+        else:
+            means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
+            self._held_out = {}
+            if "ce_loss" in means:
+                means["perplexity"] = math.exp(min(means["ce_loss"], 700.0))
+            logs |= {f"eval_{name}": mean for name, mean in means.items()}
         super().log(logs, start_time)
 
 
@@ -168,17 +188,3 @@ class AsyncEBFTTrainer(EBFTTrainer):
 
     args: AsyncEBFTConfig
     config_class = AsyncEBFTConfig
-
-
-def held_out_metrics(match: FeatureMatch) -> dict[str, float]:
-    """Feature matching in the one space that models compare in: normalised and unwhitened, as in strided mode."""
-    phi, phi_ref = match.samples, match.reference
-    values = {
-        "alignment": alignment_rewards(phi, phi_ref),
-        "diversity": diversity_rewards(phi),
-        "cfm_loss_plugin": cfm_loss(phi, phi_ref),
-        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
-    }
-    if phi.shape[1] > 1:
-        values["cfm_loss"] = unbiased_cfm_loss(phi, phi_ref)
-    return {name: value.mean().item() for name, value in values.items()}

@@ -16,8 +16,8 @@ class Scripted:
     def __init__(self, *replies):
         self.replies, self.asked = list(replies), []
 
-    def generate(self, prompts, max_tokens, *, seed):
-        self.asked.append((prompts, max_tokens, seed))
+    def generate(self, prompts, max_tokens):
+        self.asked.append((prompts, max_tokens))
         replies = [self.replies.pop(0) for _ in prompts]
         return [Completion(ids, [-float(token) for token in ids]) for ids in replies]
 
@@ -30,11 +30,11 @@ def test_each_reply_follows_all_that_was_said():
     conversations = [talk(([1, 2], 4)), talk(([3], 2), ([END, 4], 3), ([END, 5], 1))]
     backend = Scripted([6, END], [7, 7], [8, END], [6])
     limits = Limits(max_completion_length=10, reference_multiplier=1.5, max_length=None)
-    first, second = roll_out(backend, conversations, limits, seed=40)
+    first, second = roll_out(backend, conversations, limits, {END})
     assert backend.asked == [
-        ([[1, 2], [3]], [6, 3], 40),
-        ([[3, 7, 7, END, 4]], [5], 41),  # a cut reply is ended for it
-        ([[3, 7, 7, END, 4, 8, END, 5]], [2], 42),  # one that ended is not ended twice
+        ([[1, 2], [3]], [6, 3]),
+        ([[3, 7, 7, END, 4]], [5]),  # a cut reply is ended for it
+        ([[3, 7, 7, END, 4, 8, END, 5]], [2]),  # one that ended is not ended twice
     ]
     assert (first.ids, first.generated, first.logps) == ([6, END], [1, 1], [-6.0, -9.0])
     assert second.ids == [7, 7, END, 4, 8, END, 5, 6]
@@ -53,25 +53,34 @@ def test_limits_of_a_reply(multiplier, length, wanted):
 def test_a_conversation_without_room_ends_early():
     backend = Scripted([7, 7])
     limits = Limits(max_completion_length=4, reference_multiplier=None, max_length=6)
-    [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, seed=0)
-    assert backend.asked == [([[1, 2]], [4], 0)] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
+    [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, {END})
+    assert backend.asked == [([[1, 2]], [4])] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
 
 
 def test_a_prompt_without_room_is_an_error():
     with pytest.raises(DataError, match="a prompt of 6 tokens leaves no room for a completion within the 6 tokens"):
-        roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, None, 6), seed=0)
+        roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, None, 6), {END})
 
 
 def test_the_room_limits_the_reply():
     backend = Scripted([7])
-    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), seed=0)
+    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), {END})
     assert backend.asked[0][1] == [3]
 
 
 def test_unknown_log_probabilities_stay_unknown():
     class Without(Scripted):
-        def generate(self, prompts, max_tokens, *, seed):
-            return [Completion(c.ids, None) for c in super().generate(prompts, max_tokens, seed=seed)]
+        def generate(self, prompts, max_tokens):
+            return [Completion(c.ids, None) for c in super().generate(prompts, max_tokens)]
 
-    [rollout] = roll_out(Without([7], [8]), [talk(([1], 1), ([END], 1))], Limits(4, None, None), seed=0)
+    [rollout] = roll_out(Without([7], [8]), [talk(([1], 1), ([END], 1))], Limits(4, None, None), {END})
     assert rollout.logps is None and rollout.ids == [7, END, 8]
+
+
+def test_a_reply_that_ended_itself_is_not_ended_again():
+    """Templates may put a space before the end of turn, or end turns with another token than the policy did."""
+    lead = [3, END, 4]
+    for last, wanted in ((END, [1, 7, END, 4]), (8, [1, 7, 8, 4]), (5, [1, 7, 5, 3, END, 4])):
+        backend = Scripted([7, last], [6])
+        roll_out(backend, [talk(([1], 9), (lead, 9))], Limits(9, None, None), {END, 8})
+        assert backend.asked[1][0] == [wanted]

@@ -101,17 +101,14 @@ class VLLMClient:
     # Sampling
 
     def complete(
-        self, model: str, prompts: list[list[int]], max_tokens: list[int], sampling: Sampling, seed: int
+        self, model: str, prompts: list[list[int]], max_tokens: list[int], sampling: Sampling
     ) -> list[Completion]:
         """One completion per prompt; neighbours with equal prompt and limit are the samples of one request.
 
         Raises ModelNotServed where the server does not know `model`, RolloutError where it cannot or does not answer.
         """
         requests = [(key, len(list(same))) for key, same in groupby(zip(map(tuple, prompts), max_tokens))]
-        bodies = [
-            _body(model, list(prompt), limit, count, sampling, seed * 1_000_003 + number)
-            for number, ((prompt, limit), count) in enumerate(requests)
-        ]
+        bodies = [_body(model, list(prompt), limit, count, sampling) for (prompt, limit), count in requests]
         answers = self._run(self._all(bodies))
         return [completion for answer in answers for completion in answer]
 
@@ -141,6 +138,7 @@ class VLLMClient:
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON answer; waits for a server that is down, repeats what it answers with 5xx, up to `_ATTEMPTS`."""
+        last = "none, the connection broke"
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 response = await self._http.request(method, path, json=body)
@@ -150,7 +148,7 @@ class VLLMClient:
                     "trl.vllm_server_timeout if it is only slow, or look at its log."
                 ) from error
             except httpx2.TransportError:  # refused, reset, closed: the server is down or on its way up
-                await self._wait_until_up(announce=attempt == 1)
+                await self._wait_until_up(announce=True, last=last)
                 continue
             if response.status_code == 200:
                 return response.json() if "json" in response.headers.get("content-type", "") else response.text
@@ -158,18 +156,20 @@ class VLLMClient:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
             if response.status_code < 500:
                 break
+            last = f"{response.status_code}: {_shortened(response.text)}"
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
             raise RolloutError(
-                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last answer: "
-                f"{_shortened(response.text) if 'response' in locals() else 'none, the connection broke'}"
+                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Its last answer "
+                f"was {last}"
             )
         raise RolloutError(
             f"The vLLM server at {self.address} refused {path} ({response.status_code}): {_shortened(response.text)}"
         )
 
-    async def _wait_until_up(self, announce: bool) -> None:
+    async def _wait_until_up(self, announce: bool, last: str | None = None) -> None:
+        """Return once the server answers; `last` is what it answered before it went away."""
         deadline = time.monotonic() + self.timeout
         while True:
             reason = await self._why_not_up()
@@ -179,8 +179,9 @@ class VLLMClient:
             if given_up is not None:
                 raise RolloutError(given_up)
             if time.monotonic() > deadline:
+                before = f" Its last answer was {last}." if last is not None else ""
                 raise RolloutError(
-                    f"The vLLM server at {self.address} is not up after {self.timeout:g} s ({reason}). "
+                    f"The vLLM server at {self.address} is not up after {self.timeout:g} s ({reason}).{before} "
                     f"{self._how_to_start} trl.vllm_server_timeout sets how long training waits."
                 )
             if announce:
@@ -193,6 +194,11 @@ class VLLMClient:
             response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
         except httpx2.TransportError as error:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if response.status_code == 404:
+            raise RolloutError(
+                f"What answers at {self.address} is no vLLM server: it has no /health. Set trl.vllm_server_host and "
+                "trl.vllm_server_port to where one is."
+            )
         return None if response.status_code == 200 else f"/health answers {response.status_code}"
 
     # The thread that talks
@@ -227,8 +233,11 @@ class VLLMClient:
         self._thread.join(timeout=_CONNECT_TIMEOUT)
 
 
-def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling, seed: int) -> dict[str, Any]:
-    """The request; every sampling parameter is given, or the model's own generation config would fill in."""
+def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
+    """The request; every sampling parameter is given, or the model's own generation config would fill in.
+
+    No seed: vLLM's noise is then independent over requests, and its CPU engine dies on long batches with one.
+    """
     body = {
         "model": model,
         "prompt": prompt,
@@ -240,7 +249,6 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(sampling.end_ids),
-        "seed": seed % 2**31,
         "logprobs": 0,  # of the sampled tokens alone
         "return_token_ids": True,
         "skip_special_tokens": False,

@@ -50,7 +50,7 @@ def check_server(
     if not compare_weights:
         return entry
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
-    [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()), seed=0)
+    [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
     tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
     sampled = torch.tensor(completion.logps, dtype=torch.float64)
     difference = (sampled - tempered).abs().mean().item()
@@ -75,7 +75,7 @@ def _check_vocabulary(
 ) -> None:
     """The server refuses token ids that its model has no embedding for."""
     try:
-        client.complete(model, [[len(tokenizer) - 1]], [1], sampling, seed=0)
+        client.complete(model, [[len(tokenizer) - 1]], [1], sampling)
     except RolloutError as error:
         if "vocabulary" not in str(error):
             raise

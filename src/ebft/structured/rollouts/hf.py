@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
-from ebft.models.causal_lm import evaluating
+from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.structured.rollouts.sampling import Completion, Sampling
 
 
 class HFBackend:
-    """transformers' `generate` on the policy, in eval mode, prompts padded on the left.
-
-    Noise comes from torch's global generator, which the trainer seeds for each process; `seed` is for backends that
-    have none.
-    """
+    """transformers' `generate` on the policy, in eval mode, prompts padded on the left."""
 
     def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
         self._trainer, self._pad_token_id = trainer, pad_token_id
@@ -37,7 +35,7 @@ class HFBackend:
             **sampling.extra,
         }
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int], *, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         trainer = self._trainer
         input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(trainer.args.device)
         attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
@@ -48,16 +46,15 @@ class HFBackend:
             unwrap_model_for_generation(
                 trainer.model_wrapped,
                 trainer.accelerator,
-                generation_kwargs=kwargs,  # else the model's own defaults (a top_k, a penalty) would come in
                 gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
             ) as policy,
             evaluating(policy),
             trainer.accelerator.autocast(),
+            _only(unwrap_adapter(policy), GenerationConfig(**kwargs, disable_compile=True)) as causal_lm,
         ):
-            output = policy.generate(
+            output = causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                generation_config=GenerationConfig(**kwargs, disable_compile=True),
                 stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
             )
         sampled = output[:, input_ids.shape[1] :].tolist()
@@ -67,6 +64,16 @@ class HFBackend:
         """Ids up to the first end token; what follows is padding."""
         end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
         return ids[: end + 1]
+
+
+@contextmanager
+def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
+    """The model with `config` for its own: transformers fills in what a config leaves open from the model's."""
+    own, causal_lm.generation_config = causal_lm.generation_config, config
+    try:
+        yield causal_lm
+    finally:
+        causal_lm.generation_config = own
 
 
 class _OwnLimit(StoppingCriteria):

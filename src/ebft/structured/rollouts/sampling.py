@@ -32,6 +32,6 @@ class Completion:
 class Backend(Protocol):
     """Samples completions of token ids."""
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int], *, seed: int) -> list[Completion]:
-        """One completion per prompt, of 1 to `max_tokens[i]` tokens. Equal prompts next to each other draw apart."""
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        """One completion per prompt, of 1 to `max_tokens[i]` tokens, each drawn independently."""
         ...

@@ -54,9 +54,10 @@ class ServerRollouts:
         self._adapters = AdapterSync(self.client, model, accelerator, args.output_dir) if transfer is None else None
         self._synced_at: int | None = None
 
-    def sync_weights(self) -> None:
-        """Bring the weights up to date, where they are due; TRL calls this before rollouts of a new step."""
-        if self._synced_at is not None and 0 <= self._step() - self._synced_at < self._interval:
+    def sync_weights(self, at_once: bool = False) -> None:
+        """Bring the weights up to date where due, or `at_once`; TRL calls this before a new step's rollouts."""
+        interval = 1 if at_once else self._interval
+        if self._synced_at is not None and 0 <= self._step() - self._synced_at < interval:
             return
         if self._adapters is not None:
             atexit.register(self.reset)  # until it is reset: an interpreter that ends leaves nothing on the server

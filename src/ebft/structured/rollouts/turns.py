@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ebft.data.conversation import Conversation, Turn
+from ebft.data.conversation import Conversation, Turn, end_length
 from ebft.errors import DataError
 from ebft.structured.rollouts.sampling import Backend
 
@@ -59,10 +60,13 @@ class Limits:
         return self.max_completion_length if self.max_length is None else self.max_length - length
 
 
-def roll_out(backend: Backend, conversations: list[Conversation], limits: Limits, *, seed: int) -> list[Rollout]:
+def roll_out(
+    backend: Backend, conversations: list[Conversation], limits: Limits, end_ids: Collection[int]
+) -> list[Rollout]:
     """Sample every reply of every conversation, in order of turns; all conversations go on side by side.
 
-    A conversation without room for its next reply ends early. DataError where not even the first has room.
+    A reply that ended itself, with one of `end_ids`, is not ended again. A conversation without room for its next reply
+    ends early. DataError where not even the first has room.
     """
     rollouts = [Rollout(list(conversation.prompt_ids)) for conversation in conversations]
     for number in range(max(len(conversation.turns) for conversation in conversations)):
@@ -71,7 +75,7 @@ def roll_out(backend: Backend, conversations: list[Conversation], limits: Limits
             if number >= len(conversation.turns) or len(rollout.replies) < number:
                 continue
             turn = conversation.turns[number]
-            lead = [] if number == 0 else _without_repeated_end(turn.lead_ids, rollout.ids[-1])
+            lead = [] if number == 0 else _after_end(turn.lead_ids, rollout.ids[-1], end_ids)
             room = limits.room(len(rollout.prompt_ids) + len(rollout.ids) + len(lead))
             if room < 1:
                 if number == 0:
@@ -87,12 +91,12 @@ def roll_out(backend: Backend, conversations: list[Conversation], limits: Limits
             max_tokens.append(min(limits.reply(turn), room))
         if not speaking:
             break
-        completions = backend.generate(contexts, max_tokens, seed=seed + number)
+        completions = backend.generate(contexts, max_tokens)
         for rollout, completion in zip(speaking, completions, strict=True):
             rollout.reply(completion.ids, completion.logps)
     return rollouts
 
 
-def _without_repeated_end(lead_ids: list[int], last_id: int) -> list[int]:
-    """What leads to the next reply begins with the end of turn, which a finished reply has sampled itself."""
-    return lead_ids[1:] if lead_ids and lead_ids[0] == last_id else lead_ids
+def _after_end(lead_ids: list[int], last_id: int, end_ids: Collection[int]) -> list[int]:
+    """What leads to the next reply begins by ending this one, which a finished reply has done itself."""
+    return lead_ids[end_length(lead_ids, end_ids) :] if last_id in end_ids else lead_ids

@@ -21,13 +21,13 @@ class VLLMBackend:
     adapters: AdapterSync | None = None
     version: Version | None = None
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int], *, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         model = self.base_model if self.version is None else self.version.name
         for _ in range(_RELOADS):
             try:
-                return self.client.complete(model, prompts, max_tokens, self.sampling, seed)
+                return self.client.complete(model, prompts, max_tokens, self.sampling)
             except ModelNotServed:
                 if self.version is None:
                     raise
                 self.adapters.reload(self.version)
-        return self.client.complete(model, prompts, max_tokens, self.sampling, seed)
+        return self.client.complete(model, prompts, max_tokens, self.sampling)
