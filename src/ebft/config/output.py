@@ -50,7 +50,8 @@ class EvaluationKeys(Section):
     load_best_model_at_end: bool = Field(False, description="End with the checkpoint that evaluated best.")
     metric_for_best_model: str | None = Field(
         None,
-        description="Held-out metric that decides which is best; unset is cfm_loss with rl: ebft, reward with rl: grpo, else loss.",
+        description="Held-out metric that decides which is best; unset is cfm_loss with rl: ebft, "
+        "reward with rl: grpo, else loss.",
     )
     greater_is_better: bool | None = Field(
         None, description="Whether a higher value of that metric is better; unset knows it."

@@ -42,9 +42,8 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses = _losses(logs, loss_prefix)
         if held_out and "eval_reward" in logs:
-            losses = [
-                loss for loss in losses if not loss.startswith("loss ")
-            ]  # a policy loss is about 0 whatever it is
+            # The policy's loss is about 0 whatever the policy is.
+            losses = [loss for loss in losses if not loss.startswith("loss ")]
         terms += _rewards(logs, loss_prefix)
         if terms or losses:
             # Not a reward: held-out features are unwhitened, with the unbiased feature-matching loss.

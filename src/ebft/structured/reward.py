@@ -145,8 +145,8 @@ def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int
     runs = [len(list(same)) for _, same in groupby(rows)]
     if n > 1 and min(runs) >= 2 * n:
         warnings.warn(
-            f"FeatureMatchingReward has num_generations {n}, and every prompt comes {min(runs)} times or more in a row. "
-            "If that is the trainer's num_generations, give it to the reward: groups are compared within themselves.",
+            f"FeatureMatchingReward has num_generations {n}, and every prompt comes {min(runs)} times or more in a "
+            "row. If that is the trainer's num_generations, give it to the reward: groups are compared within themselves.",
             stacklevel=4,
         )
 
