@@ -146,7 +146,7 @@ def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int
     if n > 1 and min(runs) >= 2 * n:
         warnings.warn(
             f"FeatureMatchingReward has num_generations {n}, and every prompt comes {min(runs)} times or more in a "
-            "row. If that is the trainer's num_generations, give it to the reward: groups are compared within themselves.",
+            "row. If that is the trainer's num_generations, give it to the reward: samples are compared in groups.",
             stacklevel=4,
         )
 
