@@ -486,3 +486,10 @@ def test_adapters_that_change_the_base_model(chat_tokenizer, tmp_path, changes, 
             processing_class=chat_tokenizer,
             peft_config=adapter,
         )
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(chat_tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
+        make(chat_model(chat_tokenizer), tokenizer, tmp_path)

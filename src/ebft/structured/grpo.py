@@ -25,7 +25,13 @@ from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.preflight import check_arguments, check_model, check_reference_model, check_rows
+from ebft.structured.preflight import (
+    check_arguments,
+    check_model,
+    check_reference_model,
+    check_rows,
+    check_tokenizer,
+)
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
@@ -76,6 +82,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         check_arguments(args, self.config_class, kwargs)
         model = load(model, peft_config, args.seed)
         check_model(model, args)
+        check_tokenizer(kwargs.get("processing_class"))
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
             raise ConfigError(

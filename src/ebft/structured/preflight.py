@@ -54,6 +54,15 @@ def check_model(model: nn.Module, args: Any) -> None:
         )
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that has nothing to pad rows with."""
+    if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has neither a padding nor an end-of-sequence token, and rows of a batch are padded. Set its "
+            "pad_token (in a config: special_tokens.pad_token)."
+        )
+
+
 def check_reference_model(model: nn.Module, reference: nn.Module | None) -> None:
     """Refuse a reference model (beta above 0, no adapter) whose vocabulary, as saved, is not the policy's."""
     if reference is None:

@@ -52,7 +52,7 @@ class AdapterSync:
         if self._accelerator.is_main_process:
             try:
                 outcome = [self._publish(step)]
-            except (RolloutError, OSError) as error:
+            except Exception as error:  # whatever it is: the other processes wait for word of it
                 outcome = [_told(error, self._root)]
         broadcast_object_list(outcome)  # a failure on the main process ends every process
         if isinstance(outcome[0], RolloutError):
@@ -123,6 +123,8 @@ def _told(error: Exception, root: Path) -> RolloutError:
             f"{error} The adapter lies in {root}: the server must be able to read that folder under the same path, run "
             "with LoRA enabled (`ebft vllm-serve` does), and take adapters of this rank (--max-lora-rank)."
         )
+    if not isinstance(error, OSError):
+        return RolloutError(f"The adapter cannot be saved for vLLM ({type(error).__name__}: {error}).")
     return RolloutError(
         f"The adapter for vLLM cannot be written to {root} ({error}). Free space or set output_dir to a folder that "
         "can be written; then go on with resume_from_checkpoint."
