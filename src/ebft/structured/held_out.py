@@ -28,7 +28,7 @@ class HeldOutMeans:
     def add(self, values: dict[str, Tensor], weights: Tensor) -> None:
         """Values (B,) of this process's rows, of which each counts `weights` (B,); all processes add the same names."""
         table = torch.stack([*values.values(), weights.to(values[next(iter(values))])], dim=-1)
-        table = self._accelerator.gather(table).double()[: self._left]
+        table = self._accelerator.gather(table.to(self._accelerator.device)).double()[: self._left]
         if self._left is not None:
             self._left -= len(table)
         for column, name in enumerate(values):
