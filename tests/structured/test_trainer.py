@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch.nn import functional as F
 
 from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.errors import ModelError, NonFiniteLossError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.sampling import Completion
 from tests.strided.families import tiny_model
@@ -158,11 +158,6 @@ def test_every_family_scores_what_it_samples(chat_tokenizer, tmp_path, family):
     assert loss == pytest.approx(wanted.item(), abs=1e-4)
 
 
-def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="does not keep its decoder under its base_model_prefix"):
-        make(tiny_model("llama4_text"), chat_tokenizer, tmp_path)
-
-
 def test_learned_positions_do_not_count_padding(chat_tokenizer, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -305,37 +300,6 @@ def test_a_reward_that_is_not_finite_stops_the_run(chat_tokenizer, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"num_generations": 5}, ValueError, "divisible by num_generations"),
-        ({"async_prefetch": True}, ConfigError, "async_prefetch generates on a server"),
-        ({"use_vllm": True}, ConfigError, "Full fine-tuning sends all weights"),
-        ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: 'sum' does not fit"),
-        ({"vllm_structured_outputs_regex": "a"}, ConfigError, "needs vLLM"),
-    ],
-)
-def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (Dataset.from_list([{"prompt": "a"}]), "ground_truth are needed"),
-        ([{"prompt": "a", "ground_truth": "b"}], "Give datasets.Dataset.from_list"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": t} for t in "ab c"]), "1 rows without .* row 2"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b " * 300}] * 3), "do not fit the 512 positions"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b", "completions": "c"}]), "a name that reward functions"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b"}]), "1 prompts do not fill one generation batch of 3"),
-    ],
-)
-def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
-    with pytest.raises(DataError, match=message):
-        make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, dataset).train()
-
-
 def test_the_async_class_prefetches():
     args = AsyncEBFTConfig(output_dir="x", num_generations=4, per_device_train_batch_size=4)
     assert args.async_prefetch and args.uses_server and args.vllm_mode == "server"
@@ -457,43 +421,3 @@ def test_resuming_goes_on_with_the_generations_that_were_due(chat_tokenizer, tmp
     resumed = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [step for step, _ in whole] == [0, 2, 4]
     assert resumed[0] == (3, whole[1][1]) and resumed[1:] == whole[2:]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"temperature": 0.1}, "temperature is not set there. It has an option of its own"),
-        ({"max_tokens": 2}, "Set max_completion_length"),
-        ({"num_beams": 2}, "The trainer sets it"),
-        ({"banana": 1}, "takes no 'banana' here"),
-        ({"stop": ["a"]}, "takes no 'stop' here"),
-    ],
-)
-def test_generation_kwargs_that_would_sample_otherwise(tmp_path, kwargs, message):
-    with pytest.raises(ConfigError, match=message):
-        arguments(tmp_path, generation_kwargs=kwargs)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"bias": "all"}, "parameters of the base model are trainable"), ({"init_lora_weights": "pissa"}, "rewrites")],
-)
-def test_adapters_that_change_the_base_model(chat_tokenizer, tmp_path, changes, message):
-    from peft import LoraConfig
-
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
-    with pytest.raises(ModelError, match=message):
-        EBFTTrainer(
-            chat_model(chat_tokenizer, attention_bias=True),
-            arguments(tmp_path),
-            train_dataset=rows(),
-            processing_class=chat_tokenizer,
-            peft_config=adapter,
-        )
-
-
-def test_a_tokenizer_that_cannot_pad_is_refused(chat_tokenizer, tmp_path):
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
-        make(chat_model(chat_tokenizer), tokenizer, tmp_path)

@@ -444,8 +444,7 @@ def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatc
 
 def test_what_an_earlier_run_left_does_not_matter(base, port, tmp_path):
     first = make(base, arguments(tmp_path, port, max_steps=1))
-    monkey = first._server._adapters
-    monkey.close = lambda: None  # as if it had been killed
+    first._server._adapters.close = lambda: None  # as if it had been killed
     first.train()
     leftovers = {entry["id"] for entry in first._server.client.models()}
     second = make(base, arguments(tmp_path, port, max_steps=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -32,7 +31,7 @@ _OWN_KWARGS = {
         _TRAINERS,
     ),
 }
-# What else vLLM's completions take that leaves sampling and its log-probabilities as the trainer expects them.
+# What else vLLM's completions take. Some of it bends the distribution, which importance sampling then corrects for.
 _VLLM_KWARGS = {
     "stop",
     "include_stop_str_in_output",
@@ -113,10 +112,6 @@ class EBFTConfig(RolloutGRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_options(EBFTOptions, self)
-
-    def reward_options(self, names: Any) -> dict[str, Any]:
-        """The values of the options `names`."""
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass

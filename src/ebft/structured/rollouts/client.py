@@ -33,8 +33,7 @@ class VLLMClient:
     """One server. Methods block and may be called from any thread; `cancel` ends what is under way.
 
     `timeout` bounds, in seconds, the wait for a server that is down and for each answer. `failure` tells, while the
-    client waits for the server, why waiting is in vain (None: it is not). `how_to_start` ends the error for a server
-    that is not up.
+    client waits for the server, why waiting is in vain (None: it is not).
     """
 
     def __init__(
@@ -44,12 +43,11 @@ class VLLMClient:
         timeout: float,
         *,
         failure: Callable[[], str | None] = lambda: None,
-        how_to_start: str = "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed.",
     ) -> None:
         # 0.0.0.0 is where a server listens (everywhere), not an address to connect to.
         self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self.timeout = timeout
-        self._failure, self._how_to_start = failure, how_to_start
+        self._failure = failure
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ebft-vllm-client", daemon=True)
         self._thread.start()
@@ -182,7 +180,8 @@ class VLLMClient:
                 before = f" Its last answer was {last}." if last is not None else ""
                 raise RolloutError(
                     f"The vLLM server at {self.address} is not up after {self.timeout:g} s ({reason}).{before} "
-                    f"{self._how_to_start} trl.vllm_server_timeout sets how long training waits."
+                    "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. trl.vllm_server_timeout "
+                    "sets how long training waits."
                 )
             if announce:
                 announce = False
