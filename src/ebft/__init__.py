@@ -8,6 +8,8 @@ _EXPORTS = {
     "RunConfig": "ebft.config",
     "train": "ebft.training",
     "TrainResult": "ebft.training",
+    "evaluate": "ebft.evaluation",
+    "Evaluation": "ebft.evaluation",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
     "EBFTTrainer": "ebft.structured",

@@ -52,17 +52,26 @@ class FeatureNetwork:
     """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of it.
 
     `device` is where the copy lives (None: beside the policy); it does not apply to an adapter's base model.
-    Make it before training starts: the copy is of the weights as they are.
+    Make it before training starts: the copy is of the weights as they are. `copy=False` takes a model that nobody
+    trains as it is.
     """
 
-    def __init__(self, model: nn.Module, feature_layers: list[float], embed_method: str, device: str | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        feature_layers: list[float],
+        embed_method: str,
+        device: str | None = None,
+        *,
+        copy: bool = True,
+    ):
         self.shares_weights = hasattr(model, "disable_adapter")
         if self.shares_weights and device is not None:
             raise ValueError(
                 f"feature_device {device!r} has no effect with an adapter: features come from the policy's own base "
                 "model with the adapter disabled. Unset feature_device, or train without an adapter"
             )
-        self._model = model if self.shares_weights else _frozen_copy(model, device)
+        self._model = model if self.shares_weights or not copy else _frozen_copy(model, device)
         self.causal_lm = unwrap_adapter(self._model)
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
@@ -77,7 +86,7 @@ class FeatureNetwork:
         `forward` runs the network it is given and returns the backbone's last hidden state. Layers above
         the deepest feature layer are taken out while it runs.
         """
-        with self._frozen(), _truncated(self.causal_lm, max(self._depths)) as found:
+        with self.frozen(), _truncated(self.causal_lm, max(self._depths)) as found:
             last = forward(self._model)
         states = [found.get(d, last) for d in self._depths]
         if any(x.dim() != 3 for x in states):
@@ -93,17 +102,17 @@ class FeatureNetwork:
         config = self.causal_lm.config
         before, config._attn_implementation = config._attn_implementation, "eager"
         try:
-            with self._frozen():
+            with self.frozen():
                 states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
         finally:
             config._attn_implementation = before
         return [states[d] for d in self._depths]
 
     @contextmanager
-    def _frozen(self) -> Iterator[None]:
-        """Eval mode, no gradients, no adapter."""
+    def frozen(self) -> Iterator[nn.Module]:
+        """The network as a language model: in eval mode, without gradients, without adapter."""
         with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
-            yield
+            yield self._model
 
 
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ebft.cli import config as config_command
+from ebft.cli import evaluate as evaluate_command
 from ebft.cli import train as train_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_warnings
@@ -26,6 +27,7 @@ def _print_version(asked: bool) -> None:
 
 
 train_command.register(app)
+evaluate_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)
 

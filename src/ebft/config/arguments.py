@@ -197,7 +197,7 @@ def _best_model(config: RunConfig) -> dict[str, Any]:
     metric = best_metric(config)
     greater = config.greater_is_better
     if greater is None:
-        greater = metric.removeprefix("eval_") in _GREATER_IS_BETTER
+        greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
     return {"metric_for_best_model": metric, "greater_is_better": greater}
 
 

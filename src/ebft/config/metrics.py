@@ -5,27 +5,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# What evaluation measures in strided mode (`ebft.strided.held_out`); the first decides unless told otherwise.
-STRIDED_METRICS = (
-    "cfm_loss",
-    "cfm_loss_plugin",
-    "cfm_loss_whitened",
-    "ce_loss",
-    "perplexity",
-    "alignment",
-    "diversity",
-)
-# What evaluation measures in structured mode (`ebft.structured.trainer`), and with GRPO.
-STRUCTURED_METRICS = (*STRIDED_METRICS, "reward", "loss")
-GRPO_METRICS = ("reward", "loss")
-PLAIN_METRICS = ("loss",)
+_CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
+# Of `ebft.scores.feature_scores`; the first decides unless told otherwise.
+_FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "diversity")
+_GRPO = ("reward", "loss")
+_PLAIN = ("loss", *_CROSS_ENTROPY)
 
 
 def held_out_metrics(config: "RunConfig") -> tuple[str, ...]:
     """Names of the metrics that the run's evaluation gives, without their prefix `eval_`."""
+    if config.is_strided:
+        return (*_FEATURES, *_CROSS_ENTROPY, *_pass_at(max(2, config.ebft.n_samples_per_prompt)))
     if config.is_structured:
-        return STRUCTURED_METRICS if config.rl == "ebft" else GRPO_METRICS
-    return STRIDED_METRICS if config.is_strided else PLAIN_METRICS
+        ours = (*_FEATURES, *_CROSS_ENTROPY, *_pass_at(config.trl.num_generations)) if config.rl == "ebft" else ()
+        return (*ours, *_GRPO)
+    return _PLAIN
+
+
+def _pass_at(samples: int) -> tuple[str, ...]:
+    return tuple(f"{name}_pass@{k}" for k in (1, samples) for name in ("alignment", "reward"))
 
 
 def best_metric(config: "RunConfig") -> str:

@@ -4,10 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from ebft.config.evaluation import Steps
 from ebft.config.section import Section
-
-Strategy = Literal["no", "steps", "epoch"]
-Steps = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 
 
 class CheckpointKeys(Section):
@@ -37,25 +35,6 @@ class CheckpointKeys(Section):
                 "auto_resume_from_checkpoints: true for the newest one."
             )
         return value
-
-
-class EvaluationKeys(Section):
-    """When the model is evaluated on held-out data."""
-
-    eval_strategy: Strategy | None = Field(
-        None, description="When to evaluate; unset is steps where eval_steps is set, else epoch."
-    )
-    eval_steps: Steps | None = Field(None, description="Steps between two evaluations, or a share of the run.")
-    evals_per_epoch: Annotated[int, Field(ge=1)] | None = Field(None, description="Evaluations per epoch.")
-    load_best_model_at_end: bool = Field(False, description="End with the checkpoint that evaluated best.")
-    metric_for_best_model: str | None = Field(
-        None,
-        description="Held-out metric that decides which is best; unset is cfm_loss with rl: ebft, "
-        "reward with rl: grpo, else loss.",
-    )
-    greater_is_better: bool | None = Field(
-        None, description="Whether a higher value of that metric is better; unset knows it."
-    )
 
 
 class HubKeys(Section):

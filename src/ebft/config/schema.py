@@ -7,11 +7,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from ebft.config import checks
 from ebft.config.data import DataKeys
+from ebft.config.evaluation import EvaluationKeys
 from ebft.config.ignored import CarriedOverKeys
 from ebft.config.messages import raise_config_error
 from ebft.config.model import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.options import EBFTSection
-from ebft.config.output import CheckpointKeys, EvaluationKeys, HubKeys, ReportingKeys
+from ebft.config.output import CheckpointKeys, HubKeys, ReportingKeys
 from ebft.config.section import Section
 from ebft.config.structured import TRLSection, VLLMSection
 from ebft.config.training import HardwareKeys, LengthKeys, OptimizerKeys

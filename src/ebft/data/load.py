@@ -26,13 +26,18 @@ def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     nothing is learned) and `prompt_length` (0 for text without a prompt). `val_set_size` holds whole documents out, so
     the windows of one document stay together. Raises DataError when a source cannot be read or nothing usable is left.
     """
+    train, evaluation = load_sections(config, token_rows(config, tokenizer), way_out(config))
+    return _finished(train), None if evaluation is None else _finished(evaluation)
+
+
+def token_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+    """Makes rows of tokens, at most `sequence_len` each, of a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)
         return cut_and_drop(rows, config, counts)
 
-    train, evaluation = load_sections(config, load_entry, _way_out(config))
-    return _finished(train), None if evaluation is None else _finished(evaluation)
+    return load_entry
 
 
 def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dataset, Dataset | None]:
@@ -50,6 +55,18 @@ def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dat
     if config.shuffle_merged_datasets:
         train = train.shuffle(seed=_data_seed(config), load_from_cache_file=False)
     return train, evaluation
+
+
+def load_held_out_section(config: Any, load_entry: LoadEntry, way_out: str) -> Dataset:
+    """The rows to evaluate on, alone, in the order of their documents: of `test_datasets`, or held out of `datasets`.
+
+    DataError where the config holds nothing out.
+    """
+    if config.test_datasets:
+        return _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
+    if not config.val_set_size:
+        raise DataError("evaluation needs held-out data, and the config has none. Set test_datasets or val_set_size.")
+    return _hold_out(_load_section(config.datasets, "datasets", load_entry, way_out), config)[1]
 
 
 def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: str) -> Dataset:
@@ -81,7 +98,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _way_out(config: Any) -> str:
+def way_out(config: Any) -> str:
     if config.is_strided:
         ebft = config.ebft
         return (

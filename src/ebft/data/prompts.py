@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform, named
 from ebft.data.lengths import DROPPED
-from ebft.data.load import load_sections
+from ebft.data.load import LoadEntry, load_sections
 from ebft.data.prompt_rows import FEATURES, PromptRow
 from ebft.errors import DataError
 
@@ -27,6 +27,13 @@ def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     for each reason. `val_set_size` holds whole documents out, so the turns of one chat stay together. Raises DataError
     when a source cannot be read, sources do not go together, or nothing usable is left.
     """
+    train, evaluation = load_sections(config, prompt_rows(config, tokenizer), way_out(config))
+    columns = _columns(train, evaluation)
+    return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
+
+
+def prompt_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+    """Makes packed rows of prompts of a source, of one kind over all sources."""
     sources: dict[str, str] = {}  # the kinds of prompts that there are, each with the first source of it
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
@@ -39,12 +46,15 @@ def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
         counts.update({reason: int((reasons == reason).sum()) for reason in DROPPED})
         return rows.select(np.flatnonzero(reasons == ""))
 
-    train, evaluation = load_sections(config, load_entry, _way_out(config))
-    columns = _columns(train, evaluation)
-    return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
+    return load_entry
 
 
-def _way_out(config: Any) -> str:
+def unpack_rows(rows: Dataset) -> Dataset:
+    """Packed rows with a column for each field that any of them has."""
+    return _unpacked(rows, _columns(rows))
+
+
+def way_out(config: Any) -> str:
     if config.rl == "grpo":
         return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
     return (

@@ -27,15 +27,37 @@ def embed_blocks(
     One forward over [documents | rollouts]. A reference block's states are the document's own, which see the same
     prefix as the rollouts do.
     """
-    generated, reference = [], []
+    (embedded,) = embed_prefixes(
+        network, documents, layout, rollouts, [rollouts.shape[-1]], tokens_per_pass=tokens_per_pass
+    )
+    return embedded
+
+
+def embed_prefixes(
+    network: FeatureNetwork,
+    documents: Documents,
+    layout: StridedLayout,
+    rollouts: Tensor,
+    lengths: list[int],
+    *,
+    tokens_per_pass: int | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """`embed_blocks` of the first `lengths[i]` tokens of every block, for each i, from the same pass.
+
+    A token's states do not depend on those behind it, so a shorter rollout's are the first of a longer one's.
+    """
+    generated: list[list[Tensor]] = [[] for _ in lengths]
+    reference: list[list[Tensor]] = [[] for _ in lengths]
     for part in split(documents, layout, tokens_per_pass):
         tokens = rollouts[part.blocks]
         features = token_features(layout_states(network, part.documents, part.layout, tokens))
-        reference.append(pool(features[part.layout.reference_index()], network.embed_method))
-        features = features[len(part.documents.tokens) :].unflatten(0, tokens.shape)
-        generated.append(pool(features, network.embed_method))
+        of_reference = features[part.layout.reference_index()]
+        of_rollouts = features[len(part.documents.tokens) :].unflatten(0, tokens.shape)
+        for index, length in enumerate(lengths):
+            reference[index].append(pool(of_reference[..., :length, :], network.embed_method))
+            generated[index].append(pool(of_rollouts[..., :length, :], network.embed_method))
     home = rollouts.device  # the network may live on another
-    return torch.cat(generated).to(home), torch.cat(reference).to(home)
+    return [(torch.cat(phi).to(home), torch.cat(phi_ref).to(home)) for phi, phi_ref in zip(generated, reference)]
 
 
 def layout_states(

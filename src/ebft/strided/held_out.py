@@ -3,27 +3,135 @@
 Training rewards may be whitened by each group's own samples; here features are normalised and unwhitened, the
 rollouts are drawn at temperature 1, and the feature-matching loss is the unbiased estimate, so that numbers of two
 models compare.
+
+S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
-from ebft.monitor.metrics import MeanMetrics
-from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
-from ebft.strided.embed import embed_blocks
+from ebft.rewards import unbiased_cfm_loss
+from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
+from ebft.strided.embed import embed_prefixes
 from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.loss import score
 from ebft.strided.policy import prepare
-from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 
-METRICS = ("alignment", "diversity", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "ce_loss")
+
+@dataclass
+class HeldOutMeasure:
+    """Samples, compares and scores held-out documents, and keeps the sums of each in `scores`.
+
+    `ce_loss` counts the tokens of `Documents.ce_mask`, `ce_loss_all` every token with a predecessor; the rest is of
+    `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, as an unbiased estimate needs
+    them. A document draws the same noise in every measure of the same seed. `pass_at` is 1 and all samples unless
+    given; `curves` adds what changes along a rollout. `samples` then keeps the rewards of every single sample.
+    """
+
+    causal_lm: PreTrainedModel
+    network: FeatureNetwork
+    block_options: dict[str, int]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    tokens_per_pass: int | None = None
+    alignment_coef: float = 1.0
+    diversity_coef: float = 1.0
+    pass_at: list[int] | None = None
+    curves: bool = False
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+    scores: Scores = field(default_factory=Scores)
+
+    def __post_init__(self) -> None:
+        samples = max(2, self.block_options["n_samples_per_prompt"])
+        self.block_options = {**self.block_options, "n_samples_per_prompt": samples}
+        self.pass_at = self.pass_at or [1, samples]
+        self._noise = DocumentNoise(self.seed)
+        prepare(self.causal_lm)
+        for name in ["ce_loss", "ce_loss_all", *feature_score_names(samples, self.pass_at)]:
+            self.scores.add(name, [], [])  # a rank without documents still takes part in the sums
+
+    def add(self, inputs: dict[str, Tensor], ids: Iterable[int]) -> None:
+        """Measure a batch whose documents are called `ids`; at least one must have room for a block."""
+        device = next(self.causal_lm.parameters()).device
+        documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
+        layout = StridedLayout.place(documents, **self.block_options)
+        predicted = documents.positions > 0
+        with evaluating(self.causal_lm), self.autocast():
+            rollouts = sample_rollouts(
+                self.causal_lm,
+                replace(documents, ce_mask=predicted),
+                layout,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                noise=self._noise.draw(documents, layout, step=0),
+                text_gradient=False,
+                tokens_per_pass=self.tokens_per_pass,
+            )
+            lengths = curve_lengths(layout.generate_max_len) if self.curves else [layout.generate_max_len]
+            embedded = embed_prefixes(
+                self.network, documents, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass
+            )
+        ids = torch.tensor(list(ids))
+        nll_S = torch.zeros(len(documents.tokens), device=device).masked_scatter(predicted, -rollouts.text_logps)
+        self._add_cross_entropy(nll_S, predicted, documents, ids)
+        blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
+        self._add_features(embedded, lengths, blocks)
+        if self.curves:
+            self._add_positions(nll_S, documents, layout, rollouts, blocks)
+
+    def _add_cross_entropy(self, nll_S: Tensor, predicted: Tensor, documents: Documents, ids: Tensor) -> None:
+        document_S = ids.repeat_interleave(documents.lengths.cpu())
+        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
+            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
+
+    def _add_features(self, embedded: list[tuple[Tensor, Tensor]], lengths: list[int], blocks: list[int]) -> None:
+        whole = feature_scores(
+            *embedded[-1],
+            alignment_coef=self.alignment_coef,
+            diversity_coef=self.diversity_coef,
+            pass_at=self.pass_at,
+        )
+        self.scores.add_all(whole, blocks)
+        if not self.curves:
+            return
+        self.scores.keep_samples(*embedded[-1], self.alignment_coef, self.diversity_coef)
+        for length, (phi, phi_ref) in zip(lengths, embedded):
+            self.scores.add(f"{CURVE}/cfm_loss/{length}", blocks, unbiased_cfm_loss(phi, phi_ref))
+
+    def _add_positions(
+        self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
+    ) -> None:
+        """Cross-entropy at each position of a block: of the reference, and of the rollouts by policy and by base."""
+        with self.network.frozen() as base, self.autocast():
+            by_base, _ = score(
+                base,
+                documents.to(self.network.device),
+                layout.to(self.network.device),
+                rollouts.tokens.to(self.network.device),
+                temperature=1.0,
+                text_gradient=False,
+                apply_dropout=False,
+                tokens_per_pass=self.tokens_per_pass,
+            )
+        found = {
+            "reference_nll": nll_S[layout.reference_index()],
+            "rollout_nll": -rollouts.logps.mean(1),
+            "rollout_nll_base": -by_base.mean(1),
+        }
+        for name, values_MG in found.items():
+            for t, values_M in enumerate(values_MG.unbind(-1)):
+                self.scores.add(f"{CURVE}/{name}/{t}", blocks, values_M)
 
 
 def held_out_metrics(
@@ -31,58 +139,18 @@ def held_out_metrics(
     network: FeatureNetwork,
     batches: Iterable[dict[str, Tensor]],
     *,
-    block_options: dict[str, int],
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    tokens_per_pass: int | None = None,
     accelerator=None,
+    **settings,
 ) -> dict[str, float]:
     """Means over every block (feature metrics) and token (cross-entropy) of the batches, and of all ranks.
 
-    Returns `ce_loss` and `perplexity` of the reference text; `alignment` and `diversity` (scaled by 2 as in training);
-    `cfm_loss` (unbiased), `cfm_loss_plugin` (eq. 2 with sample means) and `cfm_loss_whitened` (plug-in, whitened by
-    each group's samples: not comparable between models). Each document draws the same noise in every call with the
-    same seed. At least two samples are drawn per block, as an unbiased estimate needs them.
+    `settings` are those of HeldOutMeasure, `block_options` at least.
     """
-    block_options = {**block_options, "n_samples_per_prompt": max(2, block_options["n_samples_per_prompt"])}
-    prepare(causal_lm)
-    metrics, noise = MeanMetrics(), DocumentNoise(seed)
-    for name in METRICS:  # a rank without documents still takes part in the sums
-        metrics.add(name, 0.0, 0.0)
     autocast = accelerator.autocast if accelerator is not None else nullcontext
-    device = next(causal_lm.parameters()).device
-    for inputs in batches:
-        documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
-        layout = StridedLayout.place(documents, **block_options)
-        with evaluating(causal_lm), autocast():
-            drawn = noise.draw(documents, layout, step=0)
-            rollouts = sample_rollouts(
-                causal_lm,
-                documents,
-                layout,
-                temperature=temperature,
-                top_p=top_p,
-                noise=drawn,
-                text_gradient=False,
-                tokens_per_pass=tokens_per_pass,
-            )
-            phi, phi_ref = embed_blocks(network, documents, layout, rollouts.tokens, tokens_per_pass=tokens_per_pass)
-        metrics.add("ce_loss", -rollouts.text_logps.sum(), documents.ce_mask.sum())
-        _add_feature_metrics(metrics, phi, phi_ref)
-    means = metrics.drain(accelerator)
+    measure = HeldOutMeasure(causal_lm, network, autocast=autocast, **settings)
+    for number, inputs in enumerate(batches):
+        measure.add(inputs, [number] * len(Documents.from_inputs(inputs).lengths))
+    means = measure.scores.means(accelerator)
     if "cfm_loss" not in means:
         raise ValueError("there is nothing to evaluate on: the held-out set has no batches")
-    return {**means, "perplexity": math.exp(min(means.get("ce_loss", math.nan), 700.0))}
-
-
-def _add_feature_metrics(metrics: MeanMetrics, phi: Tensor, phi_ref: Tensor) -> None:
-    values = {
-        "alignment": alignment_rewards(phi, phi_ref).mean(-1),
-        "diversity": diversity_rewards(phi).mean(-1),
-        "cfm_loss": unbiased_cfm_loss(phi, phi_ref),
-        "cfm_loss_plugin": cfm_loss(phi, phi_ref),
-        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
-    }
-    for name, value in values.items():
-        metrics.add(name, value.sum(), value.numel())
+    return means

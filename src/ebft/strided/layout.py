@@ -78,6 +78,11 @@ class Documents:
         """Position of every token in its own document: (S,)."""
         return _positions(self.lengths)
 
+    def to(self, device: torch.device | str) -> Documents:
+        """The same documents on another device."""
+        fields = (self.tokens, self.lengths, self.prompt_length, self.ce_mask)
+        return Documents(*(values.to(device) for values in fields))
+
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
         """Documents [first, stop), with `ce_mask` off for the first `scored` tokens."""
         ends = [0, *self.lengths.cumsum(0).tolist()]

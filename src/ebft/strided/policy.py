@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import MethodType
 from typing import TypeVar
 
@@ -80,7 +81,7 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     if "_plain_forward" in causal_lm.__dict__:
         return causal_lm
     causal_lm._plain_forward = causal_lm.forward
-    causal_lm.forward = MethodType(_forward, causal_lm)
+    causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
     for module in backbone_of(causal_lm).modules():
         if hasattr(module, "config"):  # what reads config._attn_implementation: the backbone and its attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
@@ -93,9 +94,14 @@ def run_inside(model: nn.Module, program: Callable[[PreTrainedModel], Result]) -
     return model(program=program)
 
 
-def _forward(self, *args, program=None, **kwargs):
-    """`forward` of a prepared model."""
-    return self._plain_forward(*args, **kwargs) if program is None else program(self)
+def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
+    """`forward` of a prepared model, with the signature that it had: generate() reads off it what a model can do."""
+
+    @wraps(type(causal_lm).forward)
+    def forward(self, *args, program=None, **kwargs):
+        return self._plain_forward(*args, **kwargs) if program is None else program(self)
+
+    return forward
 
 
 def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass) -> Tensor:

@@ -241,6 +241,8 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
             block_options=self._block_options(),
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
+            alignment_coef=self.args.alignment_coef,
+            diversity_coef=self.args.diversity_coef,
             accelerator=self.accelerator,
         )
         logs = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

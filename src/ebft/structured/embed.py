@@ -23,6 +23,14 @@ def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continua
     continuation's, `concat` takes the states at a quarter, a half and three quarters of the real sequence. Where a
     continuation is empty, `last_token` and `completion_mean` are the prompt's last token.
     """
+    prompt, own = continuation_features(network, prompt_ids, continuations)
+    return torch.stack([pool_sequence(prompt, features, network.embed_method) for features in own])
+
+
+def continuation_features(
+    network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Features (P, D) of the prompt's tokens, and of each continuation's own behind it, (its length, D)."""
     lengths = [len(ids) for ids in continuations]
     if not shares_prompts(network.causal_lm):
         features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
@@ -35,7 +43,7 @@ def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continua
             own, _ = _run(network, _padded(continuations), use_cache=True, cache=cache)
         else:
             own = features[:, :0].expand(len(continuations), -1, -1)
-    return torch.stack([pool_sequence(prompt, row[:length], network.embed_method) for row, length in zip(own, lengths)])
+    return prompt, [row[:length] for row, length in zip(own, lengths)]
 
 
 def shares_prompts(causal_lm: PreTrainedModel) -> bool:

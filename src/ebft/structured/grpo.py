@@ -34,6 +34,7 @@ from ebft.structured.preflight import (
 )
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
+from ebft.structured.rollouts.messages import reply_messages
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
 from ebft.structured.rollouts.server import ServerRollouts
@@ -221,7 +222,7 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         fields = list(super()._generate(prompts))
         if any(len(rollout.replies) > 1 for rollout in self._rollouts):
             fields[_COMPLETIONS] = [
-                _messages(self._tokenizer, rollout, row.get("remaining_turns"))
+                reply_messages(self._tokenizer, rollout, row.get("remaining_turns"))
                 for rollout, row in zip(self._rollouts, self._rows)
             ]
         return tuple(fields)
@@ -374,20 +375,3 @@ def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
         regex=args.vllm_structured_outputs_regex,
         extra=extra,
     )
-
-
-def _messages(tokenizer: Any, rollout: Rollout, remaining_turns: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """A rolled-out conversation as messages: the replies as sampled, the turns between them as given."""
-    replies = iter(tokenizer.batch_decode(rollout.replies, skip_special_tokens=True))
-    messages = [{"role": "assistant", "content": next(replies)}]
-    given: list[dict[str, Any]] = []
-    for message in remaining_turns or []:
-        if message.get("role") != "assistant":
-            given.append({key: value for key, value in message.items() if value is not None})
-            continue
-        reply = next(replies, None)
-        if reply is None:
-            break
-        messages += [*given, {"role": "assistant", "content": reply}]
-        given = []
-    return messages

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
+from ebft.config.options import RewardOptions
+from ebft.scores import feature_scores
 from ebft.structured.reward import FeatureMatch
 
 
@@ -43,18 +44,17 @@ class HeldOutMeans:
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight}
 
 
-def held_out_values(match: FeatureMatch) -> dict[str, Tensor]:
+def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:
     """Feature matching of every group, repeated for its samples (M * N,), in the one space that models compare in:
 
-    normalised and unwhitened, as in strided mode (`cfm_loss_whitened` apart).
+    normalised and unwhitened, as in strided mode (`ebft.scores.feature_scores`).
     """
-    phi, phi_ref = match.samples, match.reference
-    values = {
-        "alignment": alignment_rewards(phi, phi_ref).mean(-1),
-        "diversity": diversity_rewards(phi).mean(-1),
-        "cfm_loss_plugin": cfm_loss(phi, phi_ref),
-        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
-    }
-    if phi.shape[1] > 1:
-        values["cfm_loss"] = unbiased_cfm_loss(phi, phi_ref)
-    return {name: value.repeat_interleave(phi.shape[1]) for name, value in values.items()}
+    n = match.samples.shape[1]
+    values = feature_scores(
+        match.samples,
+        match.reference,
+        alignment_coef=options.alignment_coef,
+        diversity_coef=options.diversity_coef,
+        pass_at=sorted({1, n}),
+    )
+    return {name: value.repeat_interleave(n) for name, value in values.items()}

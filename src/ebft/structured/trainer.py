@@ -8,7 +8,6 @@ B  completions   P  prompt tokens (padded left)   R  reference tokens (padded ri
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,12 +22,15 @@ from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.trainable import load
 from ebft.monitor.metrics import MeanMetrics
+from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
 from ebft.structured.held_out import HeldOutMeans, held_out_values
 from ebft.structured.preflight import check_arguments, check_rows
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward
+
+HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means that differ in what they weigh by
 
 
 class EBFTTrainer(RolloutGRPOTrainer):
@@ -79,7 +81,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = len(dataset) * self.num_generations_eval if isinstance(dataset, Dataset) else None
-        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in ("features", "cross-entropy")}
+        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in HELD_OUT}
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
@@ -87,7 +89,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         if not self.model.training:
             for name in [name for name in self._pending_metrics if name.startswith("ebft/")]:
                 del self._pending_metrics[name]  # in the reward's space; held-out metrics have a space of their own
-            values = held_out_values(self.feature_reward.last)
+            values = held_out_values(self.feature_reward.last, self.feature_reward.options)
             self._held_out["features"].add(values, torch.ones(len(inputs)))
         return rewards
 
@@ -127,9 +129,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
         loss = super()._compute_loss(model, inputs)
         if "reference_ids" not in inputs:
             return loss
-        nll, counts = self._reference_nll_sums(model, inputs), inputs["reference_mask"].sum(-1)
+        (nll, counts), (nll_all, counts_all) = self._nll_sums(model, inputs)
         if not self.model.training:
             self._held_out["cross-entropy"].add({"ce_loss": nll / counts.clamp_min(1)}, counts)
+            self._held_out["all tokens"].add({"ce_loss_all": nll_all / counts_all.clamp_min(1)}, counts_all)
             return loss
         self._reference_nll.add("ce_loss", nll.detach().sum(), counts.sum())
         # DDP averages over the processes, and ours are shares of a sum.
@@ -146,26 +149,33 @@ class EBFTTrainer(RolloutGRPOTrainer):
         counts = sum(batch["reference_mask"].sum() for batch in of_this_step)
         return self.accelerator.reduce(counts, "sum")
 
-    def _reference_nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Negative log-likelihood of each reference's counted tokens behind its prompt, summed: (B,), 0 without one."""
+    def _nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Negative log-likelihoods, summed, with how many tokens they are of, each (B,), 0 without a reference:
+
+        of each reference's counted tokens behind its prompt, and, in evaluation only, of prompt and reference whole.
+        """
         rows = inputs["reference_mask"].any(-1)
-        sums = torch.zeros(len(rows), device=self.args.device)
+        zeros = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
             if self.accelerator.num_processes == 1:
-                return sums
+                return (zeros, zeros), (zeros, zeros)
             rows[0] = True  # processes must run the wrapped model equally often; nothing of this row counts
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
         # Padding behind a reference is masked by causality already; zeros there keep it out of the positions too.
         behind = counted.flip(-1).cummax(-1).values.flip(-1)
         attention_mask = torch.cat([inputs["prompt_mask"][rows], behind], dim=1)
-        length = reference.shape[1]
+        kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
             logits = model(
-                input_ids=tokens, attention_mask=attention_mask, logits_to_keep=length + 1, use_cache=False
-            ).logits[:, -length - 1 : -1]
-        nll = F.cross_entropy(logits.float().transpose(1, 2), reference, reduction="none")
-        return sums.masked_scatter(rows, (nll * counted).sum(-1))
+                input_ids=tokens, attention_mask=attention_mask, logits_to_keep=kept, use_cache=False
+            ).logits[:, -kept:-1]
+        nll = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1 - kept :], reduction="none")
+        predicted = attention_mask[:, 1 - kept :] * attention_mask[:, -kept:-1] * behind.any(-1, keepdim=True)
+        nll_of_reference = (nll[:, -reference.shape[1] :] * counted).sum(-1)
+        sums = [nll_of_reference, counted.sum(-1), (nll * predicted).sum(-1), predicted.sum(-1)]
+        own, own_count, all_tokens, all_count = (zeros.masked_scatter(rows, value.to(zeros)) for value in sums)
+        return (own, own_count), (all_tokens, all_count)
 
     def _signal_besides(self, inputs: dict[str, Any]) -> float:
         has_references = "reference_mask" in inputs and self.args.ce_coef > 0 and inputs["reference_mask"].any()
@@ -177,8 +187,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         else:
             means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
             self._held_out = {}
-            if "ce_loss" in means:
-                means["perplexity"] = math.exp(min(means["ce_loss"], 700.0))
+            means |= perplexities(means)
             logs |= {f"eval_{name}": mean for name, mean in means.items()}
         super().log(logs, start_time)
 

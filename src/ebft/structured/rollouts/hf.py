@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
@@ -16,42 +16,36 @@ from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.structured.rollouts.sampling import Completion, Sampling
 
 
-class HFBackend:
-    """transformers' `generate` on the policy, in eval mode, prompts padded on the left."""
+class Generator:
+    """transformers' `generate` on a causal LM, prompts padded on the left; `temperature` 0 is greedy."""
 
-    def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
-        self._trainer, self._pad_token_id = trainer, pad_token_id
+    def __init__(self, sampling: Sampling, pad_token_id: int, cache_implementation: str | None = None) -> None:
+        self._pad_token_id = pad_token_id
         self._end_ids = sorted(sampling.end_ids)
-        self._kwargs = {
-            "do_sample": True,
+        warpers = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
+        }
+        self._kwargs = {
+            "do_sample": sampling.temperature > 0,
+            **(warpers if sampling.temperature > 0 else {}),
             "repetition_penalty": sampling.repetition_penalty,
             "eos_token_id": self._end_ids or None,
             "pad_token_id": pad_token_id,
-            "cache_implementation": trainer.args.cache_implementation,
+            "cache_implementation": cache_implementation,
             **sampling.extra,
         }
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
-        trainer = self._trainer
-        input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(trainer.args.device)
+    def __call__(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        """One completion per prompt; the model must be in eval mode, without gradients."""
+        input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
         attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
             input_ids.device
         )
         kwargs = {**self._kwargs, "max_new_tokens": max(max_tokens)}
-        with (
-            unwrap_model_for_generation(
-                trainer.model_wrapped,
-                trainer.accelerator,
-                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-            ) as policy,
-            evaluating(policy),
-            trainer.accelerator.autocast(),
-            _only(unwrap_adapter(policy), GenerationConfig(**kwargs, disable_compile=True)) as causal_lm,
-        ):
+        with _only(causal_lm, GenerationConfig(**kwargs, disable_compile=True)):
             output = causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -64,6 +58,38 @@ class HFBackend:
         """Ids up to the first end token; what follows is padding."""
         end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
         return ids[: end + 1]
+
+
+class HFBackend:
+    """`generate` on a trainer's policy as it stands, in eval mode."""
+
+    def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
+        self._trainer = trainer
+        self._generator = Generator(sampling, pad_token_id, trainer.args.cache_implementation)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        trainer = self._trainer
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+            ) as policy,
+            evaluating(policy),
+            trainer.accelerator.autocast(),
+        ):
+            return self._generator(unwrap_adapter(policy), prompts, max_tokens)
+
+
+class ModelBackend:
+    """`generate` on a model that nobody trains."""
+
+    def __init__(self, model: nn.Module, sampling: Sampling, pad_token_id: int) -> None:
+        self._model, self._generator = model, Generator(sampling, pad_token_id)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        with evaluating(self._model):
+            return self._generator(unwrap_adapter(self._model), prompts, max_tokens)
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""Held-out rows for `ebft evaluate`, each with its document: the raw row that it came from."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data import load, prompts
+from ebft.data.sources import read_source
+
+
+@dataclass
+class HeldOut:
+    """Rows as training's own evaluation would see them; `documents[i]` is the number of row i's document.
+
+    Several rows may be of one document: windows of a long text, turns of a chat.
+    """
+
+    rows: Dataset
+    documents: list[int]
+    entries: list[Any]
+
+    def raw(self, document: int) -> dict[str, Any]:
+        """The row of the data source that a document is, with all its columns."""
+        source = bisect_right(self._first, document) - 1
+        return self._sources[source][document - self._first[source]]
+
+    @cached_property
+    def _sources(self) -> list[Dataset]:
+        return [read_source(entry) for entry in self.entries]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        return [0, *np.cumsum([len(source) for source in self._sources])[:-1].tolist()]
+
+
+def load_held_out(config: Any, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+    """The config's held-out rows (`test_datasets`, or the `val_set_size` split), of `evaluation.documents` documents.
+
+    Columns are those of `load_prompts` where completions are whole, else those of `load_datasets`. Raises DataError
+    where the config holds nothing out.
+    """
+    rooms, load_entry = (load, load.token_rows) if not config.is_structured else (prompts, prompts.prompt_rows)
+    rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.way_out(config))
+    rows = _first_documents(rows, config.evaluation.documents)
+    documents = list(rows["document"])
+    rows = prompts.unpack_rows(rows) if config.is_structured else rows.remove_columns("document")
+    return HeldOut(rows, documents, config.test_datasets or config.datasets)
+
+
+def _first_documents(rows: Dataset, limit: int | None) -> Dataset:
+    if limit is None:
+        return rows
+    owner = np.asarray(rows["document"])
+    return rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[:limit])))

@@ -1,0 +1,81 @@
+"""Whole completions of a model under evaluation, sampled and greedy, the same noise for every model."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ebft.data.conversation import Conversation, Renderer, without_end
+from ebft.evaluation.settings import Settings
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.structured.reward import end_token_ids
+from ebft.structured.rollouts.hf import ModelBackend
+from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
+
+
+class Completions:
+    """Samples completions by `generate()`, `settings.samples` per prompt, and one greedy one."""
+
+    def __init__(self, policy: nn.Module, renderer: Renderer, settings: Settings, config: Any) -> None:
+        self._settings, self.tokenizer = settings, renderer.tokenizer
+        extra = dict(config.trl.generation_kwargs or {}) if config.is_structured else {}
+        self.end_ids = frozenset(end_token_ids(policy, renderer, extra.pop("stop_token_ids", ())))
+        extra = _for_generate(extra, config.trl.vllm_guided_decoding_regex if config.is_structured else None)
+        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra)
+        if config.is_structured:
+            trl = config.trl
+            own = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+            sampling = replace(sampling, **{name: value for name, value in own.items() if value is not None})
+        pad = self.tokenizer.pad_token_id
+        self._sampled = ModelBackend(policy, sampling, pad)
+        self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
+        positions = getattr(unwrap_adapter(policy).config.get_text_config(), "max_position_embeddings", None)
+        self._limits = Limits(settings.max_new_tokens, settings.limit_by_reference, positions)
+
+    def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
+        """The samples of each conversation; the noise belongs to the seed and `name`."""
+        n = self._settings.samples
+        repeated = [conversation for conversation in conversations for _ in range(n)]
+        with _seeded(f"{self._settings.seed}:{name}"):
+            rollouts = roll_out(self._sampled, repeated, self._limits, self.end_ids)
+        return [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
+
+    def greedy(self, conversations: list[Conversation]) -> list[Rollout]:
+        """The most likely completion of each conversation, token by token."""
+        return roll_out(self._greedy, conversations, self._limits, self.end_ids)
+
+    def text(self, ids: list[int]) -> str:
+        """A reply as text, without the token that ends it."""
+        return self.tokenizer.decode(without_end(ids, self.end_ids), skip_special_tokens=True)
+
+
+def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
+    """What `generate` takes of `trl.generation_kwargs`, with a warning for what only vLLM does."""
+    known = set(vars(GenerationConfig()))
+    left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
+    left += ["vllm_guided_decoding_regex"] if regex is not None else []
+    if left:
+        warnings.warn(
+            f"trl.{', trl.'.join(left)}: `ebft evaluate` samples by generate(), which has no such option, so "
+            "completions are sampled without it.",
+            stacklevel=2,
+        )
+    return {key: value for key, value in kwargs.items() if key in known}
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    """Global random numbers from `key` inside the block, as `generate` draws them; as they were after it."""
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
+        yield

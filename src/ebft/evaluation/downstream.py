@@ -1,0 +1,66 @@
+"""Downstream metrics: functions of the user's own on whole completions, as pass@k and greedy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebft.config.imports import find_function
+from ebft.errors import ConfigError
+from ebft.scores import Scores, best_of
+
+KEY = "evaluation.metrics"
+Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
+
+
+def load_metrics(names: list[str]) -> dict[str, Metric]:
+    """The functions by the names that they are reported under: the last part, or all of it where two share one."""
+    short = Counter(name.rpartition(".")[2] for name in names)
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"{KEY}: {repeated[0]!r} is named twice. Keep it once.")
+    return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
+
+
+def add_downstream(
+    scores: Scores,
+    metrics: dict[str, Metric],
+    document: int,
+    prompt: Any,
+    completions: list[Any],
+    greedy: Any,
+    row: dict[str, Any],
+    pass_at: list[int],
+) -> None:
+    """Add `NAME_pass@k` over the sampled completions and `NAME_greedy` of every metric that applies to the row."""
+    for name, metric in metrics.items():
+        values = [_value(name, metric, prompt, completion, row) for completion in [*completions, greedy]]
+        if None in values:
+            continue
+        sampled = torch.tensor(values[:-1], dtype=torch.float64)
+        for k in pass_at:
+            scores.add(f"{name}_pass@{k}", [document], best_of(sampled, k)[None])
+        scores.add(f"{name}_greedy", [document], [values[-1]])
+
+
+def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[str, Any]) -> float | None:
+    try:
+        value = metric(prompt, [completion], dict(row))
+    except Exception as error:  # a function of the user's own may raise anything
+        raise ConfigError(
+            f"{KEY}: {name} raised {type(error).__name__}: {error}. It is called as {name}(prompt, completions, row) "
+            f"with one completion, here {completion!r:.200}."
+        ) from error
+    if value is None:
+        return None
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    raise ConfigError(
+        f"{KEY}: {name} returned {value!r:.200}, for the completion {completion!r:.200}. It must return a finite "
+        "number, or None where it does not apply to a row."
+    )

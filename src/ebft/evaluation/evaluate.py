@@ -1,0 +1,54 @@
+"""One function that measures models side by side on a config's held-out data."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import torch
+
+from ebft.config import RunConfig
+from ebft.data.held_out import load_held_out
+from ebft.errors import ConfigError
+from ebft.evaluation.downstream import load_metrics
+from ebft.evaluation.models import load_subject, own_models
+from ebft.evaluation.prompts import measure_prompts
+from ebft.evaluation.result import Evaluation, summarise
+from ebft.evaluation.settings import Settings
+from ebft.evaluation.tokens import measure_tokens
+from ebft.models import load_tokenizer
+
+
+def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
+    """Measure `models` (folders or hub ids of whole models or adapters) on the config's held-out data.
+
+    None is the config's base model, and what its run left in `output_dir`. All are measured on the same documents,
+    with the same noise, in the feature space of the config's `base_model`: cross-entropy, feature matching, and the
+    config's `evaluation.metrics`, with intervals by bootstrap over documents. Raises ConfigError, DataError or
+    ModelError for what the user can put right.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError("ebft evaluate runs in one process. Start it without torchrun.")
+    settings = Settings.of(config)
+    metrics = load_metrics(config.evaluation.metrics)
+    started = time.perf_counter()
+    tokenizer = load_tokenizer(config)
+    held_out = load_held_out(config, tokenizer)
+    measure = measure_prompts if config.is_structured else measure_tokens
+    names = list(dict.fromkeys(models)) if models else own_models(config)
+    found = []
+    for name in names:
+        subject = load_subject(config, name, tokenizer)
+        found.append(measure(config, settings, subject, held_out, tokenizer, metrics))
+        del subject
+        _free_memory()
+    documents = len(set(held_out.documents))
+    return summarise(names, found, settings, config, documents, time.perf_counter() - started)
+
+
+def _free_memory() -> None:
+    """Make room for the next model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

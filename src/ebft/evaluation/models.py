@@ -1,0 +1,120 @@
+"""The models to evaluate, and the one feature network that all of them are compared in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ebft.data.locate import locate
+from ebft.errors import ConfigError, ModelError
+from ebft.features import FeatureNetwork
+from ebft.models import load_base_model
+from ebft.models.base import lasting_name
+from ebft.models.causal_lm import unwrap_adapter
+
+ADAPTER_FILE = "adapter_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
+
+
+@dataclass
+class Subject:
+    """A model under evaluation, in eval mode on its device, and the feature network of the config's base model."""
+
+    policy: nn.Module
+    network: FeatureNetwork
+
+
+def own_models(config: Any) -> list[str]:
+    """What a config's run is about, where the user names no model: its base model, and what it has trained."""
+    folder = Path(config.output_dir)
+    trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
+    return [config.base_model, *([config.output_dir] if trained else [])]
+
+
+def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
+    """The model `name`, a folder or a hub id of a whole model or an adapter, beside the feature network.
+
+    The network is always the config's `base_model`, frozen. Where `name` is that model or an adapter on it, the two
+    share their weights. Raises ModelError where it cannot be loaded or has another tokenizer.
+    """
+    locate(name, "model", "--model")
+    check_tokenizer(name, tokenizer)
+    base = _adapter_base(name)
+    if base is None:
+        policy = load_base_model(_of_base(config, name), tokenizer)
+    else:
+        policy = _with_adapter(config, base, name, tokenizer)
+    policy = placed(policy).eval().requires_grad_(False)
+    ebft = config.ebft
+    if _same_model(base or name, config.base_model):
+        network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
+    else:
+        frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
+        network = FeatureNetwork(frozen, ebft.feature_layers, ebft.embed_method, copy=False)
+    return Subject(policy, network)
+
+
+def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model saved with another tokenizer than the config's: its tokens would mean something else."""
+    folder = Path(name).expanduser()
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return  # a bare adapter, or a hub id, whose embeddings must fit in any case
+    own = AutoTokenizer.from_pretrained(folder)
+    if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+        raise ModelError(
+            f"--model {name}: its tokenizer gives other tokens than that of the config's base_model, so the two cannot "
+            "be compared on the same tokens. Evaluate it with a config of its own base_model."
+        )
+
+
+def placed(model: nn.Module, device: str | None = None) -> nn.Module:
+    """The model on `device`, or on the accelerator where there is one; a model spread by a device map stays."""
+    if getattr(unwrap_adapter(model), "hf_device_map", None) is not None:  # set by transformers alone
+        return model
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.to(device)
+
+
+def _adapter_base(name: str) -> str | None:
+    """The base model of an adapter; None where `name` is no adapter."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / ADAPTER_FILE).is_file():
+        return None
+    try:
+        return PeftConfig.from_pretrained(name).base_model_name_or_path
+    except ValueError as error:  # what PEFT raises where there is no adapter's configuration
+        if folder.is_dir():
+            raise ModelError(f"--model {name}: its {ADAPTER_FILE} cannot be read: {error}") from error
+        return None
+
+
+def _with_adapter(config: Any, base: str, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+    try:
+        model = load_base_model(_of_base(config, base), tokenizer)
+        return PeftModel.from_pretrained(model, str(Path(name).expanduser()) if Path(name).exists() else name)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"--model {name}: an adapter on {base} that cannot be loaded: {error}") from error
+
+
+def _of_base(config: Any, name: str) -> Any:
+    """The config with another base model; its weights' own configuration goes with it."""
+    if _same_model(name, config.base_model):
+        return config
+    if config.load_in_4bit or config.load_in_8bit:
+        raise ConfigError(
+            f"--model {name} is no adapter on base_model, and load_in_4bit and load_in_8bit are for training adapters. "
+            "Set them to false, so that all models are measured in one precision."
+        )
+    return config.model_copy(update={"base_model": name, "base_model_config": None, "revision_of_model": None})
+
+
+def _same_model(name: str, base_model: str) -> bool:
+    return lasting_name(name) == lasting_name(base_model)

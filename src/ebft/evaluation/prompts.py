@@ -1,0 +1,146 @@
+"""Evaluation on prompts: whole completions beside their references.
+
+N  samples of a prompt   D  feature dimension
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.conversation import Conversation, Renderer, without_end
+from ebft.data.held_out import HeldOut
+from ebft.evaluation.completions import Completions
+from ebft.evaluation.cross_entropy import token_nll
+from ebft.evaluation.downstream import Metric, add_downstream
+from ebft.evaluation.models import Subject
+from ebft.evaluation.settings import Settings
+from ebft.evaluation.tokens import batches
+from ebft.rewards import unbiased_cfm_loss
+from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
+from ebft.structured.embed import continuation_features, pool_sequence
+from ebft.structured.references import labelled_reference
+from ebft.structured.rollouts.messages import reply_messages
+from ebft.structured.rollouts.turns import Rollout
+
+EXACT_POSITIONS = 16  # along a completion; behind it, curves have one point for each power of two
+
+
+class PromptMeasure:
+    """The scores of a model on rows of `prompt` and `ground_truth`, one prompt after the other."""
+
+    def __init__(
+        self,
+        config: Any,
+        settings: Settings,
+        subject: Subject,
+        tokenizer: PreTrainedTokenizerBase,
+        metrics: dict[str, Metric],
+    ) -> None:
+        self.config, self.settings, self.subject, self.metrics = config, settings, subject, metrics
+        self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+        self.completions = Completions(subject.policy, self.renderer, settings, config)
+        self.scores = Scores()
+
+    def add(self, held_out: HeldOut) -> None:
+        """Measure every row; those without a reference (`rl: grpo`) count for downstream metrics alone."""
+        for number, (rows, documents) in enumerate(batches(held_out, self.settings.batch_size)):
+            conversations = [self._conversation(row) for row in rows]
+            sampled = self.completions.sample(conversations, f"batch {number}")
+            greedy = self.completions.greedy(conversations) if self.metrics else [None] * len(rows)
+            for row, document, conversation, rollouts, best in zip(rows, documents, conversations, sampled, greedy):
+                if _has_reference(row):
+                    self._add_features(document, conversation, rollouts)
+                    self._add_cross_entropy(document, row, conversation)
+                    self._add_rollout_nll(document, rollouts)
+                if self.metrics:
+                    self._add_downstream(document, row, rollouts, best, held_out.raw(document))
+
+    def _conversation(self, row: dict[str, Any]) -> Conversation:
+        reference = row["ground_truth"] if _has_reference(row) else ""
+        return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
+
+    def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
+        network, ebft = self.subject.network, self.config.ebft
+        ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
+        prompt, own = continuation_features(network, conversation.prompt_ids, [*ids, conversation.reference_ids])
+        coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
+
+        def embedded(length: int | None) -> tuple[Tensor, Tensor]:
+            """Samples (1, N, D) and reference (1, D), each of its first `length` tokens."""
+            phi = torch.stack([pool_sequence(prompt, features[:length], network.embed_method) for features in own])
+            return phi[None, :-1], phi[None, -1]
+
+        whole = embedded(None)
+        self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.settings.pass_at), [document])
+        self.scores.keep_samples(*whole, **coefficients)
+        for length in curve_lengths(len(conversation.reference_ids)):
+            self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
+
+    def _add_cross_entropy(self, document: int, row: dict[str, Any], conversation: Conversation) -> None:
+        ids, counts = labelled_reference(
+            conversation, self.renderer, row["prompt"], mask_thinking=self.config.ebft.mask_thinking_ce
+        )
+        (nll,) = token_nll(self.subject.policy, [conversation.prompt_ids + ids])
+        of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
+        self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])
+        self.scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
+        self._add_positions("reference_nll", document, of_reference)
+
+    def _add_rollout_nll(self, document: int, rollouts: list[Rollout]) -> None:
+        """Cross-entropy of the samples themselves, by the policy and by the base model, at temperature 1."""
+        sequences = [rollout.prompt_ids + rollout.ids for rollout in rollouts]
+        with self.subject.network.frozen() as base:
+            by_base = token_nll(base, sequences)
+        for name, found in (("rollout_nll", token_nll(self.subject.policy, sequences)), ("rollout_nll_base", by_base)):
+            for rollout, nll in zip(rollouts, found):
+                self._add_positions(name, document, nll[len(nll) - len(rollout.ids) :])
+
+    def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
+        for position, value in enumerate(nll.tolist()):
+            self.scores.add(f"{CURVE}/{name}/{_bin(position)}", [document], [value])
+
+    def _add_downstream(
+        self, document: int, row: dict[str, Any], rollouts: list[Rollout], best: Rollout, raw: dict[str, Any]
+    ) -> None:
+        add_downstream(
+            self.scores,
+            self.metrics,
+            document,
+            row["prompt"],
+            [self._reply(rollout, row) for rollout in rollouts],
+            self._reply(best, row),
+            {**raw, **row},
+            self.settings.pass_at,
+        )
+
+    def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """A completion as text; of several turns, as the messages from the first reply on."""
+        if not row.get("remaining_turns"):
+            return self.completions.text(rollout.ids)
+        return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
+
+
+def measure_prompts(
+    config: Any,
+    settings: Settings,
+    subject: Subject,
+    held_out: HeldOut,
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, Metric],
+) -> Scores:
+    """The scores of a model on rows of `prompt` and `ground_truth`."""
+    measure = PromptMeasure(config, settings, subject, tokenizer, metrics)
+    measure.add(held_out)
+    return measure.scores
+
+
+def _has_reference(row: dict[str, Any]) -> bool:
+    return isinstance(row["ground_truth"], str) and bool(row["ground_truth"].strip())
+
+
+def _bin(position: int) -> int:
+    return position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)

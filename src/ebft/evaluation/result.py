@@ -1,0 +1,205 @@
+"""What an evaluation found: metrics, intervals, differences and curves of each model, as JSON and as a table."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from ebft.errors import ConfigError
+from ebft.evaluation.settings import Settings
+from ebft.scores import CURVE, Scores, interval
+
+HISTOGRAM_BINS = 40
+# In the order in which they are shown; downstream metrics follow.
+ORDER = (
+    "ce_loss",
+    "perplexity",
+    "ce_loss_all",
+    "perplexity_all",
+    "cfm_loss",
+    "cfm_loss_plugin",
+    "cfm_loss_whitened",
+    "alignment",
+    "diversity",
+)
+_LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss")
+
+
+@dataclass
+class ModelResult:
+    """One model's part of an evaluation.
+
+    `intervals` are central bootstrap intervals over documents; `differences` and their intervals are from the first
+    model, paired by document. `curves` have points (position or length, value, interval), `histograms` bin edges and
+    shares of the samples.
+    """
+
+    model: str
+    metrics: dict[str, float]
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+    difference_intervals: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    histograms: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    """Several models on the same held-out documents, in one feature space."""
+
+    models: list[ModelResult]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in JSON's own types."""
+        return asdict(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything as JSON; ConfigError where that fails."""
+        write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    def table(self) -> Table:
+        """Metrics by model, with intervals; a star marks a difference from the first whose interval leaves out 0."""
+        table = Table("metric", *(_short(result.model) for result in self.models), title=self._title())
+        for name in _ordered(self.models[0].metrics):
+            table.add_row(_marked(name), *(_cell(result, name) for result in self.models))
+        return table
+
+    def _title(self) -> str:
+        s = self.settings
+        return f"{s['documents']} documents, {s['samples']} samples at temperature {s['temperature']:g}"
+
+
+def summarise(
+    names: list[str], found: list[Scores], settings: Settings, config: Any, documents: int, seconds: float
+) -> Evaluation:
+    """The evaluation of models called `names` with the scores `found`, in the same order."""
+    wanted = config.evaluation
+    draws = [_draws(scores, wanted.bootstrap, settings.seed) for scores in found]
+    results = []
+    for name, scores, drawn in zip(names, found, draws):
+        means = scores.means()
+        result = ModelResult(name, {key: value for key, value in means.items() if not key.startswith(CURVE)})
+        result.intervals = _intervals(drawn, wanted.confidence, result.metrics)
+        if results:
+            first = results[0].metrics
+            shared = [key for key in result.metrics if key in first]
+            result.differences = {key: result.metrics[key] - first[key] for key in shared}
+            paired = {key: drawn[key] - draws[0][key] for key in shared if key in drawn and key in draws[0]}
+            result.difference_intervals = _intervals(paired, wanted.confidence, paired)
+        result.curves = _curves(means, drawn, wanted.confidence)
+        result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
+        results.append(result)
+    shared_settings = {
+        "base_model": config.base_model,
+        "mode": "structured" if config.is_structured else "strided",
+        "documents": documents,
+        **asdict(settings),
+        "bootstrap": wanted.bootstrap,
+        "confidence": wanted.confidence,
+        "feature_layers": config.ebft.feature_layers,
+        "embed_method": config.ebft.embed_method,
+    }
+    if not config.is_structured:
+        options = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
+        shared_settings |= {name: getattr(config.ebft, name) for name in options}
+    return Evaluation(results, shared_settings, machine_card(seconds))
+
+
+def machine_card(seconds: float) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "device": gpu or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("ebft", "torch", "transformers", "trl", "peft")},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all; ConfigError where the place cannot be written."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError where `path` cannot be written later, before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written. Choose another place.")
+
+
+def _draws(scores: Scores, resamples: int, seed: int) -> dict[str, np.ndarray]:
+    """Resampled means; none of one document, which says nothing of how documents vary."""
+    return scores.resampled(resamples, seed) if resamples > 0 and len(scores.documents()) > 1 else {}
+
+
+def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mapping[str, Any]) -> dict[str, list[float]]:
+    found = {name: interval(draws[name], confidence) for name in names if name in draws}
+    return {name: bounds for name, bounds in found.items() if bounds is not None}
+
+
+def _curves(means: Mapping[str, float], draws: Mapping[str, np.ndarray], confidence: float) -> dict[str, list]:
+    curves: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, value in means.items():
+        if name.startswith(CURVE):
+            _, curve, position = name.split("/")
+            bounds = interval(draws[name], confidence) if name in draws else None
+            curves[curve].append({"x": int(position), "value": value, "interval": bounds})
+    return {curve: sorted(points, key=lambda point: point["x"]) for curve, points in curves.items()}
+
+
+def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str, list[float]]:
+    """Shares of the samples in bins that all models share."""
+    everything = [value for scores in found for value in scores.samples.get(name, [])]
+    edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
+    counts, _ = np.histogram(values, edges)
+    return {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
+
+
+def _ordered(metrics: Mapping[str, float]) -> list[str]:
+    return [*(name for name in ORDER if name in metrics), *sorted(name for name in metrics if name not in ORDER)]
+
+
+def _marked(name: str) -> str:
+    return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '' if name == 'diversity' else '^'}"
+
+
+def _cell(result: ModelResult, name: str) -> str:
+    if name not in result.metrics:
+        return ""
+    cell = f"{result.metrics[name]:.4g}"
+    if name in result.intervals:
+        low, high = result.intervals[name]
+        cell += f" [{low:.4g}, {high:.4g}]"
+    low, high = result.difference_intervals.get(name, (0.0, 0.0))
+    return f"{cell}*" if low > 0 or high < 0 else cell
+
+
+def _short(model: str) -> str:
+    parts = Path(model).parts
+    return str(Path(*parts[-2:])) if len(parts) > 2 else model

@@ -1,0 +1,44 @@
+"""How a config is evaluated: the `evaluation:` section with what it leaves open filled in from the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ebft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that all models of an evaluation share."""
+
+    samples: int
+    pass_at: list[int]
+    temperature: float
+    max_new_tokens: int
+    limit_by_reference: float | None  # lengths of the reference that a completion may have; None: no such limit
+    batch_size: int  # rows, each with all of its samples
+    seed: int
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """The settings of a config; ConfigError where its pass@k asks for more samples than there are."""
+        wanted, trl, ebft = config.evaluation, config.trl, config.ebft
+        of_run = trl.num_generations if config.is_structured else ebft.n_samples_per_prompt
+        samples = wanted.samples or max(2, of_run)
+        pass_at = sorted(set(wanted.pass_at or [1, samples]))
+        if pass_at[-1] > samples:
+            raise ConfigError(
+                f"evaluation.pass_at: pass@{pass_at[-1]} needs as many samples, and there are {samples}. Raise "
+                "evaluation.samples, or lower evaluation.pass_at."
+            )
+        adaptive = config.is_structured and ebft.adaptive_max_tokens and wanted.max_new_tokens is None
+        return cls(
+            samples=samples,
+            pass_at=pass_at,
+            temperature=wanted.temperature or (trl.temperature if config.is_structured else 1.0),
+            max_new_tokens=wanted.max_new_tokens or trl.max_completion_length,
+            limit_by_reference=ebft.gt_length_multiplier if adaptive else None,
+            batch_size=config.eval_batch_size or config.micro_batch_size,
+            seed=config.seed,
+        )

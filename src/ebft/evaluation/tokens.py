@@ -1,0 +1,138 @@
+"""Evaluation on rows of tokens: blocks along each document, and whole completions of rows with a prompt."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data import DocumentCollator
+from ebft.data.conversation import Conversation, Renderer, Turn
+from ebft.data.held_out import HeldOut
+from ebft.data.lengths import fits_one_block
+from ebft.data.transforms.rows import IGNORE
+from ebft.errors import DataError, ModelError
+from ebft.evaluation.completions import Completions
+from ebft.evaluation.cross_entropy import token_nll
+from ebft.evaluation.downstream import KEY, Metric, add_downstream
+from ebft.evaluation.models import Subject
+from ebft.evaluation.settings import Settings
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.scores import Scores
+from ebft.strided.held_out import HeldOutMeasure
+from ebft.strided.policy import check_supported
+
+BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
+
+
+def measure_tokens(
+    config: Any,
+    settings: Settings,
+    subject: Subject,
+    held_out: HeldOut,
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, Metric],
+) -> Scores:
+    """The scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
+
+    Rows without room for a block, which plain fine-tuning keeps, count for the cross-entropy alone.
+    """
+    ebft = config.ebft
+    measure = (
+        HeldOutMeasure(
+            unwrap_adapter(subject.policy),
+            subject.network,
+            {name: getattr(ebft, name) for name in BLOCK_OPTIONS} | {"n_samples_per_prompt": settings.samples},
+            temperature=settings.temperature,
+            seed=settings.seed,
+            tokens_per_pass=ebft.rollout_tokens_per_pass,
+            alignment_coef=ebft.alignment_coef,
+            diversity_coef=ebft.diversity_coef,
+            pass_at=settings.pass_at,
+            curves=True,
+        )
+        if _takes_blocks(config, subject)
+        else None
+    )
+    collate = DocumentCollator(tokenizer.pad_token_id)
+    scores = Scores() if measure is None else measure.scores
+    for rows, documents in batches(held_out, settings.batch_size):
+        short = [
+            measure is None or not fits_one_block(len(row["input_ids"]), row["prompt_length"], ebft) for row in rows
+        ]
+        if not all(short):
+            measure.add(
+                collate([row for row, is_short in zip(rows, short) if not is_short]),
+                [document for document, is_short in zip(documents, short) if not is_short],
+            )
+        _add_short(scores, subject, [(row, d) for row, d, is_short in zip(rows, documents, short) if is_short])
+    if metrics:
+        _add_completions(scores, config, settings, subject, held_out, tokenizer, metrics)
+    return scores
+
+
+def _takes_blocks(config: Any, subject: Subject) -> bool:
+    """Whether blocks can be sampled from the models; strided mode insists, plain fine-tuning does without."""
+    try:
+        for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
+            check_supported(model)
+    except ModelError as error:
+        if config.is_strided:
+            raise
+        warnings.warn(f"Features are left out, and the cross-entropy alone is measured: {error}.", stacklevel=2)
+        return False
+    return True
+
+
+def batches(held_out: HeldOut, size: int) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
+    for start in range(0, len(held_out.rows), size):
+        chosen = range(start, min(start + size, len(held_out.rows)))
+        yield [held_out.rows[i] for i in chosen], [held_out.documents[i] for i in chosen]
+
+
+def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any], int]]) -> None:
+    for (row, document), nll in zip(rows, token_nll(subject.policy, [row["input_ids"] for row, _ in rows])):
+        position = torch.arange(1, len(row["labels"]))
+        counted = (torch.tensor(row["labels"])[1:] != IGNORE) & (position >= row["prompt_length"])
+        scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])
+        scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
+
+
+def _add_completions(
+    scores: Scores,
+    config: Any,
+    settings: Settings,
+    subject: Subject,
+    held_out: HeldOut,
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, Metric],
+) -> None:
+    """Downstream metrics on whole completions of every row's prompt."""
+    if not any(held_out.rows["prompt_length"]):
+        raise DataError(
+            f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "
+            "completion, or leave the metrics out."
+        )
+    completions = Completions(subject.policy, Renderer(tokenizer), settings, config)
+    for number, (rows, documents) in enumerate(batches(held_out, settings.batch_size)):
+        prompts = [row["input_ids"][: row["prompt_length"]] for row in rows if row["prompt_length"]]
+        documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
+        if not prompts:
+            continue
+        conversations = [Conversation([Turn(ids, "", [])]) for ids in prompts]
+        sampled = completions.sample(conversations, f"batch {number}")
+        greedy = completions.greedy(conversations)
+        for ids, document, rollouts, best in zip(prompts, documents, sampled, greedy):
+            add_downstream(
+                scores,
+                metrics,
+                document,
+                tokenizer.decode(ids, skip_special_tokens=True),
+                [completions.text(rollout.ids) for rollout in rollouts],
+                completions.text(best.ids),
+                held_out.raw(document),
+                settings.pass_at,
+            )

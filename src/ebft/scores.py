@@ -1,0 +1,158 @@
+"""Held-out scores: sums per document behind every metric, their means, and intervals by bootstrap over documents.
+
+M  groups of samples   N  samples of a group   D  documents   R  resamples
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
+
+CROSS_ENTROPY = {"perplexity": "ce_loss", "perplexity_all": "ce_loss_all"}
+CURVE = "curve"  # names of what is no number but a point of a curve: curve/NAME/POSITION
+_MAX_EXPONENT = 700.0  # of a float64
+
+
+def feature_scores(
+    phi: Tensor, phi_ref: Tensor, *, alignment_coef: float, diversity_coef: float, pass_at: Iterable[int]
+) -> dict[str, Tensor]:
+    """Feature matching of groups (M, N, D') against references (M, D') in the one space that models compare in: (M,).
+
+    Embeddings come normalised and unwhitened, `cfm_loss_whitened` apart, which whitens each group by its own samples.
+    `cfm_loss` is the unbiased estimate, and needs N >= 2. `X_pass@k` is the expected best of k samples.
+    """
+    alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
+    reward = alignment_coef * alignment - diversity_coef * diversity
+    values = {
+        "alignment": alignment.mean(-1),
+        "diversity": diversity.mean(-1),
+        "cfm_loss_plugin": cfm_loss(phi, phi_ref),
+        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
+    }
+    if phi.shape[1] > 1:
+        values["cfm_loss"] = unbiased_cfm_loss(phi, phi_ref)
+    for k in pass_at:
+        values[f"alignment_pass@{k}"] = best_of(alignment, k)
+        values[f"reward_pass@{k}"] = best_of(reward, k)
+    return values
+
+
+def feature_score_names(num_samples: int, pass_at: Iterable[int]) -> list[str]:
+    """The names that `feature_scores` gives for groups of `num_samples`."""
+    phi = torch.eye(num_samples, num_samples + 1)[None]
+    return list(feature_scores(phi, phi[:, 0], alignment_coef=1.0, diversity_coef=1.0, pass_at=pass_at))
+
+
+def best_of(values: Tensor, k: int) -> Tensor:
+    """Expected largest of k of the N values (..., N), drawn without replacement: (...).
+
+    For values of 0 and 1 it is the usual unbiased pass@k, `1 - C(N - c, k) / C(N, k)`; for k = 1 the mean, for k = N
+    the largest.
+    """
+    n = values.shape[-1]
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs between 1 and {n} (the samples there are) of them")
+    ways = torch.tensor([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)], dtype=torch.float64)
+    return (values.double().sort(-1).values * ways.to(values.device)).sum(-1).to(values.dtype)
+
+
+def perplexities(means: Mapping[str, float]) -> dict[str, float]:
+    """`perplexity` of each mean cross-entropy."""
+    return {name: math.exp(min(means[ce], _MAX_EXPONENT)) for name, ce in CROSS_ENTROPY.items() if ce in means}
+
+
+def curve_lengths(longest: int) -> list[int]:
+    """Lengths of completions at which a curve has points: the powers of two below the longest, and the longest."""
+    return [*(2**i for i in range(longest.bit_length()) if 2**i < longest), longest]
+
+
+@dataclass
+class Scores:
+    """Sums and weights of every metric for every document; a metric's mean is the ratio of its two sums.
+
+    Documents are what the bootstrap draws: blocks, samples and tokens of one document stay together.
+    """
+
+    sums: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # for histograms
+
+    def add(self, name: str, documents: Iterable[int], totals: Any, weights: Any = None) -> None:
+        """Add `totals`, one for each of `documents`, each a sum over `weights` items (None: over one)."""
+        totals = _numbers(totals)
+        weights = np.ones_like(totals) if weights is None else _numbers(weights)
+        entries = self.sums[name]
+        for document, total, weight in zip(documents, totals, weights, strict=True):
+            entry = entries.setdefault(int(document), [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+
+    def add_all(self, values: Mapping[str, Tensor], documents: Iterable[int]) -> None:
+        """Add values (M,) by name, each of the document with the same index."""
+        documents = list(documents)
+        for name, value in values.items():
+            self.add(name, documents, value)
+
+    def keep_samples(self, phi: Tensor, phi_ref: Tensor, alignment_coef: float, diversity_coef: float) -> None:
+        """Keep alignment and reward of every single sample of groups (M, N, D')."""
+        alignment = alignment_rewards(phi, phi_ref)
+        reward = alignment_coef * alignment - diversity_coef * diversity_rewards(phi)
+        self.samples["alignment"] += alignment.flatten().tolist()
+        self.samples["reward"] += reward.flatten().tolist()
+
+    def documents(self) -> list[int]:
+        """Every document that anything is known of, in order."""
+        return sorted({document for entries in self.sums.values() for document in entries})
+
+    def means(self, accelerator: Any = None) -> dict[str, float]:
+        """Means by name, of all ranks where they add the same names; perplexities beside cross-entropies."""
+        means = {}
+        for name, entries in self.sums.items():
+            pair = torch.tensor(list(entries.values()) or [[0.0, 0.0]], dtype=torch.float64).sum(0)
+            if accelerator is not None:
+                pair = accelerator.reduce(pair.to(accelerator.device), "sum")
+            total, weight = pair.tolist()
+            if weight:
+                means[name] = total / weight
+        return means | perplexities(means)
+
+    def resampled(self, resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
+        """Means of `resamples` draws of as many documents with replacement: (R,) by name.
+
+        Draws depend on the seed and the documents alone: those of two models over the same documents are paired.
+        """
+        documents = self.documents()
+        rng = np.random.default_rng(seed)
+        times_RD = rng.multinomial(len(documents), [1 / len(documents)] * len(documents), size=resamples)
+        drawn = {}
+        for name, entries in self.sums.items():
+            pairs_D2 = np.array([entries.get(document, (0.0, 0.0)) for document in documents])
+            totals_R, weights_R = (times_RD @ pairs_D2).T
+            # A draw may hold no document that a metric applies to.
+            drawn[name] = np.divide(totals_R, weights_R, out=np.full(resamples, np.nan), where=weights_R > 0)
+        for name, ce in CROSS_ENTROPY.items():
+            if ce in drawn:
+                drawn[name] = np.exp(np.minimum(drawn[ce], _MAX_EXPONENT))
+        return drawn
+
+
+def interval(draws: np.ndarray, confidence: float) -> list[float] | None:
+    """The central interval that holds `confidence` of the draws (R,); None where no draw has a value."""
+    draws = draws[~np.isnan(draws)]
+    if not len(draws):
+        return None
+    tail = (1 - confidence) / 2
+    return [float(bound) for bound in np.quantile(draws, [tail, 1 - tail])]
+
+
+def _numbers(values: Any) -> np.ndarray:
+    values = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else values
+    return np.asarray(values, dtype=np.float64)
