@@ -1,4 +1,3 @@
-import os
 import re
 import signal
 import subprocess
@@ -6,22 +5,9 @@ import sys
 import time
 
 import pytest
-from typer.testing import CliRunner
 
-from ebft.cli import app
 from ebft.config import RunConfig
-
-ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
-
-
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-@pytest.fixture
-def ebft():
-    """`ebft("config", "--check", path)`: the command line in this process."""
-    return lambda *arguments: CliRunner(env=ENVIRONMENT).invoke(app, [str(argument) for argument in arguments])
+from tests.cli.conftest import ENVIRONMENT, plain
 
 
 @pytest.fixture
@@ -111,16 +97,16 @@ def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
         raise training.TrainingInterrupted("Stopped at step 4. Go on with: ebft train CONFIG resume...")
 
     monkeypatch.setattr(training, "train", interrupted)
-    result = CliRunner().invoke(app, ["train", str(good)])
+    result = ebft("train", good)
     assert result.exit_code == 130 and "Stopped at step 4" in plain(result.stderr)
 
     def preempted(config):
         raise training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM)
 
     monkeypatch.setattr(training, "train", preempted)
-    assert CliRunner().invoke(app, ["train", str(good)]).exit_code == 143
+    assert ebft("train", good).exit_code == 143
     monkeypatch.setattr(training, "train", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
-    result = CliRunner().invoke(app, ["train", str(good)])
+    result = ebft("train", good)
     assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)
 
 
@@ -132,8 +118,8 @@ def test_warnings_are_one_line(good):
     assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1
 
 
-def test_check_takes_the_overrides_of_train(good):
-    result = CliRunner().invoke(app, ["config", "--check", str(good), "ebft.feature_layers=0.5"])
+def test_check_takes_the_overrides_of_train(ebft, good):
+    result = ebft("config", "--check", good, "ebft.feature_layers=0.5")
     assert result.exit_code == 2 and "ebft.feature_layers" in plain(result.stderr)
-    result = CliRunner().invoke(app, ["config", "--check", str(good), "seed=7"])
+    result = ebft("config", "--check", good, "seed=7")
     assert result.exit_code == 0 and "seed: 7" in plain(result.stdout)

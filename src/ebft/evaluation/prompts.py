@@ -77,7 +77,8 @@ class PromptMeasure:
         whole = embedded(None)
         self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.settings.pass_at), [document])
         self.scores.keep_samples(*whole, **coefficients)
-        for length in curve_lengths(len(conversation.reference_ids)):
+        # Powers of two only: at other lengths each reference would stand for itself.
+        for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
             self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
 
     def _add_cross_entropy(self, document: int, row: dict[str, Any], conversation: Conversation) -> None:

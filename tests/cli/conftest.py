@@ -1,0 +1,25 @@
+"""The command line in this process, and what of an evaluation its tests need."""
+
+import os
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from ebft.cli import app
+from tests.evaluation.fixtures import models, rows, write_config
+
+__all__ = ["ENVIRONMENT", "ebft", "models", "plain", "rows", "write_config"]
+
+ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+
+
+def plain(text):
+    """`text` without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture
+def ebft():
+    """`ebft("config", "--check", path)`: the command line in this process."""
+    return lambda *arguments: CliRunner(env=ENVIRONMENT).invoke(app, [str(argument) for argument in arguments])

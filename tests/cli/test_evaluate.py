@@ -1,0 +1,56 @@
+"""`ebft evaluate` as a user runs it."""
+
+import json
+import math
+
+import pytest
+
+from tests.cli.conftest import plain
+
+
+def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
+    output, plot = tmp_path / "new" / "result.json", tmp_path / "new" / "plots.png"
+    result = ebft(
+        "evaluate",
+        write_config("strided"),
+        "evaluation.max_new_tokens=4",
+        "--model",
+        models / "base",
+        "--model",
+        models / "adapter",
+        "--metric",
+        "tests.evaluation.metrics.length",
+        "--output",
+        output,
+        "--plot",
+        plot,
+    )
+    assert result.exit_code == 0, result.output
+    table = plain(result.output)
+    for name in ("ce_loss v", "perplexity v", "cfm_loss v", "alignment ^", "length_greedy ^", "reward_pass@3 ^"):
+        assert name in table
+    found = json.loads(output.read_text())
+    assert [entry["model"] for entry in found["models"]] == [str(models / "base"), str(models / "adapter")]
+    for entry in found["models"]:
+        for name in ("ce_loss", "perplexity", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment"):
+            assert math.isfinite(entry["metrics"][name])
+            low, high = entry["intervals"][name]
+            assert low <= entry["metrics"][name] <= high
+    assert found["settings"]["documents"] == 9 and found["settings"]["samples"] == 3
+    assert found["machine"]["torch"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "./nothing/here"], "no such file or folder"),
+        (["--metric", "tests.evaluation.metrics.nothing"], "has no function 'nothing'"),
+        (["--output", "/proc/nowhere/result.json"], "cannot be written"),
+        (["evaluation.sample=3"], "Did you mean"),
+    ],
+)
+def test_errors_end_in_one_line(arguments, message, ebft, write_config):
+    result = ebft("evaluate", write_config("strided"), *arguments)
+    assert result.exit_code == 2 and message in plain(result.output + result.stderr)
+    assert "Traceback" not in result.output

@@ -1,0 +1,92 @@
+"""Functions of the user's own as metrics: how they are called, what becomes of what they return."""
+
+import pytest
+
+from ebft import evaluate, load_config
+from ebft.data.held_out import HeldOut
+from ebft.errors import ConfigError, DataError
+from ebft.evaluation.downstream import add_downstream, load_metrics
+from ebft.scores import Scores
+
+HERE = "tests.evaluation.metrics"
+
+
+@pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
+def test_metrics_on_whole_completions(kind, write_config, models):
+    """The function's asserts hold: the prompt as text, one completion, and the raw row with its own columns."""
+    path = write_config(kind, evaluation={"metrics": [f"{HERE}.length", f"{HERE}.even_rows"], "max_new_tokens": 6})
+    (result,) = evaluate(load_config(path), [str(models / "adapter")]).models
+    metrics = result.metrics
+    samples = 4 if kind == "plain" else 3
+    assert 0 < metrics["length_pass@1"] < metrics[f"length_pass@{samples}"]
+    assert metrics["length_greedy"] > 0
+    assert metrics["even_rows_pass@1"] == metrics["even_rows_greedy"] == 1.0  # rows that it does not apply to are out
+    assert result.intervals["length_pass@1"][0] < metrics["length_pass@1"]
+
+
+def test_max_new_tokens_limits_completions(write_config, models):
+    path = write_config("strided", evaluation={"metrics": [f"{HERE}.length"]})
+    short, long = (
+        evaluate(load_config(path, [f"evaluation.max_new_tokens={n}"]), [str(models / "base")]).models[0]
+        for n in (1, 12)
+    )
+    assert short.metrics["length_greedy"] < long.metrics["length_greedy"]
+
+
+def test_pass_at_k_and_greedy_by_hand():
+    scores = Scores()
+    values = {"a": 0.0, "b": 1.0, "c": 0.5}
+    metrics = {"value": lambda prompt, completions, row: values[completions[0]]}
+    add_downstream(scores, metrics, 3, "p", ["a", "b", "a", "c"], "c", {}, [1, 2, 4])
+    # Of the six pairs, three hold b, two more hold c.
+    assert scores.means() == pytest.approx(
+        {"value_pass@1": 0.375, "value_pass@2": (3 * 1 + 2 * 0.5) / 6, "value_pass@4": 1.0, "value_greedy": 0.5}
+    )
+
+
+def test_a_metric_sees_a_row_of_its_own():
+    scores, row = Scores(), {"x": 1}
+    add_downstream(scores, {"m": lambda p, c, row: float(row.pop("x"))}, 0, "p", ["a", "b"], "a", row, [1])
+    assert scores.means() == {"m_pass@1": 1.0, "m_greedy": 1.0} and row == {"x": 1}
+
+
+def test_names_that_are_shared_stay_apart():
+    assert list(load_metrics(["os.path.join", "tests.evaluation.metrics.length"])) == ["join", "length"]
+    assert list(load_metrics(["os.path.exists", "pathlib.os.path.exists"][:1])) == ["exists"]
+    assert list(load_metrics(["posixpath.join", "ntpath.join"])) == ["posixpath.join", "ntpath.join"]
+    with pytest.raises(ConfigError, match="named twice"):
+        load_metrics([f"{HERE}.length", f"{HERE}.length"])
+    with pytest.raises(ConfigError, match="has no function 'lenght'"):
+        load_metrics([f"{HERE}.lenght"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", r"fails raised KeyError: 'expected'.*called as fails\(prompt, completions, row\)"),
+        ("infinite", "infinite returned nan.*finite"),
+        ("words", "words returned '.*must return a finite"),
+    ],
+)
+def test_what_a_function_may_not_do(name, message, write_config, models):
+    path = write_config("strided", evaluation={"metrics": [f"{HERE}.{name}"], "max_new_tokens": 3, "documents": 2})
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        evaluate(load_config(path), [str(models / "base")])
+
+
+def test_raw_text_has_no_prompt_to_complete(write_config, models):
+    path = write_config("texts", evaluation={"metrics": [f"{HERE}.length"]})
+    with pytest.raises(DataError, match="text without one"):
+        evaluate(load_config(path), [str(models / "base")])
+
+
+def test_raw_rows_over_several_sources(rows):
+    class Entry:
+        split, name, revision, data_files, ds_type = "train", None, None, None, None
+
+        def __init__(self, path):
+            self.path = str(path)
+
+    held_out = HeldOut(None, [], [Entry(rows / "pairs.jsonl"), Entry(rows / "texts.jsonl")])
+    assert held_out.raw(0)["number"] == 0 and held_out.raw(8)["number"] == 8
+    assert "text" in held_out.raw(9) and held_out.raw(14)["text"] != held_out.raw(9)["text"]

@@ -1,0 +1,188 @@
+"""`evaluate` against plain forward passes, in every mode, and several models side by side."""
+
+import math
+import shutil
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ebft import evaluate, load_config
+from ebft.errors import ConfigError, DataError, ModelError
+from tests.evaluation.independent import cfm, cross_entropy, read
+
+
+def load(models, name):
+    base = AutoModelForCausalLM.from_pretrained(models / "base")
+    if name == "adapter":
+        return PeftModel.from_pretrained(base, models / "adapter").eval()
+    return AutoModelForCausalLM.from_pretrained(models / name).eval()
+
+
+def pair_sequences(models, rows):
+    """(ids, prompt_length) of prompt/completion rows: tokenised apart, with EOS behind the completion."""
+    tokenizer = AutoTokenizer.from_pretrained(models / "base")
+    found = []
+    for row in read(rows / "pairs.jsonl"):
+        prompt = tokenizer(row["input"])["input_ids"]
+        completion = tokenizer(row["output"], add_special_tokens=False)["input_ids"]
+        found.append((prompt + completion + [tokenizer.eos_token_id], len(prompt)))
+    return found
+
+
+def text_sequences(models, rows):
+    tokenizer = AutoTokenizer.from_pretrained(models / "base")
+    return [(tokenizer(row["text"])["input_ids"], 0) for row in read(rows / "texts.jsonl")]
+
+
+def measured(path, names, models, *overrides):
+    return evaluate(load_config(path, list(overrides)), [str(models / name) for name in names]).to_dict()["models"]
+
+
+@pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
+def test_cross_entropy_in_every_mode(kind, write_config, models, rows):
+    names = ["base", "adapter", "other"]
+    found = measured(write_config(kind), names, models, "eval_batch_size=2")
+    sequences = pair_sequences(models, rows)
+    for name, result in zip(names, found):
+        model, metrics = load(models, name), result["metrics"]
+        assert metrics["ce_loss"] == pytest.approx(cross_entropy(model, sequences), abs=1e-4)
+        everything = cross_entropy(model, [(ids, 0) for ids, _ in sequences])
+        assert metrics["ce_loss_all"] == pytest.approx(everything, abs=1e-4)
+        assert metrics["perplexity"] == pytest.approx(math.exp(metrics["ce_loss"]))
+        assert metrics["perplexity_all"] == pytest.approx(math.exp(everything), rel=1e-3)
+    values = [result["metrics"]["ce_loss"] for result in found]
+    assert len({round(value, 3) for value in values}) == 3
+
+
+def test_feature_matching_within_its_interval(write_config, models, rows):
+    """Another sampler, other noise, plain forwards: the loss lies within the printed interval, and models in order."""
+    found = measured(write_config("texts"), ["base", "adapter"], models)
+    base, sequences = load(models, "base"), text_sequences(models, rows)
+    expected = [
+        cfm(load(models, name), base, sequences, stride=4, context_length=4, length=4, samples=6)
+        for name in ("base", "adapter")
+    ]
+    for result, value in zip(found, expected):
+        low, high = result["intervals"]["cfm_loss"]
+        assert low < value < high
+        assert low < result["metrics"]["cfm_loss"] < high
+
+
+def test_the_feature_space_is_the_configs_base_model(write_config, models):
+    """The same samples give the same scores, whether base and policy share weights or not."""
+    path = write_config("texts")
+    (shared,) = measured(path, ["base"], models)
+    (foreign,) = measured(path, ["base"], models, f"base_model={models / 'other'}")
+    assert foreign["metrics"]["ce_loss"] == pytest.approx(shared["metrics"]["ce_loss"], abs=1e-6)
+    assert foreign["metrics"]["cfm_loss"] != pytest.approx(shared["metrics"]["cfm_loss"], abs=1e-4)
+    own = [[point["value"] for point in result["curves"]["rollout_nll"]] for result in (shared, foreign)]
+    assert own[0] == pytest.approx(own[1])
+
+
+def test_differences_are_from_the_first_model_and_paired(write_config, models):
+    first, second = measured(write_config("strided"), ["base", "other"], models)
+    assert first["differences"] == {} and first["difference_intervals"] == {}
+    for name, value in second["differences"].items():
+        assert value == pytest.approx(second["metrics"][name] - first["metrics"][name])
+    low, high = second["difference_intervals"]["ce_loss"]
+    low_own, high_own = second["intervals"]["ce_loss"]
+    assert low < second["differences"]["ce_loss"] < high
+    assert high - low < high_own - low_own  # what documents share cancels
+
+
+def test_the_same_command_gives_the_same_numbers_in_any_batch_size(write_config, models):
+    path = write_config("strided")
+    once, again = (measured(path, ["adapter"], models, f"eval_batch_size={size}")[0] for size in (1, 4))
+    assert once["metrics"] == pytest.approx(again["metrics"], abs=1e-5)
+    (other_seed,) = measured(path, ["adapter"], models, "seed=7")
+    assert other_seed["metrics"]["cfm_loss"] != again["metrics"]["cfm_loss"]
+    assert other_seed["metrics"]["ce_loss"] == pytest.approx(again["metrics"]["ce_loss"])
+
+
+@pytest.mark.parametrize("kind", ["strided", "structured"])
+def test_curves_and_histograms(kind, write_config, models):
+    (result,) = measured(write_config(kind), ["adapter"], models)
+    cfm_curve = result["curves"]["cfm_loss"]
+    assert [point["x"] for point in cfm_curve] == ([1, 2, 4] if kind == "strided" else [1, 2, 4, 8, 16])
+    if kind == "strided":
+        assert cfm_curve[-1]["value"] == pytest.approx(result["metrics"]["cfm_loss"], abs=1e-6)
+    for name in ("reference_nll", "rollout_nll", "rollout_nll_base"):
+        assert result["curves"][name][0]["x"] == 0
+        assert all(point["value"] > 0 for point in result["curves"][name])
+    # The adapter samples what it finds likely itself, which the base does not.
+    own, by_base = (sum(p["value"] for p in result["curves"][n]) for n in ("rollout_nll", "rollout_nll_base"))
+    assert own < by_base
+    histogram = result["histograms"]["alignment"]
+    assert sum(histogram["shares"]) == pytest.approx(1) and len(histogram["edges"]) == len(histogram["shares"]) + 1
+
+
+def test_a_limit_on_documents_and_other_samples(write_config, models):
+    path = write_config("strided")
+    evaluation = evaluate(
+        load_config(path, ["evaluation.documents=4", "evaluation.samples=5", "evaluation.pass_at=[2]"]),
+        [str(models / "base")],
+    )
+    metrics = evaluation.models[0].metrics
+    assert evaluation.settings["documents"] == 4 and "alignment_pass@2" in metrics and "alignment_pass@3" not in metrics
+    assert metrics["alignment"] < metrics["alignment_pass@2"]
+
+
+def test_temperature_and_seed_of_whole_completions(write_config, models):
+    path = write_config("structured", evaluation={"metrics": ["tests.evaluation.metrics.length"]})
+    (warm,) = measured(path, ["base"], models)
+    (again,) = measured(path, ["base"], models)
+    (cold,) = measured(path, ["base"], models, "evaluation.temperature=0.0001")
+    assert warm["metrics"] == again["metrics"]
+    assert cold["metrics"]["length_greedy"] == warm["metrics"]["length_greedy"]
+    assert cold["metrics"]["length_pass@1"] == pytest.approx(cold["metrics"]["length_greedy"])
+    assert cold["metrics"]["diversity"] == pytest.approx(2.0, abs=1e-3)
+
+
+def test_rows_without_room_for_a_block_count_for_the_cross_entropy(write_config, models, rows):
+    path = write_config("plain", ebft={"generate_max_len": 9, "context_length": 30})
+    (result,) = measured(path, ["base"], models)
+    assert result["metrics"]["ce_loss"] == pytest.approx(
+        cross_entropy(load(models, "base"), pair_sequences(models, rows)), abs=1e-4
+    )
+    assert "cfm_loss" not in result["metrics"]
+
+
+def test_one_document_has_no_interval(write_config, models):
+    (result,) = measured(write_config("strided"), ["base"], models, "evaluation.documents=1")
+    assert result["intervals"] == {} and result["metrics"]["cfm_loss"]
+    (result,) = measured(write_config("strided"), ["base"], models, "evaluation.bootstrap=0")
+    assert result["intervals"] == {}
+
+
+def test_what_cannot_be_evaluated(write_config, models, tmp_path):
+    path = write_config("strided")
+    with pytest.raises(DataError, match="test_datasets or val_set_size"):
+        measured(path, ["base"], models, "test_datasets=[]")
+    with pytest.raises(ModelError, match="--model: '.*nothing.*no such file or folder"):
+        measured(path, ["nothing"], models)
+    with pytest.raises(ConfigError, match="pass@9 needs as many samples, and there are 3"):
+        measured(path, ["base"], models, "evaluation.pass_at=[9]")
+
+
+def test_another_tokenizer_is_refused(write_config, models, tmp_path):
+    from tests.structured.conftest import make_chat_tokenizer
+
+    shutil.copytree(models / "base", tmp_path / "foreign")
+    make_chat_tokenizer().save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ModelError, match="its tokenizer gives other tokens"):
+        evaluate(load_config(write_config("strided")), [str(tmp_path / "foreign")])
+
+
+def test_several_processes_are_refused(write_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one process"):
+        evaluate(load_config(write_config("strided")))
+
+
+def test_without_models_it_is_the_base_and_what_the_run_left(write_config, models):
+    path = write_config("strided")
+    config = load_config(path)
+    assert [result.model for result in evaluate(config).models] == [str(models / "base")]
+    shutil.copytree(models / "adapter", config.output_dir)
+    assert [result.model for result in evaluate(config).models] == [str(models / "base"), config.output_dir]

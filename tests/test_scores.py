@@ -1,0 +1,119 @@
+"""Scores per document: best of k by enumeration, means as ratios of sums, paired bootstrap over documents."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ebft.config.metrics import held_out_metrics
+from ebft.rewards import alignment_rewards, diversity_rewards
+from ebft.scores import Scores, best_of, curve_lengths, feature_score_names, feature_scores, interval
+
+
+def embeddings(groups=3, samples=4, size=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    phi = torch.nn.functional.normalize(torch.randn(groups, samples + 1, size, generator=generator), dim=-1)
+    return phi[:, :-1], phi[:, -1]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_best_of_is_the_mean_over_all_subsets(k):
+    values = torch.tensor([[0.3, -1.0, 2.0, 0.3, 0.7], [1.0, 1.0, 0.0, 0.0, 0.0]])
+    expected = [
+        sum(max(subset) for subset in itertools.combinations(row, k)) / math.comb(5, k) for row in values.tolist()
+    ]
+    assert best_of(values, k).tolist() == pytest.approx(expected)
+
+
+def test_best_of_zeros_and_ones_is_pass_at_k():
+    values = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+    assert best_of(values, 3).item() == pytest.approx(1 - math.comb(4, 3) / math.comb(6, 3))
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_best_of_more_than_there_are_is_refused(k):
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        best_of(torch.zeros(5), k)
+
+
+def test_feature_scores_by_hand():
+    phi, phi_ref = embeddings()
+    found = feature_scores(phi, phi_ref, alignment_coef=0.5, diversity_coef=2.0, pass_at=[1, 4])
+    for m in range(3):
+        x, y = phi[m], phi_ref[m]
+        pairs = [x[j] @ x[k] for j in range(4) for k in range(4) if j != k]
+        assert found["cfm_loss"][m].item() == pytest.approx(float(1 - 2 * (x @ y).mean() + sum(pairs) / 12), abs=1e-5)
+        assert found["cfm_loss_plugin"][m].item() == pytest.approx((x.mean(0) - y).square().sum().item(), abs=1e-6)
+        alignment = 2 * x @ y
+        diversity = torch.stack([2 / 3 * sum(x[j] @ x[k] for k in range(4) if k != j) for j in range(4)])
+        assert found["alignment_pass@1"][m].item() == pytest.approx(alignment.mean().item(), abs=1e-6)
+        assert found["alignment_pass@4"][m].item() == pytest.approx(alignment.max().item(), abs=1e-6)
+        reward = 0.5 * alignment - 2 * diversity
+        assert found["reward_pass@1"][m].item() == pytest.approx(reward.mean().item(), abs=1e-5)
+        assert found["reward_pass@4"][m].item() == pytest.approx(reward.max().item(), abs=1e-5)
+    assert torch.equal(found["alignment"], alignment_rewards(phi, phi_ref).mean(-1))
+    assert torch.equal(found["diversity"], diversity_rewards(phi).mean(-1))
+
+
+def test_names_are_those_that_configs_know():
+    from ebft.config import RunConfig
+
+    config = RunConfig.from_dict(
+        {
+            "base_model": "m",
+            "rl": "ebft",
+            "ebft": {"mode": "strided", "n_samples_per_prompt": 3},
+            "datasets": [{"path": "p", "type": "ebft_pretrain"}],
+        }
+    )
+    known = {name for name in held_out_metrics(config) if not name.startswith(("ce_", "perplexity"))}
+    assert known == set(feature_score_names(3, [1, 3]))
+
+
+def scores_of(values):
+    """values: name -> {document: (total, weight)}"""
+    scores = Scores()
+    for name, entries in values.items():
+        scores.add(name, list(entries), *zip(*entries.values()))
+    return scores
+
+
+def test_means_are_ratios_of_sums():
+    scores = scores_of({"ce_loss": {1: (6.0, 3.0), 2: (1.0, 1.0)}, "odd": {1: (0.0, 0.0)}})
+    scores.add("ce_loss", [2, 2], torch.tensor([2.0, 3.0]))
+    assert scores.means() == pytest.approx({"ce_loss": 12 / 6, "perplexity": math.exp(2)})
+
+
+def test_documents_are_drawn_whole():
+    """Blocks of one document are no independent evidence: a draw of documents sees all of them or none."""
+    values = np.random.default_rng(0).normal(size=40)
+    scores = Scores()
+    for document, value in enumerate(values):
+        scores.add("alignment", [document] * 25, [value] * 25)
+    low, high = interval(scores.resampled(4000)["alignment"], 0.95)
+    width = 2 * 1.96 * values.std() / math.sqrt(40)
+    assert high - low == pytest.approx(width, rel=0.08)
+    assert low < values.mean() < high
+
+
+def test_draws_of_two_models_are_paired():
+    first = scores_of({"ce_loss": {d: (float(d), 1.0) for d in range(30)}})
+    second = scores_of({"ce_loss": {d: (d + 0.5, 1.0) for d in range(30)}})
+    differences = second.resampled(500, 3)["ce_loss"] - first.resampled(500, 3)["ce_loss"]
+    assert differences == pytest.approx(0.5)
+    assert not np.allclose(first.resampled(500, 3)["ce_loss"], first.resampled(500, 4)["ce_loss"])
+
+
+def test_a_metric_that_applies_to_few_documents():
+    scores = scores_of({"ce_loss": {d: (1.0, 1.0) for d in range(8)}, "passes": {3: (1.0, 1.0)}})
+    draws = scores.resampled(300)["passes"]
+    assert np.isnan(draws).any() and interval(draws, 0.95) == [1.0, 1.0]
+    assert interval(np.full(3, np.nan), 0.95) is None
+
+
+def test_curve_lengths():
+    assert curve_lengths(1) == [1]
+    assert curve_lengths(8) == [1, 2, 4, 8]
+    assert curve_lengths(11) == [1, 2, 4, 8, 11]
