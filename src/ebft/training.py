@@ -26,17 +26,14 @@ from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
-from ebft.monitor import ProgressBar, StopOnNonFinite, default_callbacks
+from ebft.monitor import ProgressBar, default_callbacks
+from ebft.plain import PlainTrainer
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import EBFTConfig, EBFTTrainer, RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.reward_funcs import load_reward_funcs
 from ebft.structured.rollouts.client import VLLMClient
-
-
-class PlainTrainer(StopOnNonFinite, Trainer):
-    """Fine-tuning on the text alone: transformers' own trainer."""
 
 
 @dataclass

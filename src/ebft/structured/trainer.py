@@ -21,11 +21,12 @@ from ebft.config.options import RewardOptions
 from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.trainable import load
+from ebft.monitor.held_out import HeldOutMeans
 from ebft.monitor.metrics import MeanMetrics
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
-from ebft.structured.held_out import HeldOutMeans, held_out_values
+from ebft.structured.held_out import held_out_values
 from ebft.structured.preflight import check_arguments, check_rows
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward
