@@ -13,7 +13,6 @@ SHORT = [
     "learning_rate=0.001",
     "save_strategy=no",
     "bf16=false",
-    *LORA,
 ]
 
 
