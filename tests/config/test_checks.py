@@ -18,7 +18,6 @@ def warned(make, **keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ebft": {"mode": "strided"}}, "Add rl: ebft"),
         ({"adapter": "lora"}, "adapter: lora needs lora_r"),
         ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
         ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules names some. Keep one"),
@@ -53,6 +52,22 @@ def test_a_contradiction_names_the_way_out(make, keys, message):
 
 def test_a_saved_adapter_brings_its_own_settings(make):
     assert make(adapter="lora", lora_model_dir="some/adapter").lora_r is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "idle"),
+    [
+        ({"ebft": {"mode": "strided"}}, "ebft"),
+        ({"ebft": {"stride": 4}, "trl": {"beta": 0.1}, "vllm": {"port": 8000}}, "ebft, trl, vllm"),
+        ({"ebft": {"mask_thinking_ce": True}, "trl": {"beta": 0.1}}, "trl"),
+        ({"ebft": {"mask_thinking_ce": True}}, None),
+    ],
+)
+def test_sections_of_other_methods_warn_once_in_plain_fine_tuning(make, sections, idle):
+    config, messages = warned(make, **sections, rl=None)
+    assert config.rl is None and not config.is_strided and not config.is_structured
+    assert len(messages) == (idle is not None)
+    assert all(message.startswith(f"{idle}: no effect, since rl is not set") for message in messages)
 
 
 def test_lora_keys_without_an_adapter_warn_once(make):
