@@ -128,3 +128,16 @@ def test_every_carried_over_key_has_a_reason():
 def test_wandb_run_id_names_the_run(make):
     assert make(wandb_run_id="run-7").wandb_name == "run-7"
     assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"
+
+
+def test_a_compiled_model_has_no_budget_of_flops(make):
+    keys = {"torch_compile": True, "budget": {"flops": 1e18}}
+    with pytest.raises(ConfigError, match="budget.flops cannot be counted inside a compiled model"):
+        make(**keys)
+    assert warned(make, **keys, **STRIDED)[0].torch_compile is False
+
+
+def test_a_budget_of_sampled_tokens_means_nothing_in_plain_fine_tuning(make):
+    _, messages = warned(make, budget={"generated_tokens": 10})
+    assert messages == ["budget.generated_tokens has no effect in plain fine-tuning, which samples none."]
+    assert not warned(make, budget={"documents": 10, "flops": 1e9})[1]

@@ -75,6 +75,11 @@ def _precision(config: "RunConfig") -> Iterator[str]:
         yield "bf16 and fp16 are both true. Keep one of them."
 
 
+def _budget(config: "RunConfig") -> Iterator[str]:
+    if config.budget.flops is not None and config.torch_compile and not config.is_strided:
+        yield "budget.flops cannot be counted inside a compiled model. Remove it, or torch_compile."
+
+
 def _schedule(config: "RunConfig") -> Iterator[str]:
     if config.warmup_steps is not None and config.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are both set. Keep one of them."
@@ -125,6 +130,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _feature_device,
     _quantisation,
     _precision,
+    _budget,
     _schedule,
     _evaluation,
     _resuming,
@@ -179,6 +185,8 @@ def _warn_without_rl(config: "RunConfig") -> None:
     idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
     if config.ebft.model_fields_set - set(ThinkingOption.model_fields):
         idle.insert(0, "ebft")
+    if config.budget.generated_tokens is not None:
+        warnings.warn("budget.generated_tokens has no effect in plain fine-tuning, which samples none.", stacklevel=2)
     if idle:
         warnings.warn(
             f"{', '.join(idle)}: no effect, since rl is not set, which is plain fine-tuning. Energy-based fine-tuning "
