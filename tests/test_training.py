@@ -253,3 +253,20 @@ def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
 def test_what_transformers_refuses_is_a_config_error(make):
     with pytest.raises(ConfigError, match="transformers cannot train with these settings: .*strategy"):
         train(make(base_model="does/not-exist", val_set_size=2, save_steps=3, load_best_model_at_end=True))
+
+
+@pytest.mark.parametrize("save", [{"save_steps": 50}, {"save_strategy": "epoch"}])
+def test_a_run_that_spent_its_budget_is_not_trained_on(make, tmp_path, save):
+    keys = {**LORA, "max_steps": 6, "lr_scheduler": "linear", "logging_steps": 4, **save}
+    first = train(strided(make, **keys, budget={"documents": 3}))
+    assert first.trainer.state.global_step == 2 and first.metrics["budget/documents"] == 4
+    assert {"budget/generated_tokens", "budget/flops"} <= set(first.metrics)
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["log_history"][-1]["budget/documents"] == 4
+    rate = [entry["learning_rate"] for entry in first.trainer.state.log_history if "learning_rate" in entry][-1]
+    assert rate == pytest.approx(1e-3 * 5 / 6)  # the schedule is that of six steps
+    with pytest.warns(UserWarning, match=r"Nothing is left to train: .* step 2, .* Raise budget.documents to train on"):
+        again = train(strided(make, **keys, budget={"documents": 3}, auto_resume_from_checkpoints=True))
+    assert again.trainer.state.global_step == 2 and again.metrics["budget/documents"] == 4
+    more = train(strided(make, **keys, budget={"documents": 5}, auto_resume_from_checkpoints=True))
+    assert more.trainer.state.global_step == 3 and more.metrics["budget/documents"] == 6

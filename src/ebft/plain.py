@@ -13,13 +13,17 @@ from torch.nn import functional as F
 from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.monitor import StopOnNonFinite
+from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.held_out import HeldOutMeans
 from ebft.scores import perplexities
 
 
-class PlainTrainer(StopOnNonFinite, Trainer):
+class PlainTrainer(CountsBudget, StopOnNonFinite, Trainer):
     """Fine-tuning on the text alone."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self.budget.add(documents=len(inputs["input_ids"]))
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None

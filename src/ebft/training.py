@@ -26,7 +26,7 @@ from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
-from ebft.monitor import ProgressBar, default_callbacks
+from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
 from ebft.plain import PlainTrainer
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
@@ -83,7 +83,7 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
     if is_finished(config, checkpoint, rows=len(train_data)):
-        restore(trainer, checkpoint)
+        restore(config, trainer, checkpoint)
         must_save = not has_model(config.output_dir)
     else:
         run(trainer, checkpoint)
@@ -176,6 +176,7 @@ def build_trainer(
     else:
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided)
         trainer = (StridedEBFTTrainer if config.is_strided else PlainTrainer)(data_collator=collator, **common)
+    trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:
@@ -222,16 +223,19 @@ def run(trainer: Trainer, checkpoint: str | None) -> None:
 
 
 def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
-    """Whether `checkpoint` is at or past the last step of the run, so that nothing is left to train."""
-    return checkpoint is not None and step_of(checkpoint) >= planned_steps(config, this_machine(), rows)
+    """Whether `checkpoint` is at or past the last step of the run or its budget, so that nothing is left to train."""
+    if checkpoint is None:
+        return False
+    last_step = planned_steps(config, this_machine(), rows)
+    return step_of(checkpoint) >= last_step or limit_reached(config.budget, spent_at(checkpoint)) is not None
 
 
-def restore(trainer: Trainer, checkpoint: str) -> None:
+def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
     """Bring model and state to what a finished run left in `checkpoint`, and say that nothing is trained."""
-    step = step_of(checkpoint)
+    step, limit = step_of(checkpoint), limit_reached(config.budget, spent_at(checkpoint))
+    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
     warnings.warn(
-        f"Nothing is left to train: {checkpoint} is at step {step}, the end of this run. Raise max_steps or "
-        "num_epochs to train on.",
+        f"Nothing is left to train: {checkpoint} is at step {step}, the end of this run. Raise {keys} to train on.",
         stacklevel=2,
     )
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))

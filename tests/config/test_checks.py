@@ -18,7 +18,6 @@ def warned(make, **keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ebft": {"mode": "strided"}}, "Add rl: ebft"),
         ({"adapter": "lora"}, "adapter: lora needs lora_r"),
         ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
         ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules names some. Keep one"),
@@ -53,6 +52,22 @@ def test_a_contradiction_names_the_way_out(make, keys, message):
 
 def test_a_saved_adapter_brings_its_own_settings(make):
     assert make(adapter="lora", lora_model_dir="some/adapter").lora_r is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "idle"),
+    [
+        ({"ebft": {"mode": "strided"}}, "ebft"),
+        ({"ebft": {"stride": 4}, "trl": {"beta": 0.1}, "vllm": {"port": 8000}}, "ebft, trl, vllm"),
+        ({"ebft": {"mask_thinking_ce": True}, "trl": {"beta": 0.1}}, "trl"),
+        ({"ebft": {"mask_thinking_ce": True}}, None),
+    ],
+)
+def test_sections_of_other_methods_warn_once_in_plain_fine_tuning(make, sections, idle):
+    config, messages = warned(make, **sections, rl=None)
+    assert config.rl is None and not config.is_strided and not config.is_structured
+    assert len(messages) == (idle is not None)
+    assert all(message.startswith(f"{idle}: no effect, since rl is not set") for message in messages)
 
 
 def test_lora_keys_without_an_adapter_warn_once(make):
@@ -113,3 +128,16 @@ def test_every_carried_over_key_has_a_reason():
 def test_wandb_run_id_names_the_run(make):
     assert make(wandb_run_id="run-7").wandb_name == "run-7"
     assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"
+
+
+def test_a_compiled_model_has_no_budget_of_flops(make):
+    keys = {"torch_compile": True, "budget": {"flops": 1e18}}
+    with pytest.raises(ConfigError, match="budget.flops cannot be counted inside a compiled model"):
+        make(**keys)
+    assert warned(make, **keys, **STRIDED)[0].torch_compile is False
+
+
+def test_a_budget_of_sampled_tokens_means_nothing_in_plain_fine_tuning(make):
+    _, messages = warned(make, budget={"generated_tokens": 10})
+    assert messages == ["budget.generated_tokens has no effect in plain fine-tuning, which samples none."]
+    assert not warned(make, budget={"documents": 10, "flops": 1e9})[1]

@@ -24,7 +24,7 @@ from ebft.errors import ConfigError, EBFTError
         ),
         ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
         (
-            {"datasets": [{"path": "a", "type": "ebft_opencode.transform"}]},
+            {"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
             "plain fine-tuning .* trains on rows of input_ids and labels",
         ),
         ({"deepspeed": {}}, "pip install deepspeed"),

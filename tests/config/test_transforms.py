@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from ebft.config.data import BUILT_IN_TRANSFORMS
-from ebft.config.transforms import check_transform
+from ebft.config.data import BUILT_IN_TRANSFORMS, COUNTERPARTS
+from ebft.config.transforms import built_in, check_transform
 from ebft.errors import DataError
 
 MODES = {
@@ -31,7 +32,11 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
     [
         ({"rl": None}, "ebft_opencode", r"plain fine-tuning \(rl is not set\) trains on rows of input_ids and labels"),
         (MODES["tokens"][1], "ebft_opencode", "strided mode trains on rows of input_ids and labels. Use ebft_pretrain"),
-        ({"rl": "grpo"}, "completion", "rl: grpo trains on rows of prompt and ground_truth. Use ebft_opencode"),
+        (
+            {"rl": "grpo"},
+            "completion",
+            "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, ",
+        ),
         ({"rl": "ebft"}, "completion", "structured mode .* trains on rows of prompt and ground_truth"),
         ({"rl": "ebft"}, "ebft_reasoning.transfrom", "It has transform, transform_answer_only, transform_split"),
         ({"rl": "ebft"}, "ebft_opencoed.transform", "no such module here.*Did you mean 'ebft_opencode'"),
@@ -40,6 +45,42 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
 def test_what_cannot_be_used_says_why(make, keys, name, message):
     with pytest.raises(DataError, match=message):
         check_transform(name, make(**keys))
+
+
+def test_counterparts_give_the_other_rows():
+    rows = {f"{name}.{key}": rows for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()}
+    for name, other in COUNTERPARTS.items():
+        assert {rows[name], rows[other]} == {"tokens", "prompts"}
+
+
+@pytest.mark.parametrize("name", [*COUNTERPARTS, "ebft_opencode"])
+@pytest.mark.parametrize("section", ["datasets", "test_datasets"])
+def test_a_counterpart_stands_in_with_one_warning(make, name, section):
+    module, function = built_in(name)
+    given = BUILT_IN_TRANSFORMS[module][function]
+    for keys in MODES["prompts" if given == "tokens" else "tokens"]:
+        entries = [{"path": path, "type": name} for path in ("a", "b")]
+        first = {} if section == "datasets" else {"datasets": [{"path": "c", "type": "own.transform"}]}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = make(**first, **{section: entries}, **keys)
+        used = COUNTERPARTS[f"{module}.{function}"]
+        assert [entry.type for entry in getattr(config, section)] == [used, used]
+        messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
+        assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} becomes {used}: ")
+        assert " trains on rows of " in messages[0]
+        check_transform(used, config)
+    for keys in MODES[given]:
+        assert [entry.type for entry in getattr(make(**first, **{section: entries}, **keys), section)] == [name, name]
+
+
+@pytest.mark.parametrize("name", ["ebft_pretrain.transform", "completion", "ebft_reasoning.transform_answer_only"])
+def test_what_has_no_counterpart_stays(make, name):
+    given = BUILT_IN_TRANSFORMS[built_in(name)[0]][built_in(name)[1]]
+    config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
+    assert config.datasets[0].type == name
+    with pytest.raises(DataError, match="gives rows of"):
+        check_transform(name, config)
 
 
 def test_checking_imports_nothing_heavy():

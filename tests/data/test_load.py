@@ -98,9 +98,24 @@ def test_val_set_holds_whole_documents_out(make_config, write_jsonl, tokenizer, 
     assert len(evaluation) == held * per_document
 
 
+def test_what_is_held_out_does_not_depend_on_what_was_dropped(make_config, write_jsonl, tokenizer):
+    """Short documents are dropped in strided mode alone; the others are held out, or not, in both methods alike."""
+    rows = [{"text": f"{chr(65 + i)} " + TEXT * (6 if i % 3 else 1)} for i in range(20)]
+    path = write_jsonl([{"text": row["text"] if i % 3 else row["text"][:9]} for i, row in enumerate(rows)])
+    held = {}
+    for name, keys in {"strided": {}, "plain": {"rl": None, "ebft": None}}.items():
+        train, evaluation = load_datasets(make_config(path, val_set_size=8, **keys), tokenizer)
+        starts = lambda rows: {tokenizer.decode(ids[:2]) for ids in rows["input_ids"]}
+        held[name] = (starts(evaluation), starts(train))
+    assert len(held["plain"][0] | held["plain"][1]) > len(held["strided"][0] | held["strided"][1])
+    assert held["strided"][0] <= held["plain"][0] and held["strided"][1] <= held["plain"][1]
+
+
 def test_val_set_needs_documents_on_both_sides(make_config, write_jsonl, tokenizer):
     path = write_jsonl([{"text": TEXT}])
-    with pytest.raises(DataError, match="val_set_size: 0.1 of 1 usable documents holds 0 out"):
+    with pytest.raises(
+        DataError, match="0.1 of 1 documents holds 0 out, which leaves 1 usable ones for training and 0"
+    ):
         load_datasets(make_config(path, val_set_size=0.1), tokenizer)
 
 

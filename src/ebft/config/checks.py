@@ -18,8 +18,10 @@ from ebft.config.options import (
     RewardOptions,
     StridedOptions,
     StructuredOptions,
+    ThinkingOption,
     settle_single_sample,
 )
+from ebft.config.transforms import counterpart, trains_on
 from ebft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,11 +33,6 @@ def refuse_contradictions(config: "RunConfig") -> None:
     found = [message for rule in _RULES for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
-
-
-def _method(config: "RunConfig") -> Iterator[str]:
-    if config.rl is None and "ebft" in config.model_fields_set:
-        yield "The section ebft: has no effect without rl: ebft. Add rl: ebft, or remove the section."
 
 
 def _adapter(config: "RunConfig") -> Iterator[str]:
@@ -76,6 +73,11 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
 def _precision(config: "RunConfig") -> Iterator[str]:
     if config.bf16 is True and config.fp16:
         yield "bf16 and fp16 are both true. Keep one of them."
+
+
+def _budget(config: "RunConfig") -> Iterator[str]:
+    if config.budget.flops is not None and config.torch_compile and not config.is_strided:
+        yield "budget.flops cannot be counted inside a compiled model. Remove it, or torch_compile."
 
 
 def _schedule(config: "RunConfig") -> Iterator[str]:
@@ -124,11 +126,11 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
-    _method,
     _adapter,
     _feature_device,
     _quantisation,
     _precision,
+    _budget,
     _schedule,
     _evaluation,
     _resuming,
@@ -141,6 +143,9 @@ def settle(config: "RunConfig") -> None:
     _settle_attention(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
+    _settle_transforms(config)
+    if config.rl is None:
+        _warn_without_rl(config)
     if config.rl == "ebft":
         _warn_other_mode(config)
     if config.is_strided:
@@ -157,6 +162,37 @@ def _settle_attention(config: "RunConfig") -> None:
     config.attn_implementation = resolve_attention(config)
     for flag in FLAGS:
         setattr(config, flag, None)
+
+
+def _settle_transforms(config: "RunConfig") -> None:
+    """Let counterparts stand in for transforms of the other kind of rows, so that one dataset serves every method."""
+    used: dict[str, str] = {}
+    for section in ("datasets", "test_datasets"):
+        entries = getattr(config, section)
+        instead = [counterpart(entry.type, config) for entry in entries]
+        used |= {f"{section}.type: {entry.type}": other for entry, other in zip(entries, instead) if other}
+        settled = [
+            entry.model_copy(update={"type": other}) if other else entry for entry, other in zip(entries, instead)
+        ]
+        setattr(config, section, settled)
+    if used:
+        pairs = ", ".join(f"{asked} becomes {other}" for asked, other in used.items())
+        warnings.warn(f"{pairs}: {trains_on(config)}, and these are made of the same columns.", stacklevel=2)
+
+
+def _warn_without_rl(config: "RunConfig") -> None:
+    """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
+    idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
+    if config.ebft.model_fields_set - set(ThinkingOption.model_fields):
+        idle.insert(0, "ebft")
+    if config.budget.generated_tokens is not None:
+        warnings.warn("budget.generated_tokens has no effect in plain fine-tuning, which samples none.", stacklevel=2)
+    if idle:
+        warnings.warn(
+            f"{', '.join(idle)}: no effect, since rl is not set, which is plain fine-tuning. Energy-based fine-tuning "
+            "is rl: ebft.",
+            stacklevel=2,
+        )
 
 
 def _warn_ignored(config: "RunConfig") -> None:

@@ -10,9 +10,9 @@ from ebft.config.section import Section
 # tokens (input_ids and labels) or prompts (prompt and ground_truth). A bare module name means its `transform`.
 BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
     "ebft_pretrain": {"transform": "tokens"},
-    "ebft_strided_structured": {"transform": "tokens"},
+    "ebft_strided_structured": {"transform": "tokens", "transform_prompts": "prompts"},
     "ebft_strided_chat": {"transform": "tokens"},
-    "ebft_opencode": {"transform": "prompts"},
+    "ebft_opencode": {"transform": "prompts", "transform_strided": "tokens"},
     "ebft_chat_multiturn": {
         "transform": "prompts",
         "transform_last_turn": "prompts",
@@ -26,6 +26,22 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
     },
     "completion": {"transform": "tokens"},
     "chat_template": {"transform": "tokens"},
+}
+
+# What gives the other kind of rows of the same columns, with the same turns trained on: used where a run needs those,
+# so that one dataset serves every method.
+COUNTERPARTS: dict[str, str] = {
+    "ebft_strided_structured.transform": "ebft_strided_structured.transform_prompts",
+    "ebft_strided_structured.transform_prompts": "ebft_strided_structured.transform",
+    "ebft_opencode.transform": "ebft_opencode.transform_strided",
+    "ebft_opencode.transform_strided": "ebft_opencode.transform",
+    "ebft_strided_chat.transform": "ebft_chat_multiturn.transform_last_turn",
+    "ebft_chat_multiturn.transform_last_turn": "ebft_strided_chat.transform",
+    "ebft_chat_multiturn.transform": "chat_template.transform",
+    "ebft_chat_multiturn.transform_all_turns": "chat_template.transform",
+    "chat_template.transform": "ebft_chat_multiturn.transform_all_turns",
+    "ebft_reasoning.transform": "ebft_reasoning.transform_strided",
+    "ebft_reasoning.transform_strided": "ebft_reasoning.transform",
 }
 
 
@@ -54,7 +70,9 @@ class DataKeys(Section):
     datasets: list[DatasetEntry] = Field(min_length=1, description="The training data, one entry per source.")
     test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
     val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
-        0.0, description="Rows held out of the training data: a share below 1, or a number of rows."
+        0.0,
+        description="Documents held out of the training data: a share below 1, or a number of them. Chosen before "
+        "any is dropped as unusable, so that every method holds the same ones out.",
     )
     dataset_num_proc: int = Field(1, ge=1, description="Processes that prepare the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows once all sources are joined.")

@@ -31,6 +31,20 @@ class OptimizerKeys(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Term that keeps Adam from dividing by zero.")
 
 
+class BudgetSection(Section):
+    """The section `budget:`."""
+
+    documents: int | None = Field(
+        None,
+        ge=1,
+        description="Documents to train on, repetitions included (prompts, where completions are sampled whole).",
+    )
+    generated_tokens: int | None = Field(None, ge=1, description="Tokens to sample.")
+    flops: float | None = Field(
+        None, gt=0, description="FLOPs of matrix products to compute, over all processes: 1e18, for example."
+    )
+
+
 class LengthKeys(Section):
     """Batches, epochs, seeds."""
 
@@ -44,6 +58,12 @@ class LengthKeys(Section):
     num_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Optimizer steps; when set, num_epochs does not count; -1 is unset."
+    )
+
+    budget: BudgetSection = Field(
+        default_factory=BudgetSection,
+        description="Ends training with the optimizer step that reaches one of these limits. The learning rate still "
+        "follows max_steps or num_epochs, which are the end where no limit is reached before.",
     )
 
     @field_validator("max_steps", mode="before")

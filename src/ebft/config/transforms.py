@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ebft.config.data import BUILT_IN_TRANSFORMS
+from ebft.config.data import BUILT_IN_TRANSFORMS, COUNTERPARTS
 from ebft.config.imports import find_function, no_function
 from ebft.errors import DataError
 
@@ -46,6 +46,14 @@ def check_transform(name: str, config: Any) -> None:
         raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
 
 
+def counterpart(name: str, config: Any) -> str | None:
+    """The built-in transform that stands in for `name` in this run; None where none is needed, or there is none."""
+    full = name if "." in name else f"{name}.transform"
+    module, _, function = full.rpartition(".")
+    given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
+    return None if given in (None, rows_of(config)) else COUNTERPARTS.get(full)
+
+
 def rows_of(config: Any) -> Literal["tokens", "prompts"]:
     """The rows that a run trains on: prompts where completions are sampled whole (structured mode, rl: grpo)."""
     return "prompts" if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided) else "tokens"
@@ -61,9 +69,14 @@ def wanted_rows(config: Any) -> str:
         if given == wanted
     ]
     return (
-        f"{_mode(config)} trains on rows of {_FIELDS[wanted]}. Use {', '.join(fitting)}, or a transform of your own "
+        f"{trains_on(config)}. Use {', '.join(fitting)}, or a transform of your own "
         "that gives them; or change the mode (rl, ebft.mode)."
     )
+
+
+def trains_on(config: Any) -> str:
+    """Which rows this run trains on, in words."""
+    return f"{_mode(config)} trains on rows of {_FIELDS[rows_of(config)]}"
 
 
 def _mode(config: Any) -> str:

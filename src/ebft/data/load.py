@@ -46,12 +46,12 @@ def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dat
     `load_entry` makes usable rows, with the column `document`, of one source; `way_out` says what to do where none is
     left.
     """
-    train = _load_section(config.datasets, "datasets", load_entry, way_out)
+    train, documents = _load_section(config.datasets, "datasets", load_entry, way_out)
     evaluation = None
     if config.test_datasets:
-        evaluation = _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
+        evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
     elif config.val_set_size:
-        train, evaluation = _hold_out(train, config)
+        train, evaluation = _hold_out(train, documents, config)
     if config.shuffle_merged_datasets:
         train = train.shuffle(seed=_data_seed(config), load_from_cache_file=False)
     return train, evaluation
@@ -63,13 +63,14 @@ def load_held_out_section(config: Any, load_entry: LoadEntry, way_out: str) -> D
     DataError where the config holds nothing out.
     """
     if config.test_datasets:
-        return _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
+        return _load_section(config.test_datasets, "test_datasets", load_entry, way_out)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, and the config has none. Set test_datasets or val_set_size.")
-    return _hold_out(_load_section(config.datasets, "datasets", load_entry, way_out), config)[1]
+    return _hold_out(*_load_section(config.datasets, "datasets", load_entry, way_out), config)[1]
 
 
-def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: str) -> Dataset:
+def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: str) -> tuple[Dataset, int]:
+    """The usable rows of all entries, and how many documents there are, usable or not."""
     parts, counts, documents = [], Counter(), 0
     for entry in entries:
         raw = read_source(entry)
@@ -81,7 +82,7 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: s
         raise DataError(f"{report}. Nothing usable is left: {way_out}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
-    return joined
+    return joined, documents
 
 
 def describe(section: str, documents: int, rows: int, counts: Counter) -> str:
@@ -109,19 +110,21 @@ def way_out(config: Any) -> str:
     return "give rows with text and a reference, or raise sequence_len."
 
 
-def _hold_out(rows: Dataset, config: Any) -> tuple[Dataset, Dataset]:
-    """Split by documents: a share of them below 1, a number of them from 1."""
+def _hold_out(rows: Dataset, documents: int, config: Any) -> tuple[Dataset, Dataset]:
+    """Split by documents: a share of them below 1, a number of them from 1.
+
+    Chosen among all documents, usable or not: methods that drop different ones hold the same ones out.
+    """
     owner = np.asarray(rows["document"])
-    documents = np.unique(owner)
     size = config.val_set_size
-    held = round(size * len(documents)) if size < 1 else size
-    if not 0 < held < len(documents):
+    held = round(size * documents) if size < 1 else size
+    is_held = np.isin(owner, np.random.default_rng(config.seed).permutation(documents)[:held])
+    out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
+    if not out or not left:
         raise DataError(
-            f"val_set_size: {size} of {len(documents)} usable documents holds {held} out, and both training and "
-            "evaluation need at least one. Change val_set_size, or use test_datasets."
+            f"val_set_size: {size} of {documents} documents holds {held} out, which leaves {left} usable ones for "
+            f"training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
         )
-    chosen = np.random.default_rng(config.seed).permutation(documents)[:held]
-    is_held = np.isin(owner, chosen)
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 
 

@@ -1,7 +1,18 @@
-"""Monitoring: the console line and the throughput numbers."""
+"""Monitoring: the console line, the throughput numbers, and what a run has spent."""
 
+from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
 from ebft.monitor.console import ConsoleMetrics, ProgressBar, default_callbacks
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.throughput import Throughput
 
-__all__ = ["ConsoleMetrics", "ProgressBar", "StopOnNonFinite", "Throughput", "default_callbacks"]
+__all__ = [
+    "ConsoleMetrics",
+    "CountsBudget",
+    "ProgressBar",
+    "StopAtBudget",
+    "StopOnNonFinite",
+    "Throughput",
+    "default_callbacks",
+    "limit_reached",
+    "spent_at",
+]

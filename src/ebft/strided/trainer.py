@@ -27,6 +27,7 @@ from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.trainable import check_adapter, disable_dropout, load
+from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.throughput import Throughput
@@ -83,7 +84,7 @@ class StridedOutput:
     loss: Tensor
 
 
-class StridedEBFTTrainer(StopOnNonFinite, Trainer):
+class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     """Fine-tune a causal LM by strided EBFT (Jelassi et al. 2026, section 2 and appendix F).
 
     Rows of `train_dataset` hold `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
@@ -222,6 +223,9 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         self._throughput.add(seconds=time.perf_counter() - started)
         return loss
 
+    def computing_models(self) -> list[nn.Module]:
+        return [self.model, self.feature_network.causal_lm]
+
     def train(self, *args, **kwargs):
         check_trainable(self.args)
         return super().train(*args, **kwargs)
@@ -334,7 +338,8 @@ class StridedEBFTTrainer(StopOnNonFinite, Trainer):
         add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
         add("ebft/ce_loss", -text_logps.detach().sum(), documents.ce_mask.sum())
         add("entropy", entropy.sum(), generated)
-        self._throughput.add(documents=len(documents.lengths), generated_tokens=generated)
+        for counter in (self._throughput, self.budget):
+            counter.add(documents=len(documents.lengths), generated_tokens=generated)
 
     def _drain_metrics(self) -> dict[str, float]:
         """The logged means, with the guide's second name of the reward and the spread of the advantages."""

@@ -22,7 +22,9 @@ from ebft.data.conversation import Conversation, Renderer
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.trainable import disable_dropout, load
+from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
+from ebft.monitor.flops import forward_flops
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.preflight import (
@@ -58,7 +60,7 @@ class RolloutJob:
         return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
-class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
+class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
     """TRL's GRPOTrainer whose completions are rolled out turn by turn, each within its own limit.
 
     Rows hold `prompt` and whatever the reward functions read; the length of `ground_truth`, where a row has one,
@@ -140,9 +142,6 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
         job, self._rollouts = self._finished_rollouts()
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["rollouts/wait_s"].append(time.perf_counter() - started)
-        if mode == "train":
-            generated = sum(sum(rollout.generated) for rollout in self._rollouts)
-            self._throughput.add(len(self._rollouts) // self.num_generations, generated)
         if self._server is not None:
             self._metrics[mode]["rollouts/staleness"].append(self.state.global_step - job.weights_step)
         logps = [rollout.logps for rollout in self._rollouts]
@@ -220,12 +219,28 @@ class RolloutGRPOTrainer(StopOnNonFinite, GRPOTrainer):
     def _generate(self, prompts: list) -> tuple:
         """TRL's, with the replies of several turns told apart for the reward functions."""
         fields = list(super()._generate(prompts))
+        if self.model.training:
+            self._count_completions(*fields[:_COMPLETIONS])
         if any(len(rollout.replies) > 1 for rollout in self._rollouts):
             fields[_COMPLETIONS] = [
                 reply_messages(self._tokenizer, rollout, row.get("remaining_turns"))
                 for rollout, row in zip(self._rollouts, self._rows)
             ]
         return tuple(fields)
+
+    def _count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
+        """Add to throughput and budget; `sampled` marks the completions' sampled tokens, None where all are."""
+        generated = sum(map(len, completions)) if sampled is None else sum(map(sum, sampled))
+        for counter in (self._throughput, self.budget):
+            counter.add(documents=len(prompts) / self.num_generations, generated_tokens=generated)
+        if self.use_vllm:  # computed out of sight: every prompt once for each sample, as if no cache were shared
+            tokens = sum(map(len, prompts)) + sum(map(len, completions))
+            self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))
+
+    def computing_models(self) -> list[nn.Module]:
+        """Policy, reference model, and what rewards are computed with."""
+        rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
+        return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
 
     def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
         for func in self.reward_funcs:

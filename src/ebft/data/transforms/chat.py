@@ -7,15 +7,18 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.thinking import thinking_spans, token_mask
-from ebft.data.transforms.messages import Message, chat_of, replies
+from ebft.data.transforms.messages import Message, replies
 from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.errors import DataError
 
 
 def chat_transform(
-    cfg: Any, dataset: Any, last_turn_only: bool, with_reply: Callable[[Message], Message] | None = None
+    cfg: Any,
+    read: Callable[[dict[str, Any]], list[Message]],
+    last_turn_only: bool,
+    with_reply: Callable[[Message], Message] | None = None,
 ) -> tuple[Callable, dict]:
-    """Transform for a column of messages (`role`, `content`): the entry's `field`, else `messages`.
+    """Transform for chats, which `read` takes from a row as messages (`role`, `content`).
 
     What follows the last assistant turn is left out, `prompt_length` is where that turn begins. Trained on are
     the assistant's turns, or the last one only, `with_reply` applied to it first; `ebft.mask_thinking_ce` takes the
@@ -30,7 +33,7 @@ def chat_transform(
             raise DataError(
                 "the tokenizer has no chat template. Set chat_template (chatml, llama3, or your own Jinja text)."
             )
-        messages = chat_of(example, dataset.field)
+        messages = read(example)
         if not messages:
             return segments_row([([], False)], False)
         asked = messages

@@ -1,8 +1,11 @@
 """Chats for plain fine-tuning: `{messages}` -> `{input_ids, labels, prompt_length}`, every assistant turn a label."""
 
+from functools import partial
+
 from ebft.data.transforms.chat import chat_transform
+from ebft.data.transforms.messages import chat_of
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for chats; all assistant turns are trained on."""
-    return chat_transform(cfg, dataset, last_turn_only=False)
+    return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=False)

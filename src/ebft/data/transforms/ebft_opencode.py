@@ -1,8 +1,13 @@
 """Prompt/completion rows for structured mode: `{input, output}` -> `{prompt, ground_truth}`, the prompt one user turn.
 
-Other column names are those of `pairs.PAIRS`.
+`transform_strided` gives `{input_ids, labels, prompt_length}` of the same chat. Other column names are those of
+`pairs.PAIRS`.
 """
 
+from typing import Any
+
+from ebft.data.transforms.chat import chat_transform
+from ebft.data.transforms.messages import Message
 from ebft.data.transforms.pairs import prompt_and_completion
 
 
@@ -10,7 +15,17 @@ def transform(cfg, **kwargs):
     """Transform for rows with a prompt and a reference completion."""
 
     def transform_fn(example, tokenizer=None):
-        prompt, completion = prompt_and_completion(example)
-        return {"prompt": [{"role": "user", "content": prompt}], "ground_truth": completion}
+        user, assistant = _chat(example)
+        return {"prompt": [user], "ground_truth": assistant["content"]}
 
     return transform_fn, {"remove_columns": "__all__"}
+
+
+def transform_strided(cfg, **kwargs):
+    """Transform for strided mode and plain fine-tuning, as `ebft_strided_chat` on the one user turn and its answer."""
+    return chat_transform(cfg, _chat, last_turn_only=True)
+
+
+def _chat(example: dict[str, Any]) -> list[Message]:
+    prompt, completion = prompt_and_completion(example)
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

@@ -4,6 +4,8 @@
 thinking of earlier turns apart. `transform_strided` gives `{input_ids, labels, prompt_length}` for strided mode.
 """
 
+from functools import partial
+
 from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
 from ebft.data.transforms.chat import chat_transform
 from ebft.data.transforms.messages import Message, before_last_answer, chat_of, content_text
@@ -35,7 +37,7 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
 def transform_strided(cfg, dataset, **kwargs):
     """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn's text."""
-    return chat_transform(cfg, dataset, last_turn_only=True, with_reply=_in_content)
+    return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=True, with_reply=_in_content)
 
 
 def _transform(dataset, reference, in_prompt=None):

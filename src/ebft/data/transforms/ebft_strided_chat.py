@@ -4,9 +4,12 @@ The prompt is everything before the last assistant turn, with the chat template'
 `ebft.mask_thinking_ce` leaves thinking blocks of that turn without labels.
 """
 
+from functools import partial
+
 from ebft.data.transforms.chat import chat_transform
+from ebft.data.transforms.messages import chat_of
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for chats; the reference is the last assistant turn."""
-    return chat_transform(cfg, dataset, last_turn_only=True)
+    return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=True)

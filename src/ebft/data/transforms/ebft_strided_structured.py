@@ -2,7 +2,8 @@
 
 Prompt and completion are tokenised apart, so no token spans the boundary and `prompt_length` is exact; nothing is put
 between them. The completion ends with EOS. Other column names are those of `pairs.PAIRS`.
-`ebft.mask_thinking_ce` leaves thinking blocks of the completion without labels.
+`ebft.mask_thinking_ce` leaves thinking blocks of the completion without labels. `transform_prompts` gives
+`{prompt, ground_truth}`, both as text, for structured mode and `rl: grpo`: the same tokens, without a chat template.
 """
 
 from ebft.data.thinking import thinking_spans, token_mask
@@ -28,6 +29,16 @@ def transform(cfg, **kwargs):
         thought = token_mask(tokenizer, completion, thinking_spans(completion))
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is learned
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def transform_prompts(cfg, **kwargs):
+    """Transform for rows whose prompt is continued as the text it is."""
+
+    def transform_fn(example, tokenizer=None):
+        prompt, completion = prompt_and_completion(example)
+        return {"prompt": prompt, "ground_truth": completion}
 
     return transform_fn, {"remove_columns": "__all__"}
 

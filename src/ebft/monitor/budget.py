@@ -1,0 +1,124 @@
+"""What a run has spent so far, in numbers that methods can be compared at, and its end when that is enough.
+
+`budget/documents` are rows that were trained on, repetitions included: every document of a packed row, prompts where
+completions are sampled whole. `budget/generated_tokens` are sampled tokens. `budget/flops` are those of
+`ebft.monitor.flops`, of training steps alone: evaluation is free. All are summed over ranks and go on after resuming.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from ebft.config.training import BudgetSection
+from ebft.monitor.flops import FlopMeter
+
+COUNTED = ("documents", "generated_tokens", "flops")
+_SAVED_AS = "Budget"  # among the `stateful_callbacks` of trainer_state.json
+
+
+class Budget:
+    """Totals of a run; what this rank adds joins them at the end of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.meter = FlopMeter()
+        self.restart({})
+
+    def restart(self, spent: dict[str, float]) -> None:
+        """Go on from totals of all ranks, which a checkpoint keeps; none of them is 0."""
+        self.totals: dict[str, float] = dict.fromkeys(COUNTED, 0) | spent
+        self._documents, self._generated_tokens, self.meter.flops = 0.0, 0, 0
+
+    def add(self, documents: float = 0, generated_tokens: int = 0, flops: int = 0) -> None:
+        """Add what this rank did; FLOPs only where the meter cannot see them. A shared prompt is a part of one."""
+        self._documents += documents
+        self._generated_tokens += generated_tokens
+        self.meter.flops += flops
+
+    def gather(self, accelerator: Any) -> None:
+        """Move what all ranks added since the last call into the totals."""
+        added = torch.tensor([self._documents, self._generated_tokens, self.meter.flops], dtype=torch.float64)
+        if accelerator.num_processes > 1:
+            added = accelerator.reduce(added.to(accelerator.device), "sum")
+        totals = {name: self.totals[name] + value for name, value in zip(COUNTED, added.tolist())}
+        self.restart({name: round(value) for name, value in totals.items()})
+
+
+class CountsBudget:
+    """Mixin for a transformers Trainer: `self.budget` counts its training steps and is logged with the loss.
+
+    A compiled model cannot be watched, and logs no FLOPs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.budget = Budget()
+        self.add_callback(KeepBudget(self))
+
+    def computing_models(self) -> list[nn.Module]:
+        """The models whose FLOPs count."""
+        return [self.model]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
+            return super().train(*args, **kwargs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self.budget.meter.counting():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs or "train_loss" in logs:  # the latter once, when training has ended
+            counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
+            logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
+        super().log(logs, start_time)
+
+
+class KeepBudget(TrainerCallback):
+    """Brings a trainer's budget up to date at the end of every step, into its state, and back when it resumes."""
+
+    def __init__(self, trainer: CountsBudget) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.budget.restart(state.stateful_callbacks.get(_SAVED_AS, {}))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.budget.gather(self.trainer.accelerator)
+        state.stateful_callbacks[_SAVED_AS] = self.trainer.budget.totals
+
+
+class StopAtBudget(TrainerCallback):
+    """Ends training with the step that reaches a limit: logged, evaluated and saved as a run's last step is."""
+
+    def __init__(self, budget: Budget, limits: BudgetSection) -> None:
+        self.budget, self.limits = budget, limits
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        name = limit_reached(self.limits, self.budget.totals)
+        if name is None:
+            return
+        control.should_training_stop = control.should_log = True
+        control.should_evaluate |= args.eval_strategy == "steps"
+        control.should_save |= args.save_strategy == "steps"
+        if state.is_world_process_zero:
+            limit, spent = self.limits.model_dump()[name], self.budget.totals[name]
+            tqdm.write(f"budget.{name} {limit:,} ends training at step {state.global_step}, with {spent:,}")
+
+
+def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None:
+    """The first key of `budget:` that the totals have reached, None where there is none."""
+    given = limits.model_dump(exclude_none=True)
+    return next((name for name, limit in given.items() if totals.get(name, 0) >= limit), None)
+
+
+def spent_at(checkpoint: str) -> dict[str, float]:
+    """The totals that a checkpoint was saved with; empty for one without."""
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    return state["stateful_callbacks"].get(_SAVED_AS, {})

@@ -1,0 +1,92 @@
+"""What a run has spent: logged with the loss, going on after resuming, and ending the run where it is told to."""
+
+import pytest
+import torch
+
+from ebft.config.training import BudgetSection
+from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
+from tests.monitor.plain import plain_trainer
+from tests.strided.families import tiny_model
+from tests.strided.test_trainer import make as make_strided
+
+NAMES = ("budget/documents", "budget/generated_tokens", "budget/flops")
+
+
+def entries(trainer):
+    return [entry for entry in trainer.state.log_history if "budget/flops" in entry]
+
+
+def test_totals_are_logged_with_the_loss_and_at_the_end(tmp_path):
+    trainer = plain_trainer(tmp_path, tiny_model("llama"), logging_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    assert [(entry["step"], entry["budget/documents"]) for entry in entries(trainer)] == [(2, 8), (3, 12)]
+    assert all(entry["budget/generated_tokens"] == 0 and entry["budget/flops"] > 0 for entry in entries(trainer))
+
+
+def test_strided_counts_documents_and_sampled_tokens(tmp_path):
+    rows = [{"input_ids": list(range(3, 27))}] * 8
+    options = {"stride": 4, "context_length": 4, "generate_max_len": 3, "n_samples_per_prompt": 2}
+    trainer = make_strided(tmp_path, tiny_model("llama"), train=rows, max_steps=2, **options)
+    trainer.train()
+    blocks = 5  # anchors 4, 8, 12, 16, 20 of 24 tokens
+    spent = [tuple(entry[name] for name in NAMES[:2]) for entry in entries(trainer)][:2]
+    assert spent == [(2, 2 * blocks * 2 * 3), (4, 4 * blocks * 2 * 3)]
+
+
+def test_evaluation_is_free(tmp_path):
+    flops = []
+    for evaluation in (None, [{"input_ids": list(range(3, 12))}] * 4):
+        keys = {} if evaluation is None else {"eval_strategy": "steps", "eval_steps": 1}
+        trainer = plain_trainer(tmp_path, tiny_model("llama"), evaluation=evaluation, **keys)
+        trainer.train()
+        flops.append(entries(trainer)[-1]["budget/flops"])
+    assert flops[0] == flops[1]
+
+
+@pytest.mark.parametrize("make", [plain_trainer, make_strided])
+def test_a_resumed_run_counts_on(tmp_path, make):
+    """From what was spent at the checkpoint, though the last log line before it is older."""
+    keys = {"max_steps": 4, "logging_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    unbroken = make(tmp_path, tiny_model("llama"), **keys)
+    unbroken.train()
+    assert spent_at(str(tmp_path / "checkpoint-3"))["documents"] == 6
+    resumed = make(tmp_path, tiny_model("llama"), **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name in NAMES:
+        assert entries(resumed)[-1][name] == entries(unbroken)[-1][name]
+    again = make(tmp_path, tiny_model("llama"), **{**keys, "max_steps": 1})
+    again.train()
+    again.train()  # a new run of the same trainer starts from nothing
+    assert entries(again)[-1]["budget/documents"] == 2
+
+
+def test_a_compiled_model_logs_no_flops(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, *args, **kwargs: model)
+    trainer = plain_trainer(tmp_path, tiny_model("llama"), torch_compile=True, max_steps=1)
+    trainer.train()
+    assert "budget/flops" not in trainer.state.log_history[0] and trainer.state.log_history[0]["budget/documents"] == 2
+
+
+@pytest.mark.parametrize(("limits", "step"), [({"documents": 3}, 2), ({"flops": 1.0}, 1), ({"documents": 99}, 3)])
+def test_a_limit_ends_training(tmp_path, capsys, limits, step):
+    trainer = plain_trainer(tmp_path, tiny_model("llama"), logging_steps=50, save_strategy="steps", save_steps=50)
+    trainer.add_callback(StopAtBudget(trainer.budget, BudgetSection(**limits)))
+    trainer.train()
+    assert trainer.state.global_step == step
+    said = capsys.readouterr().out
+    if step == 3:
+        assert "ends training" not in said
+        return
+    (name, limit), spent = next(iter(limits.items())), entries(trainer)[-1]
+    value = spent[f"budget/{name}"]
+    assert f"budget.{name} {limit:,} ends training at step {step}, with {value:,}" in said
+    assert "loss" in spent or "loss" in entries(trainer)[-2]
+    assert (tmp_path / f"checkpoint-{step}").is_dir()
+
+
+def test_which_limit_was_reached():
+    spent = {"documents": 10, "generated_tokens": 100, "flops": 1e9}
+    assert limit_reached(BudgetSection(), spent) is None
+    assert limit_reached(BudgetSection(documents=11, generated_tokens=100), spent) == "generated_tokens"
+    assert limit_reached(BudgetSection(flops=2e9), spent) is None
+    assert limit_reached(BudgetSection(flops=1e9), {}) is None

@@ -1,0 +1,162 @@
+"""FLOPs as counted in training, against PyTorch's own counter over everything that a run executes."""
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ebft.monitor.flops import FlopMeter, forward_flops
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from tests.monitor.plain import plain_trainer
+from tests.strided.families import tiny_model
+from tests.strided.test_exactness import with_lora
+from tests.strided.test_trainer import make as make_strided
+from tests.structured.conftest import chat_model, lora
+from tests.structured.test_trainer import arguments, rows
+from tests.structured.test_trainer import make as make_structured
+
+
+def executed(run):
+    """FLOPs of the products of linear layers, which run as `mm` and `addmm`; attention runs as products of batches."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
+def logged(trainer):
+    return [entry["budget/flops"] for entry in trainer.state.log_history if "budget/flops" in entry]
+
+
+def check(trainer, rel=1e-3):
+    wanted = executed(trainer.train)
+    counts = logged(trainer)
+    assert counts[-1] == pytest.approx(wanted, rel=rel)
+    assert counts == sorted(counts) and counts[0] > 0
+    hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
+    assert not any(isinstance(getattr(hook, "__self__", None), FlopMeter) for hook in hooks)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_plain(tmp_path, adapted, checkpointing):
+    model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
+    given = {} if checkpointing is None else {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}
+    if adapted and checkpointing:
+        model.enable_input_require_grads()
+    check(plain_trainer(tmp_path, model, gradient_checkpointing=checkpointing is not None, **given))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"single_pass": True, "ce_coef": 0.1},
+        {"single_pass": False, "ce_coef": 0.1},
+        {"single_pass": True, "ce_coef": 0.0, "feature_layers": [0.25]},
+        {"rollout_tokens_per_pass": 30},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_strided(tmp_path, adapted, options):
+    model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
+    check(make_strided(tmp_path, model, max_steps=2, **options))
+
+
+def plain_head(hidden, weight, bias, labels, temperature, *rest):
+    """What TRL's kernel computes, with products that PyTorch's counter sees."""
+
+    def score(hidden, weight):
+        logp = (hidden @ weight.T / temperature).log_softmax(-1)
+        return logp.gather(-1, labels[:, None])[:, 0]
+
+    logps = checkpoint(score, hidden, weight, use_reentrant=False)
+    return logps, *[torch.zeros_like(logps)] * 4
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"ce_coef": 0.3, "num_iterations": 2}, {"beta": 0.1}], ids=str)
+def test_structured(chat_tokenizer, tmp_path, adapted, options, monkeypatch):
+    monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", plain_head)
+    monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)  # only what is scored, as on a GPU
+    model = lora(chat_model(chat_tokenizer)) if adapted else chat_model(chat_tokenizer)
+    if "beta" in options and not adapted:  # the reference model is loaded anew
+        model.save_pretrained(tmp_path / "base")
+        model = type(model).from_pretrained(tmp_path / "base")
+    # With a frozen head the cross-entropy's logits are a product of batches, which is not among those of `executed`.
+    check(make_structured(model, chat_tokenizer, tmp_path, **options), rel=0.02 if "ce_coef" in options else 1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4_text", "qwen3_moe"])
+def test_layers_that_are_not_linear(family):
+    """Layers that multiply in their own way: GPT-2's transposed ones, and experts in one tensor."""
+    model = tiny_model(family, attn_implementation="eager")
+    model.set_experts_implementation("eager") if family in ("mixtral", "qwen3_moe") else None
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    meter = FlopMeter()
+
+    def step():
+        with meter.watching([model]), meter.counting():
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    heads = counter.get_flop_counts()["Global"]
+    linear = sum(flops for op, flops in heads.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    stacked = heads.get(torch.ops.aten.bmm, 0) if family == "llama4_text" else 0
+    # Routers and, among the batched products of llama4_text, attention are not counted: a few percent here.
+    assert meter.flops == pytest.approx(linear + stacked, rel=0.12 if stacked else 0.05)
+    assert meter.flops <= linear + stacked
+
+
+def test_nothing_counts_outside(tmp_path):
+    model, meter = tiny_model("llama"), FlopMeter()
+    ids = torch.ones(1, 5, dtype=torch.long)
+    with meter.watching([model, model]):
+        model(input_ids=ids)
+        assert meter.flops == 0
+        with meter.counting():
+            model(input_ids=ids)
+        once = meter.flops
+    model(input_ids=ids)
+    assert meter.flops == once == forward_flops(model, tokens=5, scored=5)
+
+
+def test_what_a_server_generates_is_counted_from_its_tokens(chat_tokenizer, tmp_path):
+    """Prompt and completion through the decoder once for each sample, the head where a token was sampled."""
+    model = lora(chat_model(chat_tokenizer))
+    trainer = make_structured(model, chat_tokenizer, tmp_path)
+    prompts, completions = [[5] * 7] * 4, [[6] * 3, [6] * 2, [6], [6] * 4]
+    trainer._count_completions(prompts, completions, None)
+    assert trainer.budget.meter.flops == 0  # generate() is watched
+    trainer.use_vllm = True
+    trainer._count_completions(prompts, completions, [[1] * 3, [1, 0], [1], [0] * 4])
+    numbers = sum(weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2)
+    head, embedding = 64 * len(chat_tokenizer), 64 * len(chat_tokenizer)
+    decoder = numbers - head - embedding
+    assert trainer.budget.meter.flops == 2 * (decoder * (28 + 10) + head * 5)
+    trainer.budget.gather(trainer.accelerator)
+    assert trainer.budget.totals["documents"] == 2 and trainer.budget.totals["generated_tokens"] == 10 + 5
+
+
+def test_grpo_counts_prompts_and_sampled_tokens(chat_tokenizer, tmp_path):
+    met = []
+
+    def short(completion_ids, **columns):
+        met.extend(map(len, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer),
+        short,
+        arguments(tmp_path, RolloutGRPOConfig, num_iterations=2, max_steps=4),
+        train_dataset=Dataset.from_list(list(rows(multi_turn=False))),
+        processing_class=chat_tokenizer,
+    )
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "budget/documents" in entry][-1]
+    # Four steps are two generations of twelve completions, four of each prompt.
+    assert (last["budget/documents"], last["budget/generated_tokens"]) == (6, sum(met)) and len(met) == 24
