@@ -23,11 +23,10 @@ def save_random_model(folder: Path, texts: Path, scale: Scale, positions: int) -
             vocab_size=len(tokenizer),
             max_position_embeddings=positions,
             tie_word_embeddings=True,
-            initializer_range=0.05,  # narrow layers learn slowly from the usual 0.02
+            **{"initializer_range": 0.05, **scale.shape},  # narrow layers learn slowly from the usual 0.02
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            **scale.shape,
         )
     )
     tokenizer.save_pretrained(folder)

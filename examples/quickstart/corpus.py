@@ -72,12 +72,12 @@ def docstrings(source: str) -> str:
 def source_files(root: Path) -> list[Path]:
     """The library's own source files in an order that does not follow their names, the same on every machine."""
     files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
-    return sorted(files, key=lambda path: _number(path.relative_to(root).as_posix()))
+    return sorted(files, key=lambda path: number_of(path.relative_to(root).as_posix()))
 
 
 def part_of(file: str) -> str:
     """The part that a file belongs to, by a hash of its path."""
-    percent = _number(file) % 100
+    percent = number_of(file) % 100
     for part, share in PARTS.items():
         if percent < share:
             return part
@@ -85,5 +85,5 @@ def part_of(file: str) -> str:
     raise AssertionError("the shares of PARTS add up to 100")
 
 
-def _number(file: str) -> int:
+def number_of(file: str) -> int:
     return int.from_bytes(hashlib.blake2b(file.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,137 @@
+"""The data: source files of Python's standard library, split by file, and the documented functions in them.
+
+Writes pretrain.jsonl, raw_train.jsonl and raw_test.jsonl with rows {text, file}, and functions_train.jsonl and
+functions_test.jsonl with rows {input, output, name, file, module, has_doctest}. A function's `input` is its signature
+and docstring and ends with the closing quotes: the newline behind them belongs to `output`, because a byte-level BPE
+joins it with the indentation of the next line, and a prompt that ends in a newline alone is text that no base model has
+seen. Neither a file nor a function's text is in two parts.
+"""
+
+import ast
+import json
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import project  # noqa: F401 (makes the quickstart importable)
+import verifiers
+from quickstart.corpus import number_of, standard_library
+from quickstart.phases import console
+
+PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
+LONGEST = (400, 300)  # characters of input and output: some 120 and 90 tokens
+LONGEST_WITH_EXAMPLES = (900, 450)  # functions with a doctest are few, and their docstrings long
+NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
+
+
+@dataclass
+class Function:
+    """A documented function: its text up to the docstring's end, the rest of it, and where it is from."""
+
+    input: str
+    output: str
+    name: str
+    file: str
+    module: str  # whose names its doctest may use
+    has_doctest: bool = False
+
+
+def write_corpus(folder: Path, max_files: int | None = None) -> dict[str, int]:
+    """Write the five files; returns how many rows each has. Raises ValueError where there is no library."""
+    library = standard_library(max_files)
+    parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
+    for file, text in library.items():
+        parts[part_of(file)][file] = text
+    test = list(unique(functions(parts["test"]), seen=set()))
+    seen = {function.input + function.output for function in test}
+    train = list(unique(functions(parts["train"]), seen))
+    for function in (*train, *test):
+        function.has_doctest = ">>>" in function.input and decides(function)
+    rows = {
+        "pretrain": raw(parts["pretrain"]),
+        "raw_train": raw(parts["train"]),
+        "raw_test": raw(parts["test"]),
+        "functions_train": [asdict(function) for function in train],
+        "functions_test": [asdict(function) for function in test],
+    }
+    for name, part in rows.items():
+        write_rows(folder / f"{name}.jsonl", part)
+    console.print(", ".join(f"{name}: {len(part)}" for name, part in rows.items()))
+    console.print(f"{sum(function.has_doctest for function in test)} functions of the test part have a doctest")
+    return {name: len(part) for name, part in rows.items()}
+
+
+def part_of(file: str) -> str:
+    """The part that a file belongs to, by a hash of its path."""
+    percent = number_of(file) % 100
+    for part, share in PARTS.items():
+        if percent < share:
+            return part
+        percent -= share
+    raise AssertionError("the shares of PARTS add up to 100")
+
+
+def raw(texts: dict[str, str]) -> list[dict[str, str]]:
+    """Whole files."""
+    return [{"text": text, "file": file} for file, text in texts.items()]
+
+
+def functions(texts: dict[str, str]) -> Iterator[Function]:
+    """The documented functions and methods of source files that are short enough, without indentation."""
+    for file, text in texts.items():
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+        lines = text.split("\n")
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+                split = split_function(node, lines)
+                if split is not None:
+                    yield Function(*split, name=node.name, file=file, module=module_of(file))
+
+
+def split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:
+    """Signature with docstring, and body; None for a function that is too long, empty, or cannot be taken out."""
+    text = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    head = node.body[0].end_lineno - node.lineno + 1
+    kept = text.split("\n")
+    prompt, body = "\n".join(kept[:head]).rstrip(), "\n" + "\n".join(kept[head:]).rstrip() + "\n"
+    longest = LONGEST_WITH_EXAMPLES if ">>>" in prompt else LONGEST
+    if not body.strip() or len(prompt) > longest[0] or len(body) > longest[1]:
+        return None
+    # The same function must come out of prompt and completion: lines of a text in column 0 would end it early.
+    found = verifiers.function_of(prompt, body)
+    if found is None or verifiers.function_text(prompt, body) != prompt + body or len(found.body) != len(node.body):
+        return None
+    return prompt, body
+
+
+def decides(function: Function) -> bool:
+    """Whether the function passes its own doctest, given the names of its module, and functions that do nothing do not.
+
+    The doctest of a method calls the class of its module, and so passes whatever is completed.
+    """
+    passes = lambda body: verifiers.examples_pass(function.input, body, function.module)
+    return passes(function.output) and not any(map(passes, NOTHING_DONE))
+
+
+def module_of(file: str) -> str:
+    """The name under which the library's `file` is imported."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def unique(found: Iterator[Function], seen: set[str]) -> Iterator[Function]:
+    """The functions whose text is not in `seen`, which each of them joins."""
+    for function in found:
+        text = function.input + function.output
+        if text not in seen:
+            seen.add(text)
+            yield function
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

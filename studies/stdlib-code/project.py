@@ -1,0 +1,13 @@
+"""Where the study's files are; importing it lets the study use the quickstart's parts and the benchmarks' machine card."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CONFIGS = HERE / "configs"
+RESULTS = HERE / "results"
+
+for folder in (ROOT, ROOT / "examples", HERE):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,11 @@
+"""Makes the parts of the study in studies/stdlib-code importable, as running its run.py does."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "studies" / "stdlib-code"
+
+for folder in (STUDY, ROOT / "examples"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,143 @@
+"""The verifiers: by hand-made functions, and by completions that try to pass without doing the work."""
+
+import time
+
+import pytest
+import rewards
+import sandbox
+import verifiers
+
+PROMPT = '''def double(x):
+    """Return twice x.
+
+    >>> double(2)
+    4
+    >>> double("a")
+    'aa'
+    """'''
+ROW = {"output": "\n    return x + x\n", "has_doctest": True, "module": ""}
+
+
+def passes(completion: str, prompt: str = PROMPT) -> float | None:
+    return verifiers.passes_doctest(prompt, [completion], ROW)
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("\n    return x + x\n", 1.0),
+        ("\n    return x +\n", 0.0),
+        ("", 0.0),  # a docstring alone is valid Python, and no work
+        ("\n    # nothing\n", 0.0),
+        ("\n    return x\n\n\ndef other(:\n", 1.0),  # what follows the function does not count
+        ("\n    return x\nprint(", 1.0),
+        ("\n    if x:\n", 0.0),
+        ("\n  return x\n", 0.0),
+        ("\n    return '''\n    never closed", 0.0),
+        ("\n\treturn x\n", 0.0),  # tabs behind spaces
+        ("\n    return " + "(" * 500, 0.0),
+        ("\n    return '\x00'\n", 0.0),
+        ("; x\n", 1.0),
+    ],
+)
+def test_parses(completion, score):
+    assert verifiers.parses(PROMPT, [completion], {}) == score
+
+
+def test_names_are_those_that_are_called_or_read_as_attributes():
+    prompt = 'def f(self, path):\n    """Read."""'
+    reference = "\n    with open(path) as file:\n        return self.parse(file.read())\n"
+    row = {"output": reference}
+    score = lambda completion: verifiers.uses_names(prompt, [completion], row)
+    assert score(reference) == 1.0
+    assert score("\n    return open(path).read()\n") == pytest.approx(2 / 3)
+    assert score("\n    return path\n") == 0.0
+    assert score("\n    open parse read\n") == 0.0, "names that do not parse are worth nothing"
+    assert verifiers.uses_names(prompt, [reference], {"output": "\n    return path\n"}) is None
+
+
+def test_doctest_of_the_reference_passes_and_a_wrong_function_does_not():
+    assert passes("\n    return x + x\n") == 1.0
+    assert passes("\n    return 2 * x\n") == 1.0
+    assert passes("\n    return x * x\n") == 0.0
+    assert passes("\n    return None\n") == 0.0
+
+
+def test_doctest_does_not_apply_to_rows_without_one():
+    row = {**ROW, "has_doctest": False}
+    assert verifiers.passes_doctest(PROMPT, ["\n    return x + x\n"], row) is None
+
+
+def test_doctest_knows_expected_errors_and_options():
+    prompt = '''def first(x):
+    """First.
+
+    >>> first([1, 2, 3])  # doctest: +ELLIPSIS
+    [1...]
+    >>> first([])
+    Traceback (most recent call last):
+    IndexError: list index out of range
+    """'''
+    assert passes("\n    return [x[0], 2]\n", prompt) == 1.0
+    assert passes("\n    return [x[0] if x else 1, 2]\n", prompt) == 0.0
+
+
+def test_only_skipped_examples_decide_nothing():
+    assert not verifiers.examples_pass(
+        'def f():\n    """F.\n\n    >>> f()  # doctest: +SKIP\n    1\n    """', "\n    return 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "return 'x' * 10**10",
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit(0)",
+        "raise KeyboardInterrupt",
+        "print(4)",  # the value of the call is None, and what is printed more is wrong for the second example
+        "print('4'); print(\"'aa'\")",
+        'import sys; sys.__stdout__.write(\'{"key": 0, "examples": []}\'); sys.__stdout__.flush()',
+        "import os; [os.write(n, b'4') for n in range(1, 9)]; return x + x + x",
+        "import os; pid = os.fork(); return x + x",
+        "import subprocess; subprocess.run(['sleep', '60']); return x + x",
+        "import socket; socket.create_connection(('127.0.0.1', 9)); return x + x",
+        "import os, signal; os.kill(os.getppid(), signal.SIGTERM); return x + x",
+        "return double(x)",
+    ],
+)
+def test_no_way_around_the_examples(body):
+    started = time.monotonic()
+    assert passes(f"\n    {body}\n") == 0.0
+    assert time.monotonic() - started < sandbox.WALL_SECONDS + 4
+
+
+def test_files_can_be_neither_written_nor_removed(tmp_path):
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("here")
+    for body in (
+        f"open({str(new)!r}, 'w').write('x' * 100)",
+        f"open({str(kept)!r}, 'a').write('more')",
+        f"import os; os.remove({str(kept)!r})",
+        f"import shutil; shutil.rmtree({str(tmp_path)!r})",
+        f"import pathlib; pathlib.Path({str(kept)!r}).rename({str(new)!r})",
+    ):
+        assert passes(f"\n    {body}\n    return x + x\n") == 0.0, body
+    assert kept.read_text() == "here" and not new.exists()
+
+
+def test_the_code_sees_an_empty_folder_and_the_names_of_its_module():
+    found = sandbox.run_examples("import os", ["os.listdir('.')", "median([3, 1, 2])", "1 / 0"], "statistics")
+    assert [entry["printed"] for entry in found] == ["[]\n", "2\n", ""]
+    assert found[2]["raised"] == "ZeroDivisionError: division by zero\n"
+
+
+def test_rewards_score_each_completion_with_its_own_prompt_and_reference():
+    completions = ["\n    return len(x)\n", "\n    return (\n", "\n    return x\n"]
+    prompts = [PROMPT] * 3
+    assert rewards.parses(completions, prompts, other=[1, 2, 3]) == [1.0, 0.0, 1.0]
+    references = ["\n    return len(x)\n", "\n    return len(x)\n", "\n    return x\n"]
+    assert rewards.uses_names(completions, prompts, references) == [1.0, 0.0, None]
