@@ -1,7 +1,8 @@
 """The data: source files of Python's standard library, split by file, and the documented functions in them.
 
-Writes pretrain.jsonl, raw_train.jsonl and raw_test.jsonl with rows {text, file}, and functions_train.jsonl and
-functions_test.jsonl with rows {input, output, name, file, module, has_doctest}. A function's `input` is its signature
+Writes pretrain.jsonl, raw_train.jsonl and raw_test.jsonl with rows {text, file}, functions_train.jsonl and
+functions_test.jsonl with rows {input, output, name, file, module, has_doctest}, and of each test part what models are
+measured on: raw_eval.jsonl, pieces of files, and functions_eval.jsonl. A function's `input` is its signature
 and docstring and ends with the closing quotes: the newline behind them belongs to `output`, because a byte-level BPE
 joins it with the indentation of the next line, and a prompt that ends in a newline alone is text that no base model has
 seen. Neither a file nor a function's text is in two parts.
@@ -24,6 +25,7 @@ from quickstart.phases import console
 PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
 LONGEST = (400, 300)  # characters of input and output: some 120 and 90 tokens
 LONGEST_WITH_EXAMPLES = (900, 450)  # functions with a doctest are few, and their docstrings long
+PIECE = 380  # characters, some 110 tokens
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 
@@ -39,8 +41,8 @@ class Function:
     has_doctest: bool = False
 
 
-def write_corpus(folder: Path, max_files: int | None = None) -> dict[str, int]:
-    """Write the five files; returns how many rows each has. Raises ValueError where there is no library."""
+def write_corpus(folder: Path, max_files: int | None = None, documents: int = 96) -> None:
+    """Write the seven files, `documents` rows into those for measuring. Raises ValueError where there is no library."""
     library = standard_library(max_files)
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for file, text in library.items():
@@ -56,12 +58,47 @@ def write_corpus(folder: Path, max_files: int | None = None) -> dict[str, int]:
         "raw_test": raw(parts["test"]),
         "functions_train": [asdict(function) for function in train],
         "functions_test": [asdict(function) for function in test],
+        "raw_eval": pieces(parts["test"], documents),
+        "functions_eval": [asdict(function) for function in chosen(test, documents)],
     }
     for name, part in rows.items():
         write_rows(folder / f"{name}.jsonl", part)
     console.print(", ".join(f"{name}: {len(part)}" for name, part in rows.items()))
-    console.print(f"{sum(function.has_doctest for function in test)} functions of the test part have a doctest")
-    return {name: len(part) for name, part in rows.items()}
+
+
+def count_rows(folder: Path) -> dict[str, int]:
+    """Rows of each file, and how many of those for measuring have a doctest."""
+    counts = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        counts[path.stem] = len(lines)
+        if path.stem == "functions_eval":
+            counts["doctests"] = sum(json.loads(line)["has_doctest"] for line in lines)
+    return counts
+
+
+def chosen(found: list[Function], documents: int) -> list[Function]:
+    """`documents` functions, evenly spread over the files; a third of them with a doctest, where there are as many."""
+    with_doctest = [function for function in found if function.has_doctest]
+    without = [function for function in found if not function.has_doctest]
+    kept = evenly(with_doctest, documents // 3)
+    return kept + evenly(without, documents - len(kept))
+
+
+def pieces(texts: dict[str, str], documents: int) -> list[dict[str, str]]:
+    """`documents` pieces of files that start with a line, evenly spread over all that the files have."""
+    found = []
+    for file, text in texts.items():
+        for start in range(0, len(text) - 2 * PIECE, PIECE):
+            line = text.find("\n", start) + 1
+            found.append({"text": text[line : line + PIECE], "file": file})
+    return evenly(found, documents)
+
+
+def evenly(rows: list[Any], count: int) -> list[Any]:
+    """`count` of the rows, or all where there are fewer, with equal gaps."""
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 def part_of(file: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the study's files are; importing it lets the study use the quickstart's parts and the benchmarks' machine card."""
+"""Where the files are; importing it makes the quickstart's parts and the benchmarks' machine card importable."""
 
 import sys
 from pathlib import Path

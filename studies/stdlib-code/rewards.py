@@ -13,7 +13,7 @@ def parses(completions: list[str], prompts: list[str], **columns: Any) -> list[f
 def uses_names(
     completions: list[str], prompts: list[str], ground_truth: list[str], **columns: Any
 ) -> list[float | None]:
-    """For each completion the share of its reference's names; None, which TRL leaves out, where the reference has none."""
+    """For each completion the share of its reference's names; None, which TRL leaves out, where that has none."""
     rows = [{"output": reference} for reference in ground_truth]
     return [
         verifiers.uses_names(prompt, [completion], row) for prompt, completion, row in zip(prompts, completions, rows)

@@ -5,6 +5,7 @@ what a pass would print) from mattering. It is no defence against an author who 
 virtual machine.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -98,9 +99,7 @@ def _run_child(task: str, folder: str) -> str:
     except subprocess.TimeoutExpired:
         return ""
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.wait()
         child.stdout.close()

@@ -1,4 +1,4 @@
-"""Verifiers of a completed function: does it parse, does it use the names that its reference uses, does its doctest pass.
+"""Verifiers of a completed function: it parses, it uses the names of its reference, it passes its doctest.
 
 Each takes the prompt (signature and docstring), a list with one completion, and the row of the data set; it returns a
 score in [0, 1], or None where it does not apply to the row. A completion counts up to its function's end: the first
