@@ -93,9 +93,10 @@ def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
     data = output / "data"
     make_once(data, made_from, lambda: write_corpus(data, size.max_files, size.documents))
 
+    from quickstart.base_model import save_random_model
+
     from ebft import load_config, train
     from ebft.config.changed import changed_keys
-    from quickstart.base_model import save_random_model
 
     base = load_config(settings.config_file("base"), settings.base_overrides(output, size))
     made_from += [size.vocab_size, size.shape, dict(changed_keys(base))]

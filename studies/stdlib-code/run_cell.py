@@ -106,6 +106,7 @@ def curves(log_history: list[dict[str, float]]) -> dict[str, list[list[float]]]:
 def machine_card() -> dict[str, Any]:
     """What the numbers depend on beside configs and data: device, threads, versions, commit, date."""
     import torch
+
     from benchmarks.measuring import machine
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -1,0 +1,131 @@
+"""What the paper and the guide say, and what the intervals of this study say to it. No verdict is written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from intervals import Estimate, difference
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided at this size"
+MARGIN = 0.05  # rates this close are called the same
+
+DOWNSTREAM = ("parses_pass@1", "uses_names_pass@1", "passes_doctest_pass@1")
+CENTRE = "ebft-centre"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a metric of the cells `method` is higher or lower than, or the same as, that of the cells `than`."""
+
+    text: str
+    source: str
+    method: str  # of a group's name, what follows task and start
+    than: str
+    relation: str  # higher, lower, same
+    metrics: tuple[str, ...]
+
+    def places(self, cells: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+        """Task, start and metric wherever both sides were run."""
+        groups = {cell["cell"]["group"]: cell["cell"] for cell in cells}
+        for group, cell in groups.items():
+            place = f"{cell['task']}-{cell['start']}"
+            if group == f"{place}-{self.method}" and f"{place}-{self.than}" in groups:
+                for metric in self.metrics:
+                    yield cell["task"], cell["start"], metric
+
+
+CLAIMS = (
+    Claim("EBFT does better downstream than SFT on the same documents", "paper", CENTRE, "sft", "higher", DOWNSTREAM),
+    Claim("EBFT does better downstream than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "higher", DOWNSTREAM),
+    Claim("EBFT does as well downstream as RLVR", "paper", CENTRE, "rlvr", "same", DOWNSTREAM),
+    Claim("EBFT has a lower cross-entropy than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)),
+    Claim("EBFT has a lower cross-entropy than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("ce_loss",)),
+    Claim("EBFT has a lower cross-entropy than RLVR", "paper", CENTRE, "rlvr", "lower", ("ce_loss",)),
+    Claim("EBFT lowers the feature-matching loss", "paper", CENTRE, "none", "lower", ("cfm_loss",)),
+    Claim("EBFT lowers it further than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("cfm_loss",)),
+    Claim("EBFT lowers it further than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("cfm_loss",)),
+    Claim("RLVR raises the cross-entropy", "paper", "rlvr", "none", "higher", ("ce_loss",)),
+    Claim(
+        "A little cross-entropy (ce_coef 0.03) keeps the policy near the data",
+        "guide",
+        CENTRE,
+        "ebft-ce_coef_0",
+        "lower",
+        ("ce_loss",),
+    ),
+    Claim(
+        "More of it (ce_coef 0.1) keeps it nearer", "guide", "ebft-ce_coef_0.1", CENTRE, "lower", ("ce_loss",)
+    ),
+    Claim(
+        "Whitening helps: no direction dominates the feature-matching loss",
+        "guide",
+        "ebft-whitening",
+        CENTRE,
+        "lower",
+        ("cfm_loss", "ce_loss"),
+    ),
+    Claim(
+        "The diversity penalty keeps samples apart (diversity_coef 1 against 0)",
+        "guide",
+        "ebft-diversity_1",
+        "ebft-diversity_0",
+        "lower",
+        ("diversity",),
+    ),
+    Claim(
+        "diversity_coef 1 lowers the feature-matching loss further than 0.5",
+        "paper",
+        "ebft-diversity_1",
+        CENTRE,
+        "lower",
+        ("cfm_loss",),
+    ),
+    Claim(
+        "last_token, the default, does better than mean_pooling",
+        "guide",
+        "ebft-last_token",
+        CENTRE,
+        "lower",
+        ("cfm_loss", "ce_loss"),
+    ),
+    Claim(
+        "Temperature 0.6, the default, does better than 1",
+        "guide",
+        "ebft-temperature_0.6",
+        CENTRE,
+        "lower",
+        ("cfm_loss", "ce_loss"),
+    ),
+    Claim(
+        "A leave-one-out baseline free of the sample itself keeps samples further apart than the plain mean",
+        "rloo_baseline",
+        CENTRE,
+        "ebft-rloo_baseline_mean",
+        "lower",
+        ("diversity",),
+    ),
+)
+
+
+def verdict(found: Estimate | None, relation: str, margin: float = MARGIN) -> str:
+    """What an interval of the difference says: `holds` or `does not hold` only where all of it is on one side."""
+    if found is None or math.isnan(found.half):
+        return OPEN
+    if relation == "same":
+        inside = -margin <= found.low and found.high <= margin
+        outside = found.low > margin or found.high < -margin
+        return HOLDS if inside else FAILS if outside else OPEN
+    low, high = (found.low, found.high) if relation == "higher" else (-found.high, -found.low)
+    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+
+
+def judged(cells: list[dict[str, Any]]) -> Iterator[tuple[Claim, str, str, str, Estimate | None, str]]:
+    """Each claim wherever it can be tried: claim, task, start, metric, difference, verdict."""
+    for claim in CLAIMS:
+        for task, start, metric in claim.places(cells):
+            found = difference(cells, f"{task}-{start}-{claim.method}", f"{task}-{start}-{claim.than}", metric)
+            if found is not None:
+                yield claim, task, start, metric, found, verdict(found, claim.relation)

@@ -1,0 +1,56 @@
+"""Training curves of stored results, as pictures: means over seeds of the values that the runs logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tables import groups_of, label
+
+PANELS = {
+    "ebft/alignment": "alignment of rollouts",
+    "ebft/cfm_loss": "feature-matching loss, plug-in",
+    "ebft/diversity": "similarity of rollouts",
+    "ebft/ce_loss": "cross-entropy of the reference",
+}
+
+
+def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
+    """The curves of the EBFT runs of a task and start; False where there is nothing to draw, or no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = [group for group in groups_of(cells, task, start) if "-ebft-" in group]
+    if not any(curve(cells, group, metric) for group in groups for metric in PANELS):
+        return False
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(17, 4), layout="constrained")
+    for axis, (metric, title) in zip(axes, PANELS.items()):
+        for group in groups:
+            points = curve(cells, group, metric)
+            if points:
+                axis.plot(*zip(*points), label=label(group), linewidth=1.3)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
+    figure.suptitle(f"EBFT, {task}, from {start}; means over seeds. Whitened values are not on the scale of the others")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return True
+
+
+def curve(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[int, float]]:
+    """[(step, mean over seeds)] of a logged metric, at the steps that every seed logged."""
+    logs = [
+        dict(map(tuple, cell["log"][metric]))
+        for cell in cells
+        if cell["cell"]["group"] == group and metric in cell.get("log", {})
+    ]
+    steps = sorted(set.intersection(*map(set, logs))) if logs else []
+    return [(step, sum(log[step] for log in logs) / len(logs)) for step in steps]

@@ -1,0 +1,144 @@
+"""Markdown tables of stored results: the models of a task, differences from SFT and from the start, claims."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from cells import FACTORS
+from claims import judged
+from intervals import Estimate, difference, is_start, over_seeds
+
+# Metric -> heading with the direction that is better.
+COLUMNS = {
+    "raw": {
+        "ce_loss": "cross-entropy ↓",
+        "cfm_loss": "CFM loss ↓",
+        "alignment": "alignment ↑",
+        "diversity": "similarity of samples",
+    },
+    "functions": {
+        "ce_loss": "cross-entropy ↓",
+        "cfm_loss": "CFM loss ↓",
+        "alignment": "alignment ↑",
+        "diversity": "similarity of samples",
+        "parses_pass@1": "parses ↑",
+        "parses_greedy": "parses, greedy ↑",
+        "parses_pass@N": "parses, one of N ↑",
+        "uses_names_pass@1": "names ↑",
+        "uses_names_greedy": "names, greedy ↑",
+        "passes_doctest_pass@1": "doctest ↑",
+        "passes_doctest_pass@N": "doctest, one of N ↑",
+    },
+}
+COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flops": "FLOPs", "train": "s of training"}
+METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}" for name in FACTORS))
+
+
+def model_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
+    """One row for each method and setting: metrics as mean ± half width over seeds, and what training cost."""
+    columns = COLUMNS[task]
+    rows = []
+    for group in groups_of(cells, task, start):
+        values = [number(over_seeds(cells, group, metric)) for metric in columns]
+        rows.append([label(group), *values, *costs(cells, group)])
+    spread = [f"{width:.2g}" if (width := document_spread(cells, task, start, metric)) else "" for metric in columns]
+    rows.append(["*± by resampling documents*", *spread, *("" for _ in COSTS)])
+    return markdown(["model", *columns.values(), *COSTS.values()], rows)
+
+
+def difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str) -> str:
+    """How much every method is above the group `other` of the same start, paired by seed."""
+    columns = COLUMNS[task]
+    reference = f"{task}-{start}-{other}"
+    rows = [
+        [label(group), *(number(difference(cells, group, reference, metric), signed=True) for metric in columns)]
+        for group in groups_of(cells, task, start)
+        if group != reference and not is_start(group)
+    ]
+    return markdown([f"model − {label(reference)}", *columns.values()], rows)
+
+
+def claim_table(cells: list[dict[str, Any]]) -> str:
+    """Each claim, tried in every task and from every start where both of its sides were run."""
+    rows = []
+    for claim, task, start, metric, found, said in judged(cells):
+        rows.append([claim.text, claim.source, f"{task}, {start}", metric, number(found, signed=True), f"**{said}**"])
+    for above, row in zip(reversed(rows[:-1]), reversed(rows[1:])):
+        if above[0] == row[0]:
+            row[:2] = ["", ""]
+    return markdown(["claim", "from", "task, start", "metric", "difference", "verdict"], rows)
+
+
+def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:
+    """How many trials of claims ended with each verdict."""
+    counts: dict[str, int] = {}
+    for *_, said in judged(cells):
+        counts[said] = counts.get(said, 0) + 1
+    return counts
+
+
+def groups_of(cells: list[dict[str, Any]], task: str, start: str) -> list[str]:
+    """The groups of a task and start that were run, in the order of the tables."""
+    there = {cell["cell"]["group"] for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)}
+    known = [f"{task}-{start}-{method}" for method in METHODS]
+    return [group for group in known if group in there] + sorted(there - set(known))
+
+
+def label(group: str) -> str:
+    """A group as the tables name it."""
+    _, start, method, *setting = group.split("-", 3)
+    names = {"none": f"{start} itself", "sft": "SFT, same documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
+    if method != "ebft":
+        return names[method]
+    return "EBFT" if setting == ["centre"] else f"EBFT, {setting[0].replace('_', ' ')}"
+
+
+def costs(cells: list[dict[str, Any]], group: str) -> list[str]:
+    """Means over seeds of what the runs of a group cost."""
+    found = [cell for cell in cells if cell["cell"]["group"] == group and "cost" in cell]
+    values = [
+        [cell["seconds"]["train"] if name == "train" else cell["cost"][name] for cell in found] for name in COSTS
+    ]
+    return [f"{statistics.mean(known):.3g}" if (known := [v for v in row if v is not None]) else "" for row in values]
+
+
+def document_spread(cells: list[dict[str, Any]], task: str, start: str, metric: str) -> float | None:
+    """Median half width of the intervals that resampling the test documents gives the models of a table."""
+    widths = [
+        (interval[1] - interval[0]) / 2
+        for cell in cells
+        if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)
+        and (interval := cell["intervals"].get(metric)) is not None
+    ]
+    return statistics.median(widths) if widths else None
+
+
+def number(found: Estimate | None, signed: bool = False) -> str:
+    """`mean ± half width`, with as many decimals as the half width has two significant digits of."""
+    if found is None:
+        return ""
+    sign = "+" if signed else ""
+    if math.isnan(found.half) or found.half == 0:
+        return f"{found.mean:{sign}.3f}"
+    decimals = min(5, max(1, 1 - math.floor(math.log10(found.half))))
+    return f"{found.mean:{sign}.{decimals}f} ± {found.half:.{decimals}f}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    line = lambda entries: f"| {' | '.join(entries)} |"
+    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+
+
+def total_seconds(cells: list[dict[str, Any]]) -> float:
+    """Seconds of training and measuring, all processes together."""
+    return sum(sum(cell["seconds"].values()) for cell in cells)
+
+
+def seeds_of(cells: list[dict[str, Any]]) -> list[int]:
+    """Seeds of the trained cells."""
+    return sorted({cell["cell"]["seed"] for cell in cells if cell["cell"]["method"] != "none"})
+
+
