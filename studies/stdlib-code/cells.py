@@ -1,12 +1,12 @@
 """The study's runs: around one EBFT setting, that of configs/ebft.yaml, each factor is varied alone.
 
-The centre is unwhitened because the loss that every model is measured by is, with the authors' weights for diversity (0.5)
-and cross-entropy (0.03). A full factorial of the factors would be 36 EBFT runs for each start and seed; this is 6.
+The centre is unwhitened because the loss that every model is measured by is, with the authors' weights for diversity
+(0.5) and cross-entropy (0.03). A full factorial of the factors would be 36 EBFT runs for each start and seed; this is 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 TASKS = ("functions", "raw")
@@ -52,22 +52,19 @@ class Cell:
         return f"{self.group}-seed{self.seed}"
 
 
-def all_cells(seeds: Iterable[int]) -> list[Cell]:
-    """Every cell in the order of running: starts, then what others wait for, then the rest."""
+def all_cells(seeds: Iterable[int], settings: Container[str] | None = None) -> list[Cell]:
+    """Every cell in the order of running, starts first; `settings` limits those of EBFT (None is all)."""
+    wanted = lambda table: {name: keys for name, keys in table.items() if settings is None or name in settings}
     cells = [Cell(task, start, "none") for task in TASKS for start in STARTS]
     for seed in seeds:
         for task in TASKS:
             for start in STARTS:
-                cells += _methods(task, start, seed)
-        cells += [Cell("functions", "base", "ebft", seed, name, keys) for name, keys in ABLATIONS.items()]
+                cells += [Cell(task, start, "ebft", seed, name, keys) for name, keys in wanted(FACTORS).items()]
+                cells += [Cell(task, start, "sft", seed), Cell(task, start, "sft_flops", seed)]
+                # Raw text has no verifier.
+                cells += [Cell(task, start, "rlvr", seed)] if task == "functions" else []
+        cells += [Cell("functions", "base", "ebft", seed, name, keys) for name, keys in wanted(ABLATIONS).items()]
     return cells
-
-
-def _methods(task: str, start: str, seed: int) -> list[Cell]:
-    ebft = [Cell(task, start, "ebft", seed, setting, keys) for setting, keys in FACTORS.items()]
-    # Raw text has no verifier.
-    rlvr = [Cell(task, start, "rlvr", seed)] if task == "functions" else []
-    return [*ebft, Cell(task, start, "sft", seed), Cell(task, start, "sft_flops", seed), *rlvr]
 
 
 def waits_for_others(cell: Cell) -> bool:

@@ -41,8 +41,12 @@ CLAIMS = (
     Claim("EBFT does better downstream than SFT on the same documents", "paper", CENTRE, "sft", "higher", DOWNSTREAM),
     Claim("EBFT does better downstream than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "higher", DOWNSTREAM),
     Claim("EBFT does as well downstream as RLVR", "paper", CENTRE, "rlvr", "same", DOWNSTREAM),
-    Claim("EBFT has a lower cross-entropy than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)),
-    Claim("EBFT has a lower cross-entropy than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("ce_loss",)),
+    Claim(
+        "EBFT has a lower cross-entropy than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)
+    ),
+    Claim(
+        "EBFT has a lower cross-entropy than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("ce_loss",)
+    ),
     Claim("EBFT has a lower cross-entropy than RLVR", "paper", CENTRE, "rlvr", "lower", ("ce_loss",)),
     Claim("EBFT lowers the feature-matching loss", "paper", CENTRE, "none", "lower", ("cfm_loss",)),
     Claim("EBFT lowers it further than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("cfm_loss",)),
@@ -56,9 +60,7 @@ CLAIMS = (
         "lower",
         ("ce_loss",),
     ),
-    Claim(
-        "More of it (ce_coef 0.1) keeps it nearer", "guide", "ebft-ce_coef_0.1", CENTRE, "lower", ("ce_loss",)
-    ),
+    Claim("More of it (ce_coef 0.1) keeps it nearer", "guide", "ebft-ce_coef_0.1", CENTRE, "lower", ("ce_loss",)),
     Claim(
         "Whitening helps: no direction dominates the feature-matching loss",
         "guide",

@@ -1,8 +1,8 @@
 """The data: source files of Python's standard library, split by file, and the documented functions in them.
 
-Writes pretrain.jsonl, raw_train.jsonl and raw_test.jsonl with rows {text, file}, functions_train.jsonl and
-functions_test.jsonl with rows {input, output, name, file, module, has_doctest}, and of each test part what models are
-measured on: raw_eval.jsonl, pieces of files, and functions_eval.jsonl. A function's `input` is its signature
+Writes rows {text, file}: pretrain.jsonl (whole files), raw_train.jsonl and raw_eval.jsonl (pieces of files); and rows
+{input, output, name, file, module, has_doctest}: functions_train.jsonl, functions_test.jsonl, and functions_eval.jsonl, the
+rows of the test part that models are measured on. A function's `input` is its signature
 and docstring and ends with the closing quotes: the newline behind them belongs to `output`, because a byte-level BPE
 joins it with the indentation of the next line, and a prompt that ends in a newline alone is text that no base model has
 seen. Neither a file nor a function's text is in two parts.
@@ -21,11 +21,11 @@ import project  # noqa: F401 (makes the quickstart importable)
 import verifiers
 from quickstart.corpus import number_of, standard_library
 from quickstart.phases import console
+from sizes import Size
 
 PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
 LONGEST = (400, 300)  # characters of input and output: some 120 and 90 tokens
 LONGEST_WITH_EXAMPLES = (900, 450)  # functions with a doctest are few, and their docstrings long
-PIECE = 380  # characters, some 110 tokens
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 
@@ -41,9 +41,9 @@ class Function:
     has_doctest: bool = False
 
 
-def write_corpus(folder: Path, max_files: int | None = None, documents: int = 96) -> None:
-    """Write the seven files, `documents` rows into those for measuring. Raises ValueError where there is no library."""
-    library = standard_library(max_files)
+def write_corpus(folder: Path, size: Size) -> None:
+    """Write the files, with as many rows as `size` says. Raises ValueError where there is no library."""
+    library = standard_library(size.max_files)
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for file, text in library.items():
         parts[part_of(file)][file] = text
@@ -54,12 +54,11 @@ def write_corpus(folder: Path, max_files: int | None = None, documents: int = 96
         function.has_doctest = ">>>" in function.input and decides(function)
     rows = {
         "pretrain": raw(parts["pretrain"]),
-        "raw_train": raw(parts["train"]),
-        "raw_test": raw(parts["test"]),
+        "raw_train": pieces(parts["train"], size.piece, size.raw_rows),
+        "raw_eval": pieces(parts["test"], size.piece, size.documents),
         "functions_train": [asdict(function) for function in train],
         "functions_test": [asdict(function) for function in test],
-        "raw_eval": pieces(parts["test"], documents),
-        "functions_eval": [asdict(function) for function in chosen(test, documents)],
+        "functions_eval": [asdict(function) for function in chosen(test, size.documents)],
     }
     for name, part in rows.items():
         write_rows(folder / f"{name}.jsonl", part)
@@ -85,14 +84,14 @@ def chosen(found: list[Function], documents: int) -> list[Function]:
     return kept + evenly(without, documents - len(kept))
 
 
-def pieces(texts: dict[str, str], documents: int) -> list[dict[str, str]]:
-    """`documents` pieces of files that start with a line, evenly spread over all that the files have."""
+def pieces(texts: dict[str, str], length: int, count: int) -> list[dict[str, str]]:
+    """`count` pieces of `length` characters that start with a line, evenly spread over all that the files have."""
     found = []
     for file, text in texts.items():
-        for start in range(0, len(text) - 2 * PIECE, PIECE):
+        for start in range(0, len(text) - 2 * length, length):
             line = text.find("\n", start) + 1
-            found.append({"text": text[line : line + PIECE], "file": file})
-    return evenly(found, documents)
+            found.append({"text": text[line : line + length], "file": file})
+    return evenly(found, count)
 
 
 def evenly(rows: list[Any], count: int) -> list[Any]:

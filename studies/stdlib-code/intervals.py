@@ -42,7 +42,9 @@ def estimate(values: list[float]) -> Estimate | None:
     return Estimate(mean, quantile * math.sqrt(variance / n), n)
 
 
-def by_seed(cells: list[dict[str, Any]], group: str, value: Callable[[dict[str, Any]], float | None]) -> dict[int, float]:
+def by_seed(
+    cells: list[dict[str, Any]], group: str, value: Callable[[dict[str, Any]], float | None]
+) -> dict[int, float]:
     """The value of each seed of a group of cells, those without it left out."""
     found = {cell["cell"]["seed"]: value(cell) for cell in cells if cell["cell"]["group"] == group}
     return {seed: number for seed, number in found.items() if number is not None and not math.isnan(number)}

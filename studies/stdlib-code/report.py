@@ -31,7 +31,10 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     for task in TASKS:
         for start in STARTS:
             if tables.groups_of(cells, task, start):
-                parts += [f"#### {text.TASK_TITLES[task]}, from {text.START_TITLES[start]}", text.documents(result, task)]
+                parts += [
+                    f"#### {text.TASK_TITLES[task]}, from {text.START_TITLES[start]}",
+                    text.documents(result, task),
+                ]
                 parts += part(result, task, start, results, folder)
     if result["failed"]:
         parts += ["### What failed", *(f"- `{name}`: {error}" for name, error in result["failed"].items())]

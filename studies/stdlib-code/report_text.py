@@ -81,4 +81,6 @@ def documents(result: dict[str, Any], task: str) -> str:
 def counts(found: dict[str, int]) -> str:
     """How the trials of the claims ended, in a sentence."""
     total = sum(found.values())
-    return f"Of {total} trials of claims: " + ", ".join(f"{count} *{said}*" for said, count in sorted(found.items())) + "."
+    return (
+        f"Of {total} trials of claims: " + ", ".join(f"{count} *{said}*" for said, count in sorted(found.items())) + "."
+    )

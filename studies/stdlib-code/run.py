@@ -61,7 +61,7 @@ def study(size: Size, output: Path, results: Path, workers: int | None = None, k
     workers = default_workers() if workers is None else workers
     if not has_accelerator():
         os.environ["OMP_NUM_THREADS"] = "1"  # of the workers: one core each
-    jobs = [Job(cell, size, output, made_from, keep=keep) for cell in all_cells(size.seeds)]
+    jobs = [Job(cell, size, output, made_from, keep=keep) for cell in all_cells(size.seeds, size.settings)]
     done, failed = run_jobs([job for job in jobs if not waits_for_others(job.cell)], workers)
     later, impossible = with_steps([job for job in jobs if waits_for_others(job.cell)], done)
     more, failed_later = run_jobs(later, workers)
@@ -88,10 +88,10 @@ def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
     import settings
     from corpus import PARTS, count_rows, write_corpus
 
-    made_from: list[Any] = [sys.version, size.max_files, size.documents, PARTS]
+    made_from: list[Any] = [sys.version, size.max_files, size.documents, size.raw_rows, size.piece, PARTS]
     console.print("[bold]Data: the source of this machine's Python standard library")
     data = output / "data"
-    make_once(data, made_from, lambda: write_corpus(data, size.max_files, size.documents))
+    make_once(data, made_from, lambda: write_corpus(data, size))
 
     from quickstart.base_model import save_random_model
 
@@ -129,8 +129,9 @@ def run_jobs(jobs: list[Job], workers: int) -> tuple[list[dict[str, Any]], dict[
         else:
             failed[job.cell.name] = error
         left = (time.perf_counter() - started) / number * (len(missing) - number)
-        outcome = f"[red]failed: {error}  (see {log_of(job)})" if error else _spent(result)
-        console.print(f"{number}/{len(missing)}  {job.cell.name}  {outcome}[/]  [dim]about {left / 60:.0f} min left")
+        outcome = f"failed: {error}  (see {log_of(job)})" if error else _spent(result)
+        line = f"{number}/{len(missing)}  {job.cell.name}  {outcome}  about {left / 60:.0f} min left"
+        console.print(line, style="red" if error else None, markup=False, highlight=False)
     return [found[job.cell.name] for job in jobs if job.cell.name in found], failed
 
 
@@ -143,7 +144,7 @@ def with_steps(jobs: list[Job], done: list[dict[str, Any]]) -> tuple[list[Job], 
             found.append(replace(job, steps=steps))
         except ValueError as error:
             impossible[job.cell.name] = str(error)
-            console.print(f"[red]{job.cell.name}: {error}")
+            console.print(f"{job.cell.name}: {error}", style="red", markup=False)
     return found, impossible
 
 

@@ -13,7 +13,10 @@ class Size:
     vocab_size: int
     shape: dict[str, Any]  # of the Llama
     seeds: tuple[int, ...]
+    settings: tuple[str, ...] | None  # of EBFT, by their names in cells.py; None is all
     documents: int  # of the test part that every model is measured on
+    raw_rows: int  # pieces of files to train on, in the task raw
+    piece: int  # their length in characters: about sequence_len tokens, whose rest is cut
     evaluation: tuple[str, ...] = ()  # overrides of configs/evaluation.yaml
     raw: tuple[str, ...] = ()  # overrides of every config of the task raw
     methods: dict[str, tuple[str, ...]] = field(default_factory=dict)  # overrides of a method's config
@@ -47,7 +50,10 @@ SIZES = {
         vocab_size=4096,
         shape=shape(128, 4),
         seeds=(0, 1, 2),
+        settings=None,
         documents=96,
+        raw_rows=3200,
+        piece=400,
         raw=("sequence_len=128",),
         warm=("max_steps=100",),
     ),
@@ -59,7 +65,10 @@ SIZES = {
         vocab_size=16384,
         shape=shape(768, 12, head=64, initializer_range=0.02),
         seeds=(0, 1, 2),
+        settings=None,
         documents=600,
+        raw_rows=4000,
+        piece=1600,
         evaluation=(*_LARGE, "evaluation.samples=8", "evaluation.max_new_tokens=128"),
         raw=("sequence_len=512",),
         methods={
@@ -81,8 +90,11 @@ SIZES = {
         max_files=120,
         vocab_size=512,
         shape=shape(32, 4),
-        seeds=(0, 1),
+        seeds=(0,),
+        settings=("centre", "last_token"),
         documents=4,
+        raw_rows=40,
+        piece=300,
         evaluation=(
             "sequence_len=160",
             "evaluation.samples=2",

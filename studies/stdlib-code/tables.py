@@ -98,9 +98,7 @@ def label(group: str) -> str:
 def costs(cells: list[dict[str, Any]], group: str) -> list[str]:
     """Means over seeds of what the runs of a group cost."""
     found = [cell for cell in cells if cell["cell"]["group"] == group and "cost" in cell]
-    values = [
-        [cell["seconds"]["train"] if name == "train" else cell["cost"][name] for cell in found] for name in COSTS
-    ]
+    values = [[cell["seconds"]["train"] if name == "train" else cell["cost"][name] for cell in found] for name in COSTS]
     return [f"{statistics.mean(known):.3g}" if (known := [v for v in row if v is not None]) else "" for row in values]
 
 
@@ -140,5 +138,3 @@ def total_seconds(cells: list[dict[str, Any]]) -> float:
 def seeds_of(cells: list[dict[str, Any]]) -> list[int]:
     """Seeds of the trained cells."""
     return sorted({cell["cell"]["seed"] for cell in cells if cell["cell"]["method"] != "none"})
-
-
