@@ -1,7 +1,8 @@
 """The study's runs: around one EBFT setting, that of configs/ebft.yaml, each factor is varied alone.
 
 The centre is unwhitened because the loss that every model is measured by is, with the authors' weights for diversity
-(0.5) and cross-entropy (0.03). A full factorial of the factors would be 36 EBFT runs for each start and seed; this is 6.
+(0.5) and cross-entropy (0.03). All combinations of the factors would be 18 EBFT runs for each start and seed; these
+are 6.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data: source files of Python's standard library, split by file, and the documented functions in them.
 
 Writes rows {text, file}: pretrain.jsonl (whole files), raw_train.jsonl and raw_eval.jsonl (pieces of files); and rows
-{input, output, name, file, module, has_doctest}: functions_train.jsonl, functions_test.jsonl, and functions_eval.jsonl, the
-rows of the test part that models are measured on. A function's `input` is its signature
+{input, output, name, file, module, has_doctest}: functions_train.jsonl, functions_test.jsonl, and functions_eval.jsonl,
+the rows of the test part that models are measured on. A function's `input` is its signature
 and docstring and ends with the closing quotes: the newline behind them belongs to `output`, because a byte-level BPE
 joins it with the indentation of the next line, and a prompt that ends in a newline alone is text that no base model has
 seen. Neither a file nor a function's text is in two parts.

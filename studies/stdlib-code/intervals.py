@@ -56,7 +56,7 @@ def over_seeds(cells: list[dict[str, Any]], group: str, metric: str) -> Estimate
 
 
 def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str) -> Estimate | None:
-    """How much higher a metric of `group` is than of `other`, paired by seed; a start, which has no seeds, has one value."""
+    """How much higher a metric of `group` is than of `other`, paired by seed; a start has one value for all seeds."""
     ours, theirs = (by_seed(cells, name, metric_value(metric)) for name in (group, other))
     if is_start(other) and theirs:
         theirs = dict.fromkeys(ours, next(iter(theirs.values())))

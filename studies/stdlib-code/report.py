@@ -27,7 +27,8 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     """What one size found."""
     cells = result["cells"]
     parts = [f"## Results, size {result['size']}", text.machine_text(result), text.counts(tables.verdict_counts(cells))]
-    parts += ["### Claims", text.CLAIMS, tables.claim_table(cells), "### Models", text.INTERVALS]
+    parts += ["### Claims", text.CLAIMS, "In how many trials:", tables.summary_table(cells)]
+    parts += ["Each trial:", tables.claim_table(cells), "### Models", text.INTERVALS]
     for task in TASKS:
         for start in STARTS:
             if tables.groups_of(cells, task, start):

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from cells import FACTORS
-from claims import judged
+from claims import FAILS, HOLDS, OPEN, judged
 from intervals import Estimate, difference, is_start, over_seeds
 
 # Metric -> heading with the direction that is better.
@@ -69,6 +69,17 @@ def claim_table(cells: list[dict[str, Any]]) -> str:
         if above[0] == row[0]:
             row[:2] = ["", ""]
     return markdown(["claim", "from", "task, start", "metric", "difference", "verdict"], rows)
+
+
+def summary_table(cells: list[dict[str, Any]]) -> str:
+    """In how many of its trials each claim holds."""
+    said = {claim.text: [] for claim, *_ in judged(cells)}
+    for claim, *_, outcome in judged(cells):
+        said[claim.text].append(outcome)
+    rows = [
+        [text, *(str(found.count(outcome) or "") for outcome in (HOLDS, FAILS, OPEN))] for text, found in said.items()
+    ]
+    return markdown(["claim", HOLDS, FAILS, OPEN], rows)
 
 
 def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:

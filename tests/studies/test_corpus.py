@@ -34,7 +34,7 @@ def test_every_reference_is_a_whole_function(rows):
 
 
 def test_functions_are_dedented_and_split_behind_the_docstring():
-    text = 'class A:\n    def f(self):\n        """F."""\n        # why\n        return 1\n\n    def g(self):\n        pass\n'
+    text = 'class A:\n    def f(self):\n        """F."""\n        # why\n        return 1\n\n    def g(self): pass\n'
     (found,) = functions({"a/b.py": text})
     assert (found.input, found.output) == ('def f(self):\n    """F."""', "\n    # why\n    return 1\n")
     assert (found.name, found.module) == ("f", "a.b")
