@@ -25,7 +25,7 @@ from sizes import Size
 
 PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
 LONGEST = (400, 300)  # characters of input and output: some 120 and 90 tokens
-LONGEST_WITH_EXAMPLES = (900, 450)  # functions with a doctest are few, and their docstrings long
+LONGEST_WITH_EXAMPLES = (600, 450)  # functions with a doctest are few, and their docstrings long
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 
@@ -77,11 +77,12 @@ def count_rows(folder: Path) -> dict[str, int]:
 
 
 def chosen(found: list[Function], documents: int) -> list[Function]:
-    """`documents` functions, evenly spread over the files; a third of them with a doctest, where there are as many."""
+    """`documents` functions, evenly spread over the files, short ones first; a sixth with a doctest, if there are."""
     with_doctest = [function for function in found if function.has_doctest]
     without = [function for function in found if not function.has_doctest]
-    kept = evenly(with_doctest, documents // 3)
-    return kept + evenly(without, documents - len(kept))
+    kept = evenly(with_doctest, documents // 6)
+    kept += evenly(without, documents - len(kept))
+    return sorted(kept, key=lambda function: len(function.input))  # batches of like lengths have little padding
 
 
 def pieces(texts: dict[str, str], length: int, count: int) -> list[dict[str, str]]:

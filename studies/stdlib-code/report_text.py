@@ -45,7 +45,7 @@ second's, paired by seed, with its 95% interval over seeds. A claim *holds* wher
 0, *does not hold* where it is on the other, and is *not decided at this size* in between; rates count as the same where
 the whole interval is within ±0.05. The verdicts follow from that rule alone. Of trials in which nothing is different,
 one in twenty seems decided by chance."""
-INTERVALS = """Mean ± half of the 95% interval over training seeds (Student's t). It says what another seed would give on
+INTERVALS = """Mean ± half of the 95% interval over training seeds (Student's t): what another seed would give on
 the same test documents. What other documents would give is less certain: the last row of each table is the median half
 width of the 95% bootstrap interval over documents of one model. A start is one model and has no seeds."""
 TAIL = """## Settings

@@ -69,7 +69,7 @@ SIZES = {
         documents=600,
         raw_rows=4000,
         piece=1600,
-        evaluation=(*_LARGE, "evaluation.samples=8", "evaluation.max_new_tokens=128"),
+        evaluation=(*_LARGE, "micro_batch_size=32", "evaluation.samples=8", "evaluation.max_new_tokens=128"),
         raw=("sequence_len=512",),
         methods={
             "base": (*_LARGE, "micro_batch_size=16", "max_steps=1200", "learning_rate=6.0e-4", "warmup_steps=100"),
