@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: install install-vllm quickstart test test-vllm test-published lint docs bench
+.PHONY: install install-vllm quickstart test test-vllm test-published lint docs bench study
 
 install: $(STAMP)
 
@@ -43,12 +43,17 @@ test-published: $(STAMP)
 	else echo "The published trainer was not tested."; fi
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks studies
+	$(BIN)/ruff format --check src tests examples benchmarks studies studies
 
 bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
 	$(BIN)/python -m benchmarks.overlap --vllm-python $(VLLM_VENV)/bin/python
+
+# Under an hour on two cores; a stopped run goes on where it was. With an accelerator: make study SIZE=large
+SIZE ?= small
+study: $(STAMP)
+	$(BIN)/python studies/stdlib-code/run.py --size $(SIZE)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

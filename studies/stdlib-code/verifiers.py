@@ -55,14 +55,16 @@ def function_text(prompt: str, completion: str) -> str:
 
 
 def function_of(prompt: str, completion: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The completed function; None where it does not parse or has nothing but its docstring."""
+    """The completed function; None where it does not parse, has nothing but its docstring, or makes code of that."""
     try:
         with warnings.catch_warnings(action="ignore"):  # such as invalid escapes, which are no errors
             body = ast.parse(function_text(prompt, completion)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    is_function = len(body) == 1 and isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef))
-    return body[0] if is_function and len(body[0].body) > 1 else None
+    if len(body) != 1 or not isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    function = body[0]
+    return function if len(function.body) > 1 and ast.get_docstring(function) is not None else None
 
 
 def names_used(function: ast.AST) -> set[str]:

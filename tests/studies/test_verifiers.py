@@ -38,6 +38,8 @@ def passes(completion: str, prompt: str = PROMPT) -> float | None:
         ("\n    return " + "(" * 500, 0.0),
         ("\n    return '\x00'\n", 0.0),
         ("; x\n", 1.0),
+        (".strip()\n    return x\n", 0.0),  # the docstring is none any more
+        ("(x)\n    return x\n", 0.0),
     ],
 )
 def test_parses(completion, score):
@@ -107,12 +109,17 @@ def test_only_skipped_examples_decide_nothing():
         "import socket; socket.create_connection(('127.0.0.1', 9)); return x + x",
         "import os, signal; os.kill(os.getppid(), signal.SIGTERM); return x + x",
         "return double(x)",
+        "double.__doc__ = ''; return None",
     ],
 )
 def test_no_way_around_the_examples(body):
     started = time.monotonic()
     assert passes(f"\n    {body}\n") == 0.0
     assert time.monotonic() - started < sandbox.WALL_SECONDS + 4
+
+
+def test_a_docstring_that_becomes_code_has_no_examples():
+    assert passes("(x)\n    return x + x\n") == 0.0
 
 
 def test_files_can_be_neither_written_nor_removed(tmp_path):
