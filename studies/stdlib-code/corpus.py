@@ -24,8 +24,8 @@ from quickstart.phases import console
 from sizes import Size
 
 PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
-LONGEST = (400, 300)  # characters of input and output: some 120 and 90 tokens
-LONGEST_WITH_EXAMPLES = (600, 450)  # functions with a doctest are few, and their docstrings long
+LONGEST = (300, 200)  # characters of input and output: some 90 and 60 tokens
+LONGEST_WITH_EXAMPLES = (600, 300)  # functions with a doctest are few, and their docstrings long
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 

@@ -51,7 +51,7 @@ SIZES = {
         shape=shape(128, 4),
         seeds=(0, 1, 2),
         settings=None,
-        documents=96,
+        documents=64,
         raw_rows=3200,
         piece=400,
         raw=("sequence_len=128",),
