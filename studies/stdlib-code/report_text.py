@@ -50,8 +50,9 @@ the same test documents. What other documents would give is less certain: the la
 width of the 95% bootstrap interval over documents of one model. A start is one model and has no seeds."""
 TAIL = """## Settings
 
-Learning rates were chosen on the base model at size small, one seed, functions, by the loss each method minimises:
-see [configs/](configs/). Each EBFT row but the first changes one key of [configs/ebft.yaml](configs/ebft.yaml)."""
+Learning rates of SFT and EBFT were chosen at size small by a small sweep with one seed on functions from the base model;
+[configs/](configs/) says beside each rate what it was compared with. Those of RLVR and of the other sizes were not
+swept. Each EBFT row but the first changes one key of [configs/ebft.yaml](configs/ebft.yaml)."""
 
 
 def head(samples: int = 4) -> str:
