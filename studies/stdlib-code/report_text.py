@@ -50,7 +50,7 @@ the same test documents. What other documents would give is less certain: the la
 width of the 95% bootstrap interval over documents of one model. A start is one model and has no seeds."""
 TAIL = """## Settings
 
-Learning rates of SFT and EBFT were chosen at size small by a small sweep with one seed on functions from the base model;
+Learning rates of SFT and EBFT were chosen at size small by a sweep with one seed on functions from the base model;
 [configs/](configs/) says beside each rate what it was compared with. Those of RLVR and of the other sizes were not
 swept. Each EBFT row but the first changes one key of [configs/ebft.yaml](configs/ebft.yaml)."""
 

@@ -66,7 +66,7 @@ def report_of(results: dict, folder) -> str:
 
 def verdict_of(report: str, claim: str, metric: str) -> str:
     """The verdict in the claim table's row of `metric` that belongs to `claim`."""
-    rows = report.split(claim, 1)[1].splitlines()
+    rows = report.split("Each trial:")[1].split(claim, 1)[1].splitlines()
     row = next(row for row in rows if f"| {metric} |" in row)
     return re.search(r"\*\*(.+)\*\*", row).group(1)
 
