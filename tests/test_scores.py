@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ebft.config.metrics import held_out_metrics
+from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, diversity_rewards
 from ebft.scores import Scores, best_of, curve_lengths, feature_score_names, feature_scores, interval
 
@@ -117,3 +118,12 @@ def test_curve_lengths():
     assert curve_lengths(1) == [1]
     assert curve_lengths(8) == [1, 2, 4, 8]
     assert curve_lengths(11) == [1, 2, 4, 8, 11]
+
+
+def test_numbers_that_are_none():
+    with pytest.raises(NonFiniteLossError, match="ce_loss is not finite"):
+        Scores().add("ce_loss", [0, 1], torch.tensor([1.0, float("nan")]))
+    phi, phi_ref = embeddings()
+    phi[1, 0] = float("inf")
+    with pytest.raises(NonFiniteLossError, match="feature network gives NaN"):
+        feature_scores(phi, phi_ref, alignment_coef=1.0, diversity_coef=1.0, pass_at=[1])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
 
 CROSS_ENTROPY = {"perplexity": "ce_loss", "perplexity_all": "ce_loss_all"}
@@ -30,6 +31,11 @@ def feature_scores(
     Embeddings come normalised and unwhitened, `cfm_loss_whitened` apart, which whitens each group by its own samples.
     `cfm_loss` is the unbiased estimate, and needs N >= 2. `X_pass@k` is the expected best of k samples.
     """
+    if not (torch.isfinite(phi).all() and torch.isfinite(phi_ref).all()):
+        raise NonFiniteLossError(
+            "The feature network gives NaN or infinity for held-out text. Load it in bfloat16 or float32 rather than "
+            "float16, and check its weights."
+        )
     alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
     reward = alignment_coef * alignment - diversity_coef * diversity
     values = {
@@ -89,6 +95,11 @@ class Scores:
         """Add `totals`, one for each of `documents`, each a sum over `weights` items (None: over one)."""
         totals = _numbers(totals)
         weights = np.ones_like(totals) if weights is None else _numbers(weights)
+        if not np.isfinite(totals).all():
+            raise NonFiniteLossError(
+                f"{name} is not finite on held-out text: the model gives NaN or infinity there. Load it in bfloat16 or "
+                "float32 rather than float16, and check its weights."
+            )
         entries = self.sums[name]
         for document, total, weight in zip(documents, totals, weights, strict=True):
             entry = entries.setdefault(int(document), [0.0, 0.0])
