@@ -30,7 +30,7 @@ def write_corpus(folder: Path, max_files: int | None = None) -> None:
     documents = standard_library(max_files)
     parts: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
     for file, text in documents.items():
-        part = part_of(file)
+        part = part_of(file, PARTS)
         text = text if part == "base" else docstrings(text)
         if text:
             parts[part].append({"text": text, "file": file})
@@ -75,14 +75,14 @@ def source_files(root: Path) -> list[Path]:
     return sorted(files, key=lambda path: number_of(path.relative_to(root).as_posix()))
 
 
-def part_of(file: str) -> str:
-    """The part that a file belongs to, by a hash of its path."""
+def part_of(file: str, parts: dict[str, int]) -> str:
+    """The one of `parts` (shares in percent by name) that a file belongs to, by a hash of its path."""
     percent = number_of(file) % 100
-    for part, share in PARTS.items():
+    for part, share in parts.items():
         if percent < share:
             return part
         percent -= share
-    raise AssertionError("the shares of PARTS add up to 100")
+    raise AssertionError(f"the shares {parts} do not add up to 100")
 
 
 def number_of(file: str) -> int:

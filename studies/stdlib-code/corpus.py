@@ -19,7 +19,7 @@ from typing import Any
 
 import project  # noqa: F401 (makes the quickstart importable)
 import verifiers
-from quickstart.corpus import number_of, standard_library
+from quickstart.corpus import part_of, standard_library
 from quickstart.phases import console
 from sizes import Size
 
@@ -46,7 +46,7 @@ def write_corpus(folder: Path, size: Size) -> None:
     library = standard_library(size.max_files)
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for file, text in library.items():
-        parts[part_of(file)][file] = text
+        parts[part_of(file, PARTS)][file] = text
     test = list(unique(functions(parts["test"]), seen=set()))
     seen = {function.input + function.output for function in test}
     train = list(unique(functions(parts["train"]), seen))
@@ -99,16 +99,6 @@ def evenly(rows: list[Any], count: int) -> list[Any]:
     """`count` of the rows, or all where there are fewer, with equal gaps."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
-
-
-def part_of(file: str) -> str:
-    """The part that a file belongs to, by a hash of its path."""
-    percent = number_of(file) % 100
-    for part, share in PARTS.items():
-        if percent < share:
-            return part
-        percent -= share
-    raise AssertionError("the shares of PARTS add up to 100")
 
 
 def raw(texts: dict[str, str]) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
 from ebft.config import load_config
 
@@ -28,11 +29,8 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     model: Annotated[
         list[str] | None,
         typer.Option(

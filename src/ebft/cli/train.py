@@ -1,10 +1,8 @@
 """`ebft train CONFIG [key=value ...]`."""
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
 from ebft.config import check_runnable, load_config
@@ -32,11 +30,8 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
 ) -> None:
     """Load the config, train, and say where the model is."""
     run_config = load_config(config, overrides or [])

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
 from ebft.config import load_config
 
@@ -44,11 +45,8 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     verbose: Annotated[bool, typer.Option("--verbose", help=f"Also show what the server writes to {LOG}.")] = False,
 ) -> None:
     """Start the server, say where it is once it is ready, and wait for its end or a signal."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ebft.data.conversation import Conversation, Renderer, without_end
-from ebft.evaluation.settings import Settings
+from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.structured.reward import end_token_ids
 from ebft.structured.rollouts.hf import ModelBackend
@@ -25,7 +25,8 @@ from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
 class Completions:
     """Samples completions by `generate()`, `settings.samples` per prompt, and one greedy one."""
 
-    def __init__(self, policy: nn.Module, renderer: Renderer, settings: Settings, config: Any) -> None:
+    def __init__(self, policy: nn.Module, renderer: Renderer, task: Task) -> None:
+        settings, config = task.settings, task.config
         self._settings, self.tokenizer = settings, renderer.tokenizer
         extra = dict(config.trl.generation_kwargs or {}) if config.is_structured else {}
         self.end_ids = frozenset(end_token_ids(policy, renderer, extra.pop("stop_token_ids", ())))

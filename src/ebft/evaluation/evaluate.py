@@ -16,6 +16,7 @@ from ebft.evaluation.models import load_subject, own_models
 from ebft.evaluation.prompts import measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
 from ebft.evaluation.settings import Settings
+from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
 from ebft.models import load_tokenizer
 
@@ -34,16 +35,16 @@ def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
-    held_out = load_held_out(config, tokenizer)
+    task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
     measure = measure_prompts if config.is_structured else measure_tokens
     names = list(dict.fromkeys(models)) if models else own_models(config)
     found = []
     for name in names:
         subject = load_subject(config, name, tokenizer)
-        found.append(measure(config, settings, subject, held_out, tokenizer, metrics))
+        found.append(measure(task, subject))
         del subject
         _free_memory()
-    documents = len(set(held_out.documents))
+    documents = len(set(task.held_out.documents))
     return summarise(names, found, settings, config, documents, time.perf_counter() - started)
 
 

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ebft.data.conversation import Conversation, Renderer, without_end
-from ebft.data.held_out import HeldOut
 from ebft.evaluation.completions import Completions
 from ebft.evaluation.cross_entropy import token_nll
-from ebft.evaluation.downstream import Metric, add_downstream
+from ebft.evaluation.downstream import add_downstream
 from ebft.evaluation.models import Subject
-from ebft.evaluation.settings import Settings
-from ebft.evaluation.tokens import batches
+from ebft.evaluation.task import Task
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.structured.embed import continuation_features, pool_sequence
@@ -32,39 +29,33 @@ EXACT_POSITIONS = 16  # along a completion; behind it, curves have one point for
 class PromptMeasure:
     """The scores of a model on rows of `prompt` and `ground_truth`, one prompt after the other."""
 
-    def __init__(
-        self,
-        config: Any,
-        settings: Settings,
-        subject: Subject,
-        tokenizer: PreTrainedTokenizerBase,
-        metrics: dict[str, Metric],
-    ) -> None:
-        self.config, self.settings, self.subject, self.metrics = config, settings, subject, metrics
-        self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
-        self.completions = Completions(subject.policy, self.renderer, settings, config)
+    def __init__(self, task: Task, subject: Subject) -> None:
+        self.task, self.subject = task, subject
+        self.renderer = Renderer(task.tokenizer, task.config.trl.chat_template_kwargs)
+        self.completions = Completions(subject.policy, self.renderer, task)
         self.scores = Scores()
 
-    def add(self, held_out: HeldOut) -> None:
-        """Measure every row; those without a reference (`rl: grpo`) count for downstream metrics alone."""
-        for number, (rows, documents) in enumerate(batches(held_out, self.settings.batch_size)):
+    def run(self) -> Scores:
+        """The scores of every row; those without a reference (`rl: grpo`) count for downstream metrics alone."""
+        for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self._conversation(row) for row in rows]
             sampled = self.completions.sample(conversations, f"batch {number}")
-            greedy = self.completions.greedy(conversations) if self.metrics else [None] * len(rows)
+            greedy = self.completions.greedy(conversations) if self.task.metrics else [None] * len(rows)
             for row, document, conversation, rollouts, best in zip(rows, documents, conversations, sampled, greedy):
                 if _has_reference(row):
                     self._add_features(document, conversation, rollouts)
                     self._add_cross_entropy(document, row, conversation)
                     self._add_rollout_nll(document, rollouts)
-                if self.metrics:
-                    self._add_downstream(document, row, rollouts, best, held_out.raw(document))
+                if self.task.metrics:
+                    self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
+        return self.scores
 
     def _conversation(self, row: dict[str, Any]) -> Conversation:
         reference = row["ground_truth"] if _has_reference(row) else ""
         return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
-        network, ebft = self.subject.network, self.config.ebft
+        network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
         prompt, own = continuation_features(network, conversation.prompt_ids, [*ids, conversation.reference_ids])
         coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
@@ -75,7 +66,7 @@ class PromptMeasure:
             return phi[None, :-1], phi[None, -1]
 
         whole = embedded(None)
-        self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.settings.pass_at), [document])
+        self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.task.settings.pass_at), [document])
         self.scores.keep_samples(*whole, **coefficients)
         # Powers of two only: at other lengths each reference would stand for itself.
         for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
@@ -83,7 +74,7 @@ class PromptMeasure:
 
     def _add_cross_entropy(self, document: int, row: dict[str, Any], conversation: Conversation) -> None:
         ids, counts = labelled_reference(
-            conversation, self.renderer, row["prompt"], mask_thinking=self.config.ebft.mask_thinking_ce
+            conversation, self.renderer, row["prompt"], mask_thinking=self.task.config.ebft.mask_thinking_ce
         )
         (nll,) = token_nll(self.subject.policy, [conversation.prompt_ids + ids])
         of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
@@ -109,13 +100,13 @@ class PromptMeasure:
     ) -> None:
         add_downstream(
             self.scores,
-            self.metrics,
+            self.task.metrics,
             document,
             row["prompt"],
             [self._reply(rollout, row) for rollout in rollouts],
             self._reply(best, row),
             {**raw, **row},
-            self.settings.pass_at,
+            self.task.settings.pass_at,
         )
 
     def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
@@ -125,18 +116,9 @@ class PromptMeasure:
         return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
 
 
-def measure_prompts(
-    config: Any,
-    settings: Settings,
-    subject: Subject,
-    held_out: HeldOut,
-    tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, Metric],
-) -> Scores:
+def measure_prompts(task: Task, subject: Subject) -> Scores:
     """The scores of a model on rows of `prompt` and `ground_truth`."""
-    measure = PromptMeasure(config, settings, subject, tokenizer, metrics)
-    measure.add(held_out)
-    return measure.scores
+    return PromptMeasure(task, subject).run()
 
 
 def _has_reference(row: dict[str, Any]) -> bool:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ebft.data import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn
-from ebft.data.held_out import HeldOut
 from ebft.data.lengths import fits_one_block
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, ModelError
 from ebft.evaluation.completions import Completions
 from ebft.evaluation.cross_entropy import token_nll
-from ebft.evaluation.downstream import KEY, Metric, add_downstream
+from ebft.evaluation.downstream import KEY, add_downstream
 from ebft.evaluation.models import Subject
-from ebft.evaluation.settings import Settings
+from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.scores import Scores
 from ebft.strided.held_out import HeldOutMeasure
@@ -28,19 +25,12 @@ from ebft.strided.policy import check_supported
 BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
 
 
-def measure_tokens(
-    config: Any,
-    settings: Settings,
-    subject: Subject,
-    held_out: HeldOut,
-    tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, Metric],
-) -> Scores:
+def measure_tokens(task: Task, subject: Subject) -> Scores:
     """The scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
 
     Rows without room for a block, which plain fine-tuning keeps, count for the cross-entropy alone.
     """
-    ebft = config.ebft
+    ebft, settings = task.config.ebft, task.settings
     measure = (
         HeldOutMeasure(
             unwrap_adapter(subject.policy),
@@ -54,12 +44,12 @@ def measure_tokens(
             pass_at=settings.pass_at,
             curves=True,
         )
-        if _takes_blocks(config, subject)
+        if _takes_blocks(task.config, subject)
         else None
     )
-    collate = DocumentCollator(tokenizer.pad_token_id)
+    collate = DocumentCollator(task.tokenizer.pad_token_id)
     scores = Scores() if measure is None else measure.scores
-    for rows, documents in batches(held_out, settings.batch_size):
+    for rows, documents in task.batches():
         short = [
             measure is None or not fits_one_block(len(row["input_ids"]), row["prompt_length"], ebft) for row in rows
         ]
@@ -69,8 +59,8 @@ def measure_tokens(
                 [document for document, is_short in zip(documents, short) if not is_short],
             )
         _add_short(scores, subject, [(row, d) for row, d, is_short in zip(rows, documents, short) if is_short])
-    if metrics:
-        _add_completions(scores, config, settings, subject, held_out, tokenizer, metrics)
+    if task.metrics:
+        _add_completions(scores, task, subject)
     return scores
 
 
@@ -87,12 +77,6 @@ def _takes_blocks(config: Any, subject: Subject) -> bool:
     return True
 
 
-def batches(held_out: HeldOut, size: int) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
-    for start in range(0, len(held_out.rows), size):
-        chosen = range(start, min(start + size, len(held_out.rows)))
-        yield [held_out.rows[i] for i in chosen], [held_out.documents[i] for i in chosen]
-
-
 def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any], int]]) -> None:
     for (row, document), nll in zip(rows, token_nll(subject.policy, [row["input_ids"] for row, _ in rows])):
         position = torch.arange(1, len(row["labels"]))
@@ -101,23 +85,15 @@ def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any]
         scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
 
 
-def _add_completions(
-    scores: Scores,
-    config: Any,
-    settings: Settings,
-    subject: Subject,
-    held_out: HeldOut,
-    tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, Metric],
-) -> None:
+def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
     """Downstream metrics on whole completions of every row's prompt."""
-    if not any(held_out.rows["prompt_length"]):
+    if not any(task.held_out.rows["prompt_length"]):
         raise DataError(
             f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "
             "completion, or leave the metrics out."
         )
-    completions = Completions(subject.policy, Renderer(tokenizer), settings, config)
-    for number, (rows, documents) in enumerate(batches(held_out, settings.batch_size)):
+    completions = Completions(subject.policy, Renderer(task.tokenizer), task)
+    for number, (rows, documents) in enumerate(task.batches()):
         prompts = [row["input_ids"][: row["prompt_length"]] for row in rows if row["prompt_length"]]
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
         if not prompts:
@@ -128,11 +104,11 @@ def _add_completions(
         for ids, document, rollouts, best in zip(prompts, documents, sampled, greedy):
             add_downstream(
                 scores,
-                metrics,
+                task.metrics,
                 document,
-                tokenizer.decode(ids, skip_special_tokens=True),
+                task.tokenizer.decode(ids, skip_special_tokens=True),
                 [completions.text(rollout.ids) for rollout in rollouts],
                 completions.text(best.ids),
-                held_out.raw(document),
-                settings.pass_at,
+                task.held_out.raw(document),
+                task.settings.pass_at,
             )
