@@ -93,7 +93,7 @@ def test_documents_are_drawn_whole():
     scores = Scores()
     for document, value in enumerate(values):
         scores.add("alignment", [document] * 25, [value] * 25)
-    low, high = interval(scores.resampled(4000)["alignment"], 0.95)
+    low, high = interval(scores.resampled(range(40), 4000)["alignment"], 0.95)
     width = 2 * 1.96 * values.std() / math.sqrt(40)
     assert high - low == pytest.approx(width, rel=0.08)
     assert low < values.mean() < high
@@ -102,14 +102,14 @@ def test_documents_are_drawn_whole():
 def test_draws_of_two_models_are_paired():
     first = scores_of({"ce_loss": {d: (float(d), 1.0) for d in range(30)}})
     second = scores_of({"ce_loss": {d: (d + 0.5, 1.0) for d in range(30)}})
-    differences = second.resampled(500, 3)["ce_loss"] - first.resampled(500, 3)["ce_loss"]
+    differences = second.resampled(range(30), 500, 3)["ce_loss"] - first.resampled(range(30), 500, 3)["ce_loss"]
     assert differences == pytest.approx(0.5)
-    assert not np.allclose(first.resampled(500, 3)["ce_loss"], first.resampled(500, 4)["ce_loss"])
+    assert not np.allclose(first.resampled(range(30), 500, 3)["ce_loss"], first.resampled(range(30), 500, 4)["ce_loss"])
 
 
 def test_a_metric_that_applies_to_few_documents():
     scores = scores_of({"ce_loss": {d: (1.0, 1.0) for d in range(8)}, "passes": {3: (1.0, 1.0)}})
-    draws = scores.resampled(300)["passes"]
+    draws = scores.resampled(range(8), 300)["passes"]
     assert np.isnan(draws).any() and interval(draws, 0.95) == [1.0, 1.0]
     assert interval(np.full(3, np.nan), 0.95) is None
 

@@ -115,6 +115,16 @@ class FeatureNetwork:
             yield self._model
 
 
+def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
+    """ModelError where a policy with more embeddings than the network sampled an id that the network does not know."""
+    known = network.causal_lm.get_input_embeddings().weight.shape[0]
+    if largest >= known:
+        raise ModelError(
+            f"the model sampled token {largest}, and the feature network embeds {known} tokens only: padding of its "
+            "larger vocabulary, which no trained model samples. Compare it with a base_model of its own size"
+        )
+
+
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
     frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
     return frozen.to(device) if device is not None else frozen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,10 +119,6 @@ class Scores:
         self.samples["alignment"] += alignment.flatten().tolist()
         self.samples["reward"] += reward.flatten().tolist()
 
-    def documents(self) -> list[int]:
-        """Every document that anything is known of, in order."""
-        return sorted({document for entries in self.sums.values() for document in entries})
-
     def means(self, accelerator: Any = None) -> dict[str, float]:
         """Means by name, of all ranks where they add the same names; perplexities beside cross-entropies."""
         means = {}
@@ -135,12 +131,11 @@ class Scores:
                 means[name] = total / weight
         return means | perplexities(means)
 
-    def resampled(self, resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
-        """Means of `resamples` draws of as many documents with replacement: (R,) by name.
+    def resampled(self, documents: Sequence[int], resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
+        """Means of `resamples` draws of as many of `documents` with replacement: (R,) by name.
 
         Draws depend on the seed and the documents alone: those of two models over the same documents are paired.
         """
-        documents = self.documents()
         rng = np.random.default_rng(seed)
         times_RD = rng.multinomial(len(documents), [1 / len(documents)] * len(documents), size=resamples)
         drawn = {}

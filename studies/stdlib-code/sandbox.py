@@ -34,7 +34,8 @@ for limit, value in (
 ):
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(limit, (value, value))
-refused = ("os.", "shutil.", "socket.", "subprocess.", "ctypes.", "pty.", "fcntl.", "signal.", "tempfile.", "urllib.")
+refused = ("os.", "shutil.", "sqlite3.", "socket.", "subprocess.", "ctypes.", "pty.", "fcntl.", "signal.", "tempfile.",
+           "urllib.")
 harmless = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.putenv", "os.unsetenv", "os.getxattr",
             "os.listxattr", "os.listdrives", "os.listvolumes", "os.listmounts")
 def guard(event, arguments):
@@ -48,7 +49,7 @@ def run(source, mode, names):
         try:
             exec(compile(source, "<example>", mode), names)
         except Exception as error:
-            raised = "".join(traceback.format_exception_only(error))
+            raised = traceback.format_exception_only(error)[-1]
     return {"printed": printed.getvalue()[:20000], "raised": raised}
 sys.addaudithook(guard)
 names = {}
@@ -77,7 +78,7 @@ def run_examples(code: str, examples: list[str], module: str = "") -> list[dict[
         answer = _run_child(json.dumps({**task, **limits}), folder)
     try:
         found = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return found["examples"] if isinstance(found, dict) and found.get("key") == key else []
 
@@ -92,7 +93,8 @@ def _run_child(task: str, folder: str) -> str:
         cwd=folder,
         env={"PATH": os.defpath, "PYTHONHASHSEED": "0"},
         start_new_session=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     try:
         return child.communicate(task, timeout=WALL_SECONDS)[0]

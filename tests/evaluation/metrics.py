@@ -8,6 +8,10 @@ def prompt_rows(cfg, **kwargs):
     return transform_fn, {"remove_columns": "__all__"}
 
 
+def only_prompts(cfg, **kwargs):
+    return lambda example, tokenizer=None: {"prompt": example["input"]}, {"remove_columns": "__all__"}
+
+
 def length(prompt, completions, row):
     assert prompt == row["input"]
     (completion,) = completions
@@ -28,3 +32,19 @@ def fails(prompt, completions, row):
 
 def infinite(prompt, completions, row):
     return float("nan")
+
+
+def leaves(prompt, completions, row):
+    raise SystemExit(0)
+
+
+def huge(prompt, completions, row):
+    return 10**400
+
+
+def reward(prompt, completions, row):
+    return 100.0
+
+
+def curve_of(prompt, completions, row):
+    return 1.0

@@ -1,5 +1,6 @@
 """Functions of the user's own as metrics: how they are called, what becomes of what they return."""
 
+import numpy as np
 import pytest
 
 from ebft import evaluate, load_config
@@ -45,15 +46,20 @@ def test_pass_at_k_and_greedy_by_hand():
 
 
 def test_a_metric_sees_a_row_of_its_own():
-    scores, row = Scores(), {"x": 1}
-    add_downstream(scores, {"m": lambda p, c, row: float(row.pop("x"))}, 0, "p", ["a", "b"], "a", row, [1])
-    assert scores.means() == {"m_pass@1": 1.0, "m_greedy": 1.0} and row == {"x": 1}
+    scores, row = Scores(), {"x": [1.0]}
+
+    def takes(prompt, completions, row):
+        return np.bool_(row["x"].pop())
+
+    add_downstream(scores, {"m": takes}, 0, "p", ["a", "b"], "a", row, [1])
+    assert scores.means() == {"m_pass@1": 1.0, "m_greedy": 1.0} and row == {"x": [1.0]}
 
 
 def test_names_that_are_shared_stay_apart():
     assert list(load_metrics(["os.path.join", "tests.evaluation.metrics.length"])) == ["join", "length"]
     assert list(load_metrics(["os.path.exists", "pathlib.os.path.exists"][:1])) == ["exists"]
     assert list(load_metrics(["posixpath.join", "ntpath.join"])) == ["posixpath.join", "ntpath.join"]
+    assert list(load_metrics(["tests.evaluation.metrics.reward"])) == ["tests.evaluation.metrics.reward"]
     with pytest.raises(ConfigError, match="named twice"):
         load_metrics([f"{HERE}.length", f"{HERE}.length"])
     with pytest.raises(ConfigError, match="has no function 'lenght'"):
@@ -66,12 +72,23 @@ def test_names_that_are_shared_stay_apart():
         ("fails", r"fails raised KeyError: 'expected'.*called as fails\(prompt, completions, row\)"),
         ("infinite", "infinite returned nan.*finite"),
         ("words", "words returned '.*must return a finite"),
+        ("leaves", "leaves raised SystemExit"),
+        ("huge", "huge raised OverflowError"),
     ],
 )
 def test_what_a_function_may_not_do(name, message, write_config, models):
     path = write_config("strided", evaluation={"metrics": [f"{HERE}.{name}"], "max_new_tokens": 3, "documents": 2})
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         evaluate(load_config(path), [str(models / "base")])
+
+
+def test_names_of_ours_are_not_mixed_with_those_of_the_user(write_config, models):
+    path = write_config("strided")
+    metrics = ["evaluation.max_new_tokens=3", f"evaluation.metrics=[{HERE}.reward,{HERE}.curve_of]"]
+    (without,) = evaluate(load_config(path), [str(models / "base")]).models
+    (result,) = evaluate(load_config(path, metrics), [str(models / "base")]).models
+    assert result.metrics["reward_pass@1"] == without.metrics["reward_pass@1"]
+    assert result.metrics[f"{HERE}.reward_greedy"] == 100.0 and result.metrics["curve_of_greedy"] == 1.0
 
 
 def test_raw_text_has_no_prompt_to_complete(write_config, models):

@@ -4,11 +4,13 @@ import math
 import shutil
 
 import pytest
+import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import evaluate, load_config
-from ebft.errors import ConfigError, DataError, ModelError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.evaluation.models import load_subject
 from tests.evaluation.independent import cfm, cross_entropy, read
 
 
@@ -172,6 +174,105 @@ def test_another_tokenizer_is_refused(write_config, models, tmp_path):
     make_chat_tokenizer().save_pretrained(tmp_path / "foreign")
     with pytest.raises(ModelError, match="its tokenizer gives other tokens"):
         evaluate(load_config(write_config("strided")), [str(tmp_path / "foreign")])
+
+
+def save_changed(models, folder, change):
+    """The base model, changed, without its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(models / "base")
+    change(model)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_larger_vocabulary_may_not_be_sampled_from(write_config, models, tmp_path):
+    """Padded embeddings, as some sizes of a family have: fine as long as no id of the padding is sampled."""
+
+    def grow(model):
+        model.resize_token_embeddings(600, mean_resizing=False)
+
+    config = load_config(write_config("strided"))
+    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*embeds 512 tokens only"):
+        evaluate(config, [save_changed(models, tmp_path / "padded", grow)])
+
+
+def test_a_smaller_vocabulary_is_refused_before_anything_is_measured(write_config, models, tmp_path, monkeypatch):
+    small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
+    monkeypatch.setattr("ebft.evaluation.run.load_subject", None)
+    with pytest.raises(ModelError, match="it knows 300 tokens, and the tokenizer .* has 512"):
+        evaluate(load_config(write_config("strided")), [str(models / "base"), small])
+
+
+def test_a_diverged_model_is_named(write_config, models, tmp_path):
+    def spoil(model):
+        with torch.no_grad():
+            model.lm_head.weight[7] = float("nan")
+
+    broken = save_changed(models, tmp_path / "broken", spoil)
+    for kind in ("strided", "structured", "plain"):
+        with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):
+            evaluate(load_config(write_config(kind)), [broken])
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_adapters_that_change_the_base_get_a_network_of_its_own(settings, write_config, models, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = AutoModelForCausalLM.from_pretrained(models / "base")
+    adapted = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **settings)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = load_config(write_config("strided"))
+    tokenizer = AutoTokenizer.from_pretrained(models / "base")
+    subject = load_subject(config, str(tmp_path / "adapter"), tokenizer)
+    plain, ids = AutoModelForCausalLM.from_pretrained(models / "base").eval(), torch.tensor([[5, 9, 11, 40]])
+    with subject.network.frozen() as network, torch.no_grad():
+        assert torch.allclose(network(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
+    assert not subject.network.shares_weights
+
+
+def test_virtual_tokens_are_refused(write_config, models, tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+
+    base = AutoModelForCausalLM.from_pretrained(models / "base")
+    get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="virtual tokens"):
+        evaluate(load_config(write_config("strided")), [str(tmp_path)])
+
+
+def test_own_samples_are_judged_at_temperature_one(write_config, models):
+    """The base model and the base model agree on the base model's samples, whatever temperature those have."""
+    (result,) = measured(write_config("texts"), ["base"], models, "evaluation.temperature=0.5")
+    own, by_base = ([point["value"] for point in result["curves"][n]] for n in ("rollout_nll", "rollout_nll_base"))
+    assert own == pytest.approx(by_base, abs=1e-4)
+
+
+def test_generation_kwargs_cannot_change_what_is_measured(write_config, models):
+    path = write_config("structured")
+    with pytest.raises(ConfigError, match="do_sample is not set there"):
+        measured(path, ["base"], models, "trl.generation_kwargs={do_sample: true}")
+    with pytest.warns(UserWarning, match="trl.generation_kwargs.min_tokens, trl.vllm_guided_decoding_regex"):
+        measured(
+            path,
+            ["base"],
+            models,
+            "trl.generation_kwargs={min_tokens: 3}",
+            "trl.vllm_guided_decoding_regex=a+",
+            "evaluation.documents=2",
+        )
+
+
+def test_labels_of_earlier_turns_count_in_plain_fine_tuning(write_config, models, tmp_path):
+    config = load_config(write_config("plain"), ["train_on_inputs=true"])
+    (result,) = evaluate(config, [str(models / "base")]).models
+    assert result.metrics["ce_loss"] == pytest.approx(result.metrics["ce_loss_all"], abs=1e-6)
+
+
+def test_nothing_to_measure(write_config, models):
+    path = write_config("structured", rl="grpo", trl={"reward_funcs": ["tests.evaluation.metrics.length"]})
+    config = load_config(path, ["test_datasets.0.type=tests.evaluation.metrics.only_prompts"])
+    with pytest.raises(DataError, match="nothing can be measured"):
+        evaluate(config, [str(models / "base")])
 
 
 def test_several_processes_are_refused(write_config, monkeypatch):

@@ -148,3 +148,18 @@ def test_rewards_score_each_completion_with_its_own_prompt_and_reference():
     assert rewards.parses(completions, prompts, other=[1, 2, 3]) == [1.0, 0.0, 1.0]
     references = ["\n    return len(x)\n", "\n    return len(x)\n", "\n    return x\n"]
     assert rewards.uses_names(completions, prompts, references) == [1.0, 0.0, None]
+
+
+@pytest.mark.parametrize("answer", ["os.write(3, b'\\xff')", "os.write(3, b'[' * 50000); os._exit(0)"])
+def test_answers_that_cannot_be_read_are_no_pass(answer):
+    prompt = 'def f():\n    """Return one.\n\n    >>> f()\n    1\n    """'
+    row = {"has_doctest": True, "module": ""}
+    assert verifiers.passes_doctest(prompt, [f"\n    import os\n    {answer}\n    return 1\n"], row) == 0.0
+
+
+def test_the_detail_of_an_exception_may_be_left_out():
+    example = ">>> f()  # doctest: +IGNORE_EXCEPTION_DETAIL\n    Traceback (most recent call last):\n    some.Err: why"
+    prompt = f'def f():\n    """Fail.\n\n    {example}\n    """'
+    body = "\n    class Err(Exception): ...\n    raise Err('for another reason')\n"
+    assert verifiers.examples_pass(prompt, body)
+    assert not verifiers.examples_pass(prompt, body.replace("raise Err", "raise ValueError"))

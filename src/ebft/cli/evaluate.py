@@ -66,7 +66,7 @@ def command(
     from ebft.evaluation.result import check_writable
 
     if plot is not None:
-        check_plots()
+        check_plots(plot)
     for path in filter(None, (output, plot)):
         check_writable(path)
     evaluation = evaluate(run_config, model)

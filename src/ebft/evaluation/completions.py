@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from ebft.data.conversation import Conversation, Renderer, without_end
 from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.structured.config import check_own_kwargs, generate_kwargs
 from ebft.structured.reward import end_token_ids
 from ebft.structured.rollouts.hf import ModelBackend
 from ebft.structured.rollouts.sampling import Sampling
@@ -61,7 +61,8 @@ class Completions:
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
     """What `generate` takes of `trl.generation_kwargs`, with a warning for what only vLLM does."""
-    known = set(vars(GenerationConfig()))
+    check_own_kwargs(kwargs)
+    known = generate_kwargs()
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
     left += ["vllm_guided_decoding_regex"] if regex is not None else []
     if left:

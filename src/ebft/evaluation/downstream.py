@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebft.config.imports import find_function
@@ -15,12 +17,14 @@ from ebft.errors import ConfigError
 from ebft.scores import Scores, best_of
 
 KEY = "evaluation.metrics"
+TAKEN = ("alignment", "reward")  # of what has a pass@k of its own
 Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 
 
 def load_metrics(names: list[str]) -> dict[str, Metric]:
-    """The functions by the names that they are reported under: the last part, or all of it where two share one."""
+    """The functions by the names that they are reported under: the last part, or all of it where that is taken."""
     short = Counter(name.rpartition(".")[2] for name in names)
+    short.update(TAKEN)
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise ConfigError(f"{KEY}: {repeated[0]!r} is named twice. Keep it once.")
@@ -50,17 +54,17 @@ def add_downstream(
 
 def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[str, Any]) -> float | None:
     try:
-        value = metric(prompt, [completion], dict(row))
-    except Exception as error:  # a function of the user's own may raise anything
+        value = metric(prompt, [completion], copy.deepcopy(row))
+        found = float(value) if isinstance(value, numbers.Real | np.bool_) else value
+    except (Exception, SystemExit) as error:  # a function of the user's own may raise anything
         raise ConfigError(
             f"{KEY}: {name} raised {type(error).__name__}: {error}. It is called as {name}(prompt, completions, row) "
             f"with one completion, here {completion!r:.200}."
         ) from error
-    if value is None:
-        return None
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+    if found is None or (isinstance(found, float) and math.isfinite(found)):
+        return found
+    said = repr(found)[:200] if isinstance(found, float | str) else type(found).__name__
     raise ConfigError(
-        f"{KEY}: {name} returned {value!r:.200}, for the completion {completion!r:.200}. It must return a finite "
-        "number, or None where it does not apply to a row."
+        f"{KEY}: {name} returned {said}, for the completion {completion!r:.200}. It must return a finite number, or "
+        "None where it does not apply to a row."
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from ebft.data.locate import locate
 from ebft.errors import ConfigError, ModelError
 from ebft.features import FeatureNetwork
 from ebft.models import load_base_model
-from ebft.models.base import lasting_name
+from ebft.models.base import check_sequence_len, lasting_name, load_model_config
 from ebft.models.causal_lm import unwrap_adapter
 
 ADAPTER_FILE = "adapter_config.json"
@@ -38,22 +38,44 @@ def own_models(config: Any) -> list[str]:
     return [config.base_model, *([config.output_dir] if trained else [])]
 
 
+def check_model(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse, before anything is measured, a model that is not there, or whose tokens or positions do not fit.
+
+    Raises ModelError, or ConfigError where `sequence_len` is beyond its positions.
+    """
+    locate(name, "model", "--model")
+    _check_tokenizer(name, tokenizer)
+    adapter = _adapter_of(name)
+    if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
+        raise ModelError(
+            f"--model {name}: {type(adapter).__name__} puts virtual tokens before the prompt, which blocks and "
+            "features here do not have. Evaluate an adapter on the layers, such as LoRA, or a whole model."
+        )
+    if adapter is None and not _same_model(name, config.base_model):
+        found = load_model_config(_of_base(config, name))
+        check_sequence_len(config.sequence_len, found, name)
+        size = found.get_text_config().vocab_size
+        if size < len(tokenizer):
+            raise ModelError(
+                f"--model {name}: it knows {size} tokens, and the tokenizer of the config's base_model has "
+                f"{len(tokenizer)}. Evaluate it with a config of its own base_model."
+            )
+
+
 def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
     """The model `name`, a folder or a hub id of a whole model or an adapter, beside the feature network.
 
-    The network is always the config's `base_model`, frozen. Where `name` is that model or an adapter on it, the two
-    share their weights. Raises ModelError where it cannot be loaded or has another tokenizer.
+    The network is always the config's `base_model`, frozen. Where `name` is that model, or an adapter that leaves its
+    weights as they are, the two share them. Raises ModelError where it cannot be loaded.
     """
-    locate(name, "model", "--model")
-    check_tokenizer(name, tokenizer)
-    base = _adapter_base(name)
-    if base is None:
+    adapter = _adapter_of(name)
+    if adapter is None:
         policy = load_base_model(_of_base(config, name), tokenizer)
     else:
-        policy = _with_adapter(config, base, name, tokenizer)
+        policy = _with_adapter(config, adapter, name, tokenizer)
     policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
-    if _same_model(base or name, config.base_model):
+    if _shares_base(config, name, adapter):
         network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
     else:
         frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
@@ -61,11 +83,21 @@ def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> 
     return Subject(policy, network)
 
 
-def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _shares_base(config: Any, name: str, adapter: PeftConfig | None) -> bool:
+    """Whether the policy without its adapter is the config's base model, weight by weight."""
+    if adapter is None:
+        return _same_model(name, config.base_model)
+    if not isinstance(adapter, LoraConfig) or not _same_model(adapter.base_model_name_or_path, config.base_model):
+        return False
+    # Other initialisations move a part of the base's weights into the adapter; trained biases are the base's own.
+    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+
+
+def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model saved with another tokenizer than the config's: its tokens would mean something else."""
     folder = Path(name).expanduser()
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        return  # a bare adapter, or a hub id, whose embeddings must fit in any case
+        return  # a bare adapter, or a hub id
     own = AutoTokenizer.from_pretrained(folder)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise ModelError(
@@ -83,25 +115,29 @@ def placed(model: nn.Module, device: str | None = None) -> nn.Module:
     return model.to(device)
 
 
-def _adapter_base(name: str) -> str | None:
-    """The base model of an adapter; None where `name` is no adapter."""
+def _adapter_of(name: str) -> PeftConfig | None:
+    """The configuration of an adapter; None where `name` is no adapter."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / ADAPTER_FILE).is_file():
         return None
     try:
-        return PeftConfig.from_pretrained(name).base_model_name_or_path
-    except ValueError as error:  # what PEFT raises where there is no adapter's configuration
-        if folder.is_dir():
-            raise ModelError(f"--model {name}: its {ADAPTER_FILE} cannot be read: {error}") from error
-        return None
+        found = PeftConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+    except (ValueError, TypeError, KeyError) as error:
+        if not folder.is_dir():
+            return None  # PEFT raises ValueError where a hub repository has no adapter
+        raise ModelError(f"--model {name}: its {ADAPTER_FILE} cannot be read: {error}") from error
+    if not found.base_model_name_or_path:
+        raise ModelError(f"--model {name}: its {ADAPTER_FILE} does not say which base model it is of.")
+    return found
 
 
-def _with_adapter(config: Any, base: str, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+def _with_adapter(config: Any, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+    base = adapter.base_model_name_or_path
     try:
         model = load_base_model(_of_base(config, base), tokenizer)
         return PeftModel.from_pretrained(model, str(Path(name).expanduser()) if Path(name).exists() else name)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"--model {name}: an adapter on {base} that cannot be loaded: {error}") from error
+        raise ModelError(f"an adapter on {base} that cannot be loaded: {error}") from error
 
 
 def _of_base(config: Any, name: str) -> Any:

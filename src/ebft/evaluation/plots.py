@@ -29,9 +29,12 @@ def save_plots(evaluation: Evaluation, path: str | Path) -> None:
         plt.close(figure)
 
 
-def check_plots() -> None:
-    """ConfigError where plots cannot be drawn, before anything is measured."""
-    _pyplot()
+def check_plots(path: Path) -> None:
+    """ConfigError where plots cannot be drawn, or not in the format of `path`, before anything is measured."""
+    figure = _pyplot().figure()
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot {path}: no such image format. Use {', '.join(sorted(known))}.")
 
 
 def _pyplot() -> Any:

@@ -16,6 +16,7 @@ from ebft.evaluation.cross_entropy import token_nll
 from ebft.evaluation.downstream import add_downstream
 from ebft.evaluation.models import Subject
 from ebft.evaluation.task import Task
+from ebft.features import check_sampled_ids
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.structured.embed import continuation_features, pool_sequence
@@ -39,24 +40,27 @@ class PromptMeasure:
         """The scores of every row; those without a reference (`rl: grpo`) count for downstream metrics alone."""
         for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self._conversation(row) for row in rows]
+            for row, document, conversation in zip(rows, documents, conversations):
+                if has_reference(row):
+                    self._add_cross_entropy(document, row, conversation)
             sampled = self.completions.sample(conversations, f"batch {number}")
             greedy = self.completions.greedy(conversations) if self.task.metrics else [None] * len(rows)
             for row, document, conversation, rollouts, best in zip(rows, documents, conversations, sampled, greedy):
-                if _has_reference(row):
+                if has_reference(row):
                     self._add_features(document, conversation, rollouts)
-                    self._add_cross_entropy(document, row, conversation)
                     self._add_rollout_nll(document, rollouts)
                 if self.task.metrics:
                     self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
         return self.scores
 
     def _conversation(self, row: dict[str, Any]) -> Conversation:
-        reference = row["ground_truth"] if _has_reference(row) else ""
+        reference = row["ground_truth"] if has_reference(row) else ""
         return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
+        check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
         prompt, own = continuation_features(network, conversation.prompt_ids, [*ids, conversation.reference_ids])
         coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
 
@@ -121,7 +125,8 @@ def measure_prompts(task: Task, subject: Subject) -> Scores:
     return PromptMeasure(task, subject).run()
 
 
-def _has_reference(row: dict[str, Any]) -> bool:
+def has_reference(row: dict[str, Any]) -> bool:
+    """Whether a row has a text to compare with; with `rl: grpo` it may have none."""
     return isinstance(row["ground_truth"], str) and bool(row["ground_truth"].strip())
 
 

@@ -73,8 +73,8 @@ class Evaluation:
 
     def table(self) -> Table:
         """Metrics by model, with intervals; a star marks a difference from the first whose interval leaves out 0."""
-        table = Table("metric", *(_short(result.model) for result in self.models), title=self._title())
-        for name in _ordered(self.models[0].metrics):
+        table = Table("metric", *_headings([result.model for result in self.models]), title=self._title())
+        for name in _ordered({name for result in self.models for name in result.metrics}):
             table.add_row(_marked(name), *(_cell(result, name) for result in self.models))
         return table
 
@@ -84,15 +84,15 @@ class Evaluation:
 
 
 def summarise(
-    names: list[str], found: list[Scores], settings: Settings, config: Any, documents: int, seconds: float
+    names: list[str], found: list[Scores], settings: Settings, config: Any, documents: list[int], seconds: float
 ) -> Evaluation:
-    """The evaluation of models called `names` with the scores `found`, in the same order."""
+    """The evaluation of models called `names` with the scores `found`, in the same order, on `documents`."""
     wanted = config.evaluation
-    draws = [_draws(scores, wanted.bootstrap, settings.seed) for scores in found]
+    draws = [_draws(scores, documents, wanted.bootstrap, settings.seed) for scores in found]
     results = []
     for name, scores, drawn in zip(names, found, draws):
         means = scores.means()
-        result = ModelResult(name, {key: value for key, value in means.items() if not key.startswith(CURVE)})
+        result = ModelResult(name, {key: value for key, value in means.items() if not key.startswith(f"{CURVE}/")})
         result.intervals = _intervals(drawn, wanted.confidence, result.metrics)
         if results:
             first = results[0].metrics
@@ -106,7 +106,7 @@ def summarise(
     shared_settings = {
         "base_model": config.base_model,
         "mode": "structured" if config.is_structured else "strided",
-        "documents": documents,
+        "documents": len(documents),
         **asdict(settings),
         "bootstrap": wanted.bootstrap,
         "confidence": wanted.confidence,
@@ -133,10 +133,17 @@ def machine_card(seconds: float) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all; ConfigError where the place cannot be written."""
+    """Write a file so that it is there whole or not at all; ConfigError where the place cannot be written.
+
+    What is there and no file, such as /dev/stdout, is written to as it is.
+    """
+    path = path.resolve()
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
@@ -149,13 +156,14 @@ def check_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    replaced = path.is_file() or not path.exists()
+    if path.is_dir() or not os.access(path.resolve().parent if replaced else path, os.W_OK):
         raise ConfigError(f"{path} cannot be written. Choose another place.")
 
 
-def _draws(scores: Scores, resamples: int, seed: int) -> dict[str, np.ndarray]:
+def _draws(scores: Scores, documents: list[int], resamples: int, seed: int) -> dict[str, np.ndarray]:
     """Resampled means; none of one document, which says nothing of how documents vary."""
-    return scores.resampled(resamples, seed) if resamples > 0 and len(scores.documents()) > 1 else {}
+    return scores.resampled(documents, resamples, seed) if resamples > 0 and len(documents) > 1 else {}
 
 
 def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -166,7 +174,7 @@ def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mappin
 def _curves(means: Mapping[str, float], draws: Mapping[str, np.ndarray], confidence: float) -> dict[str, list]:
     curves: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, value in means.items():
-        if name.startswith(CURVE):
+        if name.startswith(f"{CURVE}/"):
             _, curve, position = name.split("/")
             bounds = interval(draws[name], confidence) if name in draws else None
             curves[curve].append({"x": int(position), "value": value, "interval": bounds})
@@ -181,7 +189,7 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
     return {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
 
 
-def _ordered(metrics: Mapping[str, float]) -> list[str]:
+def _ordered(metrics: set[str]) -> list[str]:
     return [*(name for name in ORDER if name in metrics), *sorted(name for name in metrics if name not in ORDER)]
 
 
@@ -200,6 +208,7 @@ def _cell(result: ModelResult, name: str) -> str:
     return f"{cell}*" if low > 0 or high < 0 else cell
 
 
-def _short(model: str) -> str:
-    parts = Path(model).parts
-    return str(Path(*parts[-2:])) if len(parts) > 2 else model
+def _headings(models: list[str]) -> list[str]:
+    """The last two parts of each path, or whole paths where those are not enough to tell them apart."""
+    short = [str(Path(*Path(model).parts[-2:])) for model in models]
+    return short if len(set(short)) == len(models) else models

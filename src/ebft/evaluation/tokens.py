@@ -43,6 +43,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
             diversity_coef=ebft.diversity_coef,
             pass_at=settings.pass_at,
             curves=True,
+            counts_all_labels=task.config.rl is None,
         )
         if _takes_blocks(task.config, subject)
         else None
@@ -79,8 +80,7 @@ def _takes_blocks(config: Any, subject: Subject) -> bool:
 
 def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any], int]]) -> None:
     for (row, document), nll in zip(rows, token_nll(subject.policy, [row["input_ids"] for row, _ in rows])):
-        position = torch.arange(1, len(row["labels"]))
-        counted = (torch.tensor(row["labels"])[1:] != IGNORE) & (position >= row["prompt_length"])
+        counted = torch.tensor(row["labels"])[1:] != IGNORE
         scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])
         scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
 

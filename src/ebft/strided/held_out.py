@@ -14,15 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ebft.features import FeatureNetwork
+from ebft.features import FeatureNetwork, check_sampled_ids
 from ebft.models.causal_lm import evaluating
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
 from ebft.strided.embed import embed_prefixes
-from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.layout import IGNORE_INDEX, Documents, StridedLayout
 from ebft.strided.loss import score
 from ebft.strided.policy import prepare
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
@@ -32,7 +32,8 @@ from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 class HeldOutMeasure:
     """Samples, compares and scores held-out documents, and keeps the sums of each in `scores`.
 
-    `ce_loss` counts the tokens of `Documents.ce_mask`, `ce_loss_all` every token with a predecessor; the rest is of
+    `ce_loss` counts the tokens of `Documents.ce_mask`, or with `counts_all_labels` every label, those of prompts and
+    earlier turns too; `ce_loss_all` every token with a predecessor. The rest is of
     `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, as an unbiased estimate needs
     them. A document draws the same noise in every measure of the same seed. `pass_at` is 1 and all samples unless
     given; `curves` adds what changes along a rollout. `samples` then keeps the rewards of every single sample.
@@ -49,6 +50,7 @@ class HeldOutMeasure:
     diversity_coef: float = 1.0
     pass_at: list[int] | None = None
     curves: bool = False
+    counts_all_labels: bool = False
     autocast: Callable[[], AbstractContextManager] = nullcontext
     scores: Scores = field(default_factory=Scores)
 
@@ -78,12 +80,16 @@ class HeldOutMeasure:
                 text_gradient=False,
                 tokens_per_pass=self.tokens_per_pass,
             )
+            check_sampled_ids(self.network, int(rollouts.tokens.max()))
             lengths = curve_lengths(layout.generate_max_len) if self.curves else [layout.generate_max_len]
             embedded = embed_prefixes(
                 self.network, documents, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass
             )
         ids = torch.tensor(list(ids))
         nll_S = torch.zeros(len(documents.tokens), device=device).masked_scatter(predicted, -rollouts.text_logps)
+        if self.counts_all_labels:
+            labels = inputs["labels"][inputs["attention_mask"].bool()].to(device)
+            documents = replace(documents, ce_mask=predicted & labels.ne(IGNORE_INDEX))
         self._add_cross_entropy(nll_S, predicted, documents, ids)
         blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
         self._add_features(embedded, lengths, blocks)
@@ -112,26 +118,40 @@ class HeldOutMeasure:
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
     ) -> None:
-        """Cross-entropy at each position of a block: of the reference, and of the rollouts by policy and by base."""
-        with self.network.frozen() as base, self.autocast():
-            by_base, _ = score(
-                base,
-                documents.to(self.network.device),
-                layout.to(self.network.device),
-                rollouts.tokens.to(self.network.device),
-                temperature=1.0,
-                text_gradient=False,
-                apply_dropout=False,
-                tokens_per_pass=self.tokens_per_pass,
-            )
+        """Cross-entropy at each position of a block, at temperature 1: of the reference, and of the rollouts by policy
+
+        and by base.
+        """
+        logps = rollouts.logps
+        if self.temperature != 1:
+            with evaluating(self.causal_lm):
+                logps = self._logps(self.causal_lm, documents, layout, rollouts.tokens)
+        with self.network.frozen() as base:
+            by_base = self._logps(base, documents, layout, rollouts.tokens)
         found = {
             "reference_nll": nll_S[layout.reference_index()],
-            "rollout_nll": -rollouts.logps.mean(1),
+            "rollout_nll": -logps.mean(1),
             "rollout_nll_base": -by_base.mean(1),
         }
         for name, values_MG in found.items():
             for t, values_M in enumerate(values_MG.unbind(-1)):
                 self.scores.add(f"{CURVE}/{name}/{t}", blocks, values_M)
+
+    def _logps(self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor) -> Tensor:
+        """Log-probabilities (M, N, G) of rollouts at temperature 1, on the model's own device."""
+        device = next(model.parameters()).device
+        with self.autocast():
+            logps, _ = score(
+                model,
+                documents.to(device),
+                layout.to(device),
+                tokens.to(device),
+                temperature=1.0,
+                text_gradient=False,
+                apply_dropout=False,
+                tokens_per_pass=self.tokens_per_pass,
+            )
+        return logps
 
 
 def held_out_metrics(

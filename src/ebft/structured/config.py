@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -47,6 +48,17 @@ _VLLM_KWARGS = {
 _NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores", "output_logits", "prefill_chunk_size"}
 
 
+def check_own_kwargs(given: dict[str, Any]) -> None:
+    """Refuse keys of generation_kwargs that have an option of their own, or that are not the user's to set."""
+    for key in given.keys() & _OWN_KWARGS.keys():
+        raise ConfigError(f"generation_kwargs: {key} is not set there. {_OWN_KWARGS[key]}")
+
+
+def generate_kwargs() -> set[str]:
+    """Keys of generation_kwargs that `generate()` takes here."""
+    return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
+
+
 class GRPORolloutOptions(RolloutOptions, StructuredOptions, DropoutOption):
     """Options of rollouts: where from, how fresh, how long."""
 
@@ -86,13 +98,10 @@ class RolloutGRPOConfig(GRPOConfig):
     def _check_generation_kwargs(self) -> None:
         """Refuse what would make sampling differ from scoring, or would do nothing."""
         given = self.generation_kwargs or {}
-        known = _VLLM_KWARGS if self.use_vllm else set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
+        check_own_kwargs(given)
+        known = _VLLM_KWARGS if self.use_vllm else generate_kwargs()
         for key in given:
-            if key == "stop_token_ids":
-                continue
-            if key in _OWN_KWARGS:
-                raise ConfigError(f"generation_kwargs: {key} is not set there. {_OWN_KWARGS[key]}")
-            if key not in known:
+            if key != "stop_token_ids" and key not in known:
                 backend = "vLLM's completions" if self.use_vllm else "generate() (use_vllm: false)"
                 raise ConfigError(
                     f"generation_kwargs: {backend} takes no {key!r} here. Remove it; stop_token_ids works with both."

@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 
 import torch
 
 from ebft.config import RunConfig
 from ebft.data.held_out import load_held_out
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.downstream import load_metrics
-from ebft.evaluation.models import load_subject, own_models
-from ebft.evaluation.prompts import measure_prompts
+from ebft.evaluation.models import Subject, check_model, load_subject, own_models
+from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
 from ebft.models import load_tokenizer
+from ebft.scores import Scores
 
 
 def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
@@ -35,17 +37,36 @@ def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
-    task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
-    measure = measure_prompts if config.is_structured else measure_tokens
     names = list(dict.fromkeys(models)) if models else own_models(config)
+    for name in names:
+        check_model(config, name, tokenizer)
+    task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
+    check_measurable(task)
+    measure = measure_prompts if config.is_structured else measure_tokens
     found = []
     for name in names:
-        subject = load_subject(config, name, tokenizer)
-        found.append(measure(task, subject))
-        del subject
+        found.append(_measured(name, measure, task))
         _free_memory()
-    documents = len(set(task.held_out.documents))
+    documents = sorted(set(task.held_out.documents))
     return summarise(names, found, settings, config, documents, time.perf_counter() - started)
+
+
+def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task) -> Scores:
+    """The scores of one model; errors about it say its name."""
+    try:
+        return measure(task, load_subject(task.config, name, task.tokenizer))
+    except (ModelError, NonFiniteLossError) as error:
+        raise type(error)(f"--model {name}: {error}") from error
+
+
+def check_measurable(task: Task) -> None:
+    """DataError where prompts have neither references nor metrics, before anything is sampled."""
+    rows = task.held_out.rows
+    if task.config.is_structured and not task.metrics and not any(has_reference(row) for row in rows):
+        raise DataError(
+            "the held-out prompts have no references, and there are no metrics of your own: nothing can be measured. "
+            "Give ground_truth, or set evaluation.metrics."
+        )
 
 
 def _free_memory() -> None:
