@@ -38,7 +38,8 @@ def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool
         axis.grid(alpha=0.3)
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"EBFT, {task}, from {start}; means over seeds. Whitened values are not on the scale of the others")
+    scales = "Runs that differ in whitening, pooling or temperature are not on one scale"
+    figure.suptitle(f"EBFT, {task}, from {start}; means over seeds. {scales}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)

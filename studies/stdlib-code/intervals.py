@@ -37,6 +37,8 @@ def estimate(values: list[float]) -> Estimate | None:
     mean = sum(values) / n
     if n == 1:
         return Estimate(mean, math.nan, 1)
+    if len(set(values)) == 1:
+        return Estimate(values[0], 0.0, n)
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     quantile = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else T_BEYOND
     return Estimate(mean, quantile * math.sqrt(variance / n), n)

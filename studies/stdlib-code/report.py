@@ -27,6 +27,7 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     """What one size found."""
     cells = result["cells"]
     parts = [f"## Results, size {result['size']}", text.machine_text(result), text.counts(tables.verdict_counts(cells))]
+    parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in tables.headlines(cells))]
     parts += ["### Claims", text.CLAIMS, "In how many trials:", tables.summary_table(cells)]
     parts += ["Each trial:", tables.claim_table(cells), "### Models", text.INTERVALS]
     for task in TASKS:
@@ -45,7 +46,7 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
 def part(result: dict[str, Any], task: str, start: str, results: Path, folder: Path) -> list[str]:
     """Tables and curves of one task and start."""
     cells = result["cells"]
-    found = [tables.model_table(cells, task, start)]
+    found = [tables.model_table(cells, task, start), "What training cost:", tables.cost_table(cells, task, start)]
     for other in ("sft", "none"):
         if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
             found.append(tables.difference_table(cells, task, start, other))

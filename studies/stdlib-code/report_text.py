@@ -35,24 +35,37 @@ not hold for a large model, nor the other way round.
 - **names**: share of the names that the reference calls, or reads as attributes, in a body that parses.
 - **doctest**: the function passes the examples of its docstring, in a sandbox; for functions with examples only.
 - pass@1 is the mean over samples at temperature 1, `one of N` the best of {samples} samples.
-- **CFM loss**: unbiased conditional feature-matching loss, alignment and similarity of samples likewise, all in the
+- **alignment** is twice a cosine, so at most 2; **diversity** is the reward's penalty, the similarity of samples with
+  each other: lower is more diverse, and 2 would be equal samples.
+- **CFM loss**: unbiased conditional feature-matching loss, all three in the
   unwhitened features of the pretrained base model, for rollouts of 8 tokens at temperature 1.
 - SFT is there twice: with the documents of EBFT, and with as many as take the FLOPs of EBFT.
 - RLVR is GRPO, rewarded for parsing and for names: the verifiers that judge it. Raw text has no verifier.
 """
-CLAIMS = """Each claim is tried wherever both of its sides were run. The difference is the first side's metric minus the
-second's, paired by seed, with its 95% interval over seeds. A claim *holds* where the whole interval is on its side of
-0, *does not hold* where it is on the other, and is *not decided at this size* in between; rates count as the same where
-the whole interval is within ±0.05. The verdicts follow from that rule alone. Of trials in which nothing is different,
-one in twenty seems decided by chance."""
+CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is what guides to EBFT, this project's own
+defaults included, take for granted; *rloo_baseline* is the option of that name. Each claim is tried wherever both
+of its sides were run. The difference is the first side's metric minus the second's, paired by seed, with its 95%
+interval over seeds. A claim *holds* where the whole interval is on its side of 0, *does not hold* where it is on
+the other, and is *not decided at this size* in between; rates count as the same where the whole interval is within
+±0.05. A metric that no seed changes, such as a rate at 0, decides nothing, and one seed has no interval. The
+verdicts follow from that rule alone, and they are about these test documents: the intervals are over training
+seeds, all from one base model. Trials of one claim are not independent, and of trials in which nothing is
+different, one in twenty seems decided by chance."""
+IN_SHORT = """The first EBFT setting against the others: differences whose 95% interval over seeds leaves out 0, in each
+task from each start."""
 INTERVALS = """Mean ± half of the 95% interval over training seeds (Student's t): what another seed would give on
 the same test documents. What other documents would give is less certain: the last row of each table is the median half
 width of the 95% bootstrap interval over documents of one model. A start is one model and has no seeds."""
 TAIL = """## Settings
 
-Learning rates of SFT and EBFT were chosen at size small by a sweep with one seed on functions from the base model;
-[configs/](configs/) says beside each rate what it was compared with. Those of RLVR and of the other sizes were not
-swept. Each EBFT row but the first changes one key of [configs/ebft.yaml](configs/ebft.yaml)."""
+The row *EBFT* is mean-pooled, at temperature 1, unwhitened, with `diversity_coef` 0.5 and `ce_coef` 0.03: the space
+and temperature that models are measured in, and not the defaults of the options. Each other EBFT row changes one
+key of [configs/ebft.yaml](configs/ebft.yaml).
+
+Learning rates of SFT and EBFT were chosen at size small by the held-out cross-entropy of one seed on functions from
+the base model, out of two or three; [configs/](configs/) says beside each what it was compared with. Both are the
+lowest that were tried, the documents were of the same test part, and raw text, the warm start and RLVR took over a
+rate without a sweep of their own. Only SFT is also run at the FLOPs of EBFT; RLVR is at the same documents alone."""
 
 
 def head(samples: int = 4) -> str:
@@ -76,7 +89,7 @@ def machine_text(result: dict[str, Any]) -> str:
 def documents(result: dict[str, Any], task: str) -> str:
     """How many rows were trained and measured on."""
     rows = result["rows"]
-    line = f"Trained on rows of {rows.get(f'{task}_train', 0)}, measured on {rows.get(f'{task}_eval', 0)}"
+    line = f"Trained on rows drawn from {rows.get(f'{task}_train', 0)}, measured on {rows.get(f'{task}_eval', 0)}"
     return f"{line}, of which {rows.get('doctests', 0)} have a doctest." if task == "functions" else f"{line}."
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from cells import FACTORS
+from cells import FACTORS, STARTS, TASKS
 from claims import FAILS, HOLDS, OPEN, judged
 from intervals import Estimate, difference, is_start, over_seeds
 
@@ -16,13 +16,13 @@ COLUMNS = {
         "ce_loss": "cross-entropy ↓",
         "cfm_loss": "CFM loss ↓",
         "alignment": "alignment ↑",
-        "diversity": "similarity of samples",
+        "diversity": "diversity ↓",
     },
     "functions": {
         "ce_loss": "cross-entropy ↓",
         "cfm_loss": "CFM loss ↓",
         "alignment": "alignment ↑",
-        "diversity": "similarity of samples",
+        "diversity": "diversity ↓",
         "parses_pass@1": "parses ↑",
         "parses_greedy": "parses, greedy ↑",
         "parses_pass@N": "parses, one of N ↑",
@@ -32,20 +32,33 @@ COLUMNS = {
         "passes_doctest_pass@N": "doctest, one of N ↑",
     },
 }
-COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flops": "FLOPs", "train": "s of training"}
+COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flops": "FLOPs"}
+# What the summary of the report compares EBFT's first setting with, and by which metrics.
+HEADLINE_OTHERS = {
+    "none": "the start",
+    "sft": "SFT on the same documents",
+    "sft_flops": "SFT at the same FLOPs",
+    "rlvr": "RLVR on the same documents",
+}
+HEADLINE_METRICS = {"ce_loss": "cross-entropy", "cfm_loss": "CFM loss", "parses_pass@1": "parses"}
 METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}" for name in FACTORS))
 
 
 def model_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """One row for each method and setting: metrics as mean ± half width over seeds, and what training cost."""
+    """One row for each method and setting: metrics as mean ± half width over seeds."""
     columns = COLUMNS[task]
     rows = []
     for group in groups_of(cells, task, start):
-        values = [number(over_seeds(cells, group, metric)) for metric in columns]
-        rows.append([label(group), *values, *costs(cells, group)])
+        rows.append([label(group), *(number(over_seeds(cells, group, metric)) for metric in columns)])
     spread = [f"{width:.2g}" if (width := document_spread(cells, task, start, metric)) else "" for metric in columns]
-    rows.append(["*± by resampling documents*", *spread, *("" for _ in COSTS)])
-    return markdown(["model", *columns.values(), *COSTS.values()], rows)
+    rows.append(["*± by resampling documents*", *spread])
+    return markdown(["model", *columns.values()], rows)
+
+
+def cost_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
+    """What training cost, by method and setting."""
+    groups = [group for group in groups_of(cells, task, start) if not is_start(group)]
+    return markdown(["model", *COSTS.values()], [[label(group), *costs(cells, group)] for group in groups])
 
 
 def difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str) -> str:
@@ -64,7 +77,8 @@ def claim_table(cells: list[dict[str, Any]]) -> str:
     """Each claim, tried in every task and from every start where both of its sides were run."""
     rows = []
     for claim, task, start, metric, found, said in judged(cells):
-        rows.append([claim.text, claim.source, f"{task}, {start}", metric, number(found, signed=True), f"**{said}**"])
+        outcome = said if said == OPEN else f"**{said}**"
+        rows.append([claim.text, claim.source, f"{task}, {start}", metric, number(found, signed=True), outcome])
     for above, row in zip(reversed(rows[:-1]), reversed(rows[1:])):
         if above[0] == row[0]:
             row[:2] = ["", ""]
@@ -80,6 +94,28 @@ def summary_table(cells: list[dict[str, Any]]) -> str:
         [text, *(str(found.count(outcome) or "") for outcome in (HOLDS, FAILS, OPEN))] for text, found in said.items()
     ]
     return markdown(["claim", HOLDS, FAILS, OPEN], rows)
+
+
+def headlines(cells: list[dict[str, Any]]) -> list[str]:
+    """One sentence for each main comparison and metric: where the difference is decided, and how large it is."""
+    pairs = [(other, metric) for other in HEADLINE_OTHERS for metric in HEADLINE_METRICS]
+    return [sentence for pair in pairs if (sentence := headline(cells, *pair)) is not None]
+
+
+def headline(cells: list[dict[str, Any]], other: str, metric: str) -> str | None:
+    """How EBFT's first setting differs from `other` in every task from every start; None where neither was run."""
+    found = {}
+    for place in (f"{task}-{start}" for task in TASKS for start in STARTS):
+        value = difference(cells, f"{place}-ebft-centre", f"{place}-{other}", metric)
+        if value is not None:
+            found[place] = value
+    if not found:
+        return None
+    decided = {place: v for place, v in found.items() if v.half > 0 and (v.low > 0 or v.high < 0)}
+    parts = [f"{number(value, signed=True)} ({place.replace('-', ', ')})" for place, value in decided.items()]
+    if len(decided) < len(found):
+        parts.append(f"undecided in {len(found) - len(decided)} of {len(found)} settings")
+    return f"EBFT − {HEADLINE_OTHERS[other]}, {HEADLINE_METRICS[metric]}: {'; '.join(parts)}."
 
 
 def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:
@@ -109,7 +145,7 @@ def label(group: str) -> str:
 def costs(cells: list[dict[str, Any]], group: str) -> list[str]:
     """Means over seeds of what the runs of a group cost."""
     found = [cell for cell in cells if cell["cell"]["group"] == group and "cost" in cell]
-    values = [[cell["seconds"]["train"] if name == "train" else cell["cost"][name] for cell in found] for name in COSTS]
+    values = [[cell["cost"][name] for cell in found] for name in COSTS]
     return [f"{statistics.mean(known):.3g}" if (known := [v for v in row if v is not None]) else "" for row in values]
 
 

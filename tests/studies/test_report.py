@@ -5,7 +5,7 @@ import re
 
 import pytest
 from claims import FAILS, HOLDS, OPEN, verdict
-from intervals import Estimate
+from intervals import Estimate, estimate
 from report import write_report
 from tables import number
 
@@ -68,7 +68,7 @@ def verdict_of(report: str, claim: str, metric: str) -> str:
     """The verdict in the claim table's row of `metric` that belongs to `claim`."""
     rows = report.split("Each trial:")[1].split(claim, 1)[1].splitlines()
     row = next(row for row in rows if f"| {metric} |" in row)
-    return re.search(r"\*\*(.+)\*\*", row).group(1)
+    return row.rstrip(" |").rpartition("| ")[2].strip("*")
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0005, OPEN)])
@@ -120,3 +120,18 @@ def test_report_has_machine_costs_failures_and_curves(tmp_path):
 def test_without_results_there_is_no_report(tmp_path):
     with pytest.raises(ValueError, match="--size small"):
         write_report(tmp_path, tmp_path / "README.md")
+
+
+def test_what_no_seed_changes_decides_nothing():
+    assert verdict(estimate([0.0, 0.0, 0.0]), "same") == OPEN
+    assert verdict(estimate([0.1, 0.1, 0.1]), "higher") == OPEN
+    assert verdict(estimate([0.2]), "higher") == OPEN
+    assert verdict(estimate([0.001, -0.002, 0.001]), "same") == HOLDS
+
+
+def test_headlines_say_where_a_difference_is_decided(tmp_path):
+    summary = report_of(made_up(0.2), tmp_path).split("### In short")[1].split("###")[0]
+    line = next(line for line in summary.splitlines() if "SFT on the same documents, parses" in line)
+    assert "+0.2" in line and "(functions, base)" in line
+    summary = report_of(made_up(0.0005), tmp_path).split("### In short")[1].split("###")[0]
+    assert "undecided in" in summary
