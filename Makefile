@@ -44,7 +44,7 @@ test-published: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks studies
-	$(BIN)/ruff format --check src tests examples benchmarks studies studies
+	$(BIN)/ruff format --check src tests examples benchmarks studies
 
 bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step

@@ -34,6 +34,16 @@ def test_max_new_tokens_limits_completions(write_config, models):
     assert short.metrics["length_greedy"] < long.metrics["length_greedy"]
 
 
+@pytest.mark.parametrize("kind", ["strided", "structured"])
+def test_completions_are_limited_by_the_length_of_their_reference(kind, write_config, models):
+    path = write_config(kind, evaluation={"metrics": [f"{HERE}.length"], "documents": 4})
+    short, long = (
+        evaluate(load_config(path, [f"ebft.gt_length_multiplier={m}", "trl.max_completion_length=40"])).models[0]
+        for m in (0.2, 2.0)
+    )
+    assert short.metrics["length_pass@1"] < long.metrics["length_pass@1"] / 2
+
+
 def test_pass_at_k_and_greedy_by_hand():
     scores = Scores()
     values = {"a": 0.0, "b": 1.0, "c": 0.5}

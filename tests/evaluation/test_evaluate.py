@@ -275,6 +275,11 @@ def test_nothing_to_measure(write_config, models):
         evaluate(config, [str(models / "base")])
 
 
+def test_a_path_is_no_config(write_config):
+    with pytest.raises(ConfigError, match="load_config"):
+        evaluate(str(write_config("strided")))
+
+
 def test_several_processes_are_refused(write_config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):

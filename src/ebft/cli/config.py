@@ -53,4 +53,5 @@ def command(
     check_runnable(config)
     for key, value in changed_keys(config):
         console.print(f"{key}: {value!r}", markup=False)
-    console.print(f"{check} is valid; every option not shown has its default.", markup=False)
+    rest = "every option not shown has its default. Data and models were not looked at"
+    console.print(f"{check} is valid; {rest}.", markup=False)

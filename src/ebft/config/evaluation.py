@@ -30,8 +30,8 @@ class EvaluationSection(Section):
     )
     max_new_tokens: Count | None = Field(
         None,
-        description="Most tokens of a whole completion; unset is trl.max_completion_length, and in structured mode the "
-        "limit by the reference's length too.",
+        description="Most tokens of a whole completion; unset is trl.max_completion_length, and the limit by the "
+        "reference's length too (ebft.adaptive_max_tokens).",
     )
     documents: Count | None = Field(None, description="Documents to measure on, the first ones; unset is all.")
     bootstrap: int = Field(

@@ -32,7 +32,7 @@ class OptimizerKeys(Section):
 
 
 class BudgetSection(Section):
-    """The section `budget:`."""
+    """The section `budget:`; the learning-rate schedule does not follow it."""
 
     documents: int | None = Field(
         None,

@@ -15,7 +15,7 @@ _STYLES = ("-", "--", ":")
 def save_plots(evaluation: Evaluation, path: str | Path) -> None:
     """Draw the four panels into one image; ConfigError where matplotlib is missing or the place cannot be written."""
     plt = _pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(17, 9), layout="constrained")
     _draw_nll(axes[0, 0], evaluation.models)
     _draw_cfm(axes[0, 1], evaluation.models)
     _draw_histogram(axes[1, 0], evaluation.models, "alignment")
@@ -57,7 +57,9 @@ def _draw_nll(axis: Any, models: list[ModelResult]) -> None:
 
 
 def _draw_cfm(axis: Any, models: list[ModelResult]) -> None:
-    axis.set(title="Feature-matching loss by completion length", xlabel="tokens", ylabel="cfm_loss", xscale="log")
+    axis.set(title="Feature-matching loss by completion length", xlabel="tokens", ylabel="cfm_loss")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
     for index, result in enumerate(models):
         _draw_curve(axis, result, "cfm_loss", result.model, f"C{index}", "-")
     _legend(axis)
@@ -83,4 +85,4 @@ def _draw_histogram(axis: Any, models: list[ModelResult], name: str) -> None:
 
 def _legend(axis: Any) -> None:
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", framealpha=0.6, loc="upper left", bbox_to_anchor=(1.0, 1.0))

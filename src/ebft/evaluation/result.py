@@ -73,7 +73,10 @@ class Evaluation:
 
     def table(self) -> Table:
         """Metrics by model, with intervals; a star marks a difference from the first whose interval leaves out 0."""
-        table = Table("metric", *_headings([result.model for result in self.models]), title=self._title())
+        legend = "^ higher is better, v lower; brackets: interval over documents"
+        legend += "; * differs from the first model" if len(self.models) > 1 else ""
+        headings = _headings([result.model for result in self.models])
+        table = Table("metric", *headings, title=self._title(), caption=legend)
         for name in _ordered({name for result in self.models for name in result.metrics}):
             table.add_row(_marked(name), *(_cell(result, name) for result in self.models))
         return table
@@ -190,7 +193,8 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
 
 
 def _ordered(metrics: set[str]) -> list[str]:
-    return [*(name for name in ORDER if name in metrics), *sorted(name for name in metrics if name not in ORDER)]
+    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # which is alignment once more
+    return [*(name for name in ORDER if name in metrics), *others]
 
 
 def _marked(name: str) -> str:

@@ -31,6 +31,8 @@ def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
     config's `evaluation.metrics`, with intervals by bootstrap over documents. Raises ConfigError, DataError or
     ModelError for what the user can put right.
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"evaluate takes a config, got {config!r:.100}. Load one: load_config(path).")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("ebft evaluate runs in one process. Start it without torchrun.")
     settings = Settings.of(config)

@@ -32,7 +32,7 @@ class Settings:
                 f"evaluation.pass_at: pass@{pass_at[-1]} needs as many samples, and there are {samples}. Raise "
                 "evaluation.samples, or lower evaluation.pass_at."
             )
-        adaptive = config.is_structured and ebft.adaptive_max_tokens and wanted.max_new_tokens is None
+        adaptive = ebft.adaptive_max_tokens and wanted.max_new_tokens is None
         return cls(
             samples=samples,
             pass_at=pass_at,

@@ -94,21 +94,26 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
         )
     completions = Completions(subject.policy, Renderer(task.tokenizer), task)
     for number, (rows, documents) in enumerate(task.batches()):
-        prompts = [row["input_ids"][: row["prompt_length"]] for row in rows if row["prompt_length"]]
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
-        if not prompts:
+        conversations = [_conversation(row) for row in rows if row["prompt_length"]]
+        if not conversations:
             continue
-        conversations = [Conversation([Turn(ids, "", [])]) for ids in prompts]
         sampled = completions.sample(conversations, f"batch {number}")
         greedy = completions.greedy(conversations)
-        for ids, document, rollouts, best in zip(prompts, documents, sampled, greedy):
+        for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
             add_downstream(
                 scores,
                 task.metrics,
                 document,
-                task.tokenizer.decode(ids, skip_special_tokens=True),
+                task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True),
                 [completions.text(rollout.ids) for rollout in rollouts],
                 completions.text(best.ids),
                 task.held_out.raw(document),
                 task.settings.pass_at,
             )
+
+
+def _conversation(row: dict[str, Any]) -> Conversation:
+    """The prompt of a row of tokens, with the length of its completion; the text itself nobody reads."""
+    ids, prompt_length = row["input_ids"], row["prompt_length"]
+    return Conversation([Turn(ids[:prompt_length], "", ids[prompt_length:])])
