@@ -12,7 +12,7 @@ import torch
 from ebft.config import RunConfig
 from ebft.data.held_out import load_held_out
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
-from ebft.evaluation.downstream import load_metrics
+from ebft.evaluation.downstream import KEY, load_metrics
 from ebft.evaluation.models import Subject, check_model, load_subject, own_models
 from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
@@ -62,9 +62,15 @@ def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task)
 
 
 def check_measurable(task: Task) -> None:
-    """DataError where prompts have neither references nor metrics, before anything is sampled."""
+    """DataError before anything is sampled: prompts without references and metrics, or metrics without prompts."""
     rows = task.held_out.rows
-    if task.config.is_structured and not task.metrics and not any(has_reference(row) for row in rows):
+    if not task.config.is_structured:
+        if task.metrics and not any(rows["prompt_length"]):
+            raise DataError(
+                f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "
+                "completion, or leave the metrics out."
+            )
+    elif not task.metrics and not any(has_reference(row) for row in rows):
         raise DataError(
             "the held-out prompts have no references, and there are no metrics of your own: nothing can be measured. "
             "Give ground_truth, or set evaluation.metrics."

@@ -11,10 +11,10 @@ from ebft.data import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn
 from ebft.data.lengths import fits_one_block
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, ModelError
+from ebft.errors import ModelError
 from ebft.evaluation.completions import Completions
 from ebft.evaluation.cross_entropy import token_nll
-from ebft.evaluation.downstream import KEY, add_downstream
+from ebft.evaluation.downstream import add_downstream
 from ebft.evaluation.models import Subject
 from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
@@ -87,11 +87,6 @@ def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any]
 
 def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
     """Downstream metrics on whole completions of every row's prompt."""
-    if not any(task.held_out.rows["prompt_length"]):
-        raise DataError(
-            f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "
-            "completion, or leave the metrics out."
-        )
     completions = Completions(subject.policy, Renderer(task.tokenizer), task)
     for number, (rows, documents) in enumerate(task.batches()):
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
