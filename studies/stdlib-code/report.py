@@ -27,7 +27,7 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     """What one size found."""
     cells = result["cells"]
     parts = [f"## Results, size {result['size']}", text.machine_text(result), text.counts(tables.verdict_counts(cells))]
-    parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in tables.headlines(cells))]
+    parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in summary_lines(cells))]
     parts += ["### Claims", text.CLAIMS, "In how many trials:", tables.summary_table(cells)]
     parts += ["Each trial:", tables.claim_table(cells), "### Models", text.INTERVALS]
     for task in TASKS:
@@ -41,6 +41,12 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     if result["failed"]:
         parts += ["### What failed", *(f"- `{name}`: {error}" for name, error in result["failed"].items())]
     return "\n\n".join(parts)
+
+
+def summary_lines(cells: list[dict[str, Any]]) -> list[str]:
+    """Main comparisons, and what is to be said of the guide's advice, a sentence each."""
+    advice = tables.diversity_of_starts(cells)
+    return [*tables.headlines(cells), *([] if advice is None else [advice])]
 
 
 def part(result: dict[str, Any], task: str, start: str, results: Path, folder: Path) -> list[str]:

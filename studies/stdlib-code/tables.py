@@ -102,6 +102,18 @@ def headlines(cells: list[dict[str, Any]]) -> list[str]:
     return [sentence for pair in pairs if (sentence := headline(cells, *pair)) is not None]
 
 
+def diversity_of_starts(cells: list[dict[str, Any]]) -> str | None:
+    """What a diversity above 1, the sign of mode collapse of the guide, is worth: that of models before any EBFT."""
+    starts = [cell for cell in cells if cell["cell"]["method"] == "none" and "diversity" in cell["metrics"]]
+    if not starts:
+        return None
+    values = {f"{cell['cell']['task']}, {cell['cell']['start']}": cell["metrics"]["diversity"] for cell in starts}
+    listed = ", ".join(f"{value:.2f} ({place})" for place, value in values.items())
+    above = all(value > 1 for value in values.values())
+    said = "so a diversity above 1 is no sign of collapse in these features" if above else "as that sign would have it"
+    return f"Guides take a diversity above 1 for mode collapse. Before any EBFT it is {listed}: {said}."
+
+
 def headline(cells: list[dict[str, Any]], other: str, metric: str) -> str | None:
     """How EBFT's first setting differs from `other` in every task from every start; None where neither was run."""
     found = {}

@@ -7,7 +7,7 @@ import pytest
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate, estimate
 from report import write_report
-from tables import number
+from tables import diversity_of_starts, number
 
 CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers": "5", "commit": "abc", "date": "today"}
 METRICS = {"ce_loss": 4.0, "cfm_loss": 0.3, "alignment": 1.3, "diversity": 1.2, "parses_pass@1": 0.5}
@@ -135,3 +135,10 @@ def test_headlines_say_where_a_difference_is_decided(tmp_path):
     assert "+0.2" in line and "(functions, base)" in line
     summary = report_of(made_up(0.0005), tmp_path).split("### In short")[1].split("###")[0]
     assert "undecided in" in summary
+
+
+@pytest.mark.parametrize(("value", "said"), [(1.3, "no sign of collapse"), (0.4, "as that sign would have it")])
+def test_the_sign_of_collapse_is_judged_by_models_that_have_none(value, said):
+    cell = {"cell": {"task": "raw", "start": "base", "method": "none"}, "metrics": {"diversity": value}}
+    assert said in diversity_of_starts([cell])
+    assert diversity_of_starts([]) is None
