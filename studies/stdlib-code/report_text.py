@@ -19,7 +19,7 @@ functions given signature and docstring. Data, model, verifiers and measurements
 Python that runs it: nothing is downloaded.
 
 ```bash
-{small}     # two CPU cores: under an hour
+{small}     # two CPU cores: about an hour
 {large}     # an accelerator: a model of 100 million parameters
 {report}         # this page again, from the stored results
 ```

@@ -1,6 +1,6 @@
 """EBFT beside SFT and RLVR on the source of Python's standard library: base model, runs, measurements, report.
 
-    python studies/stdlib-code/run.py --size small     # under an hour on two CPU cores
+    python studies/stdlib-code/run.py --size small     # about an hour on two CPU cores
     python studies/stdlib-code/run.py --size large     # a 100M model, on an accelerator
     python studies/stdlib-code/run.py --report         # README.md again, from results/*.json
 
