@@ -41,6 +41,19 @@ def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_measured_before_a_model_failed_is_kept(ebft, write_config, models, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models / "base")
+    model.lm_head.weight.data[7] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    output = tmp_path / "result.json"
+    names = ["--model", models / "base", "--model", tmp_path / "broken"]
+    result = ebft("evaluate", write_config("strided"), *names, "--output", output)
+    assert result.exit_code == 2 and "broken: ce_loss is not finite" in plain(result.stderr).replace("\n", " ")
+    assert [entry["model"] for entry in json.loads(output.read_text())["models"]] == [str(models / "base")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -69,10 +69,10 @@ def command(
         check_plots(plot)
     for path in filter(None, (output, plot)):
         check_writable(path)
-    evaluation = evaluate(run_config, model)
+    save = None if output is None else lambda so_far: so_far.save(output)
+    evaluation = evaluate(run_config, model, after_each=save)
     Console(soft_wrap=False).print(evaluation.table())
     if output is not None:
-        evaluation.save(output)
         typer.echo(f"Written to {output}")
     if plot is not None:
         save_plots(evaluation, plot)

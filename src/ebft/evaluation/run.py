@@ -23,13 +23,16 @@ from ebft.models import load_tokenizer
 from ebft.scores import Scores
 
 
-def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
+def evaluate(
+    config: RunConfig, models: list[str] | None = None, after_each: Callable[[Evaluation], None] | None = None
+) -> Evaluation:
     """Measure `models` (folders or hub ids of whole models or adapters) on the config's held-out data.
 
     None is the config's base model, and what its run left in `output_dir`. All are measured on the same documents,
     with the same noise, in the feature space of the config's `base_model`: cross-entropy, feature matching, and the
-    config's `evaluation.metrics`, with intervals by bootstrap over documents. Raises ConfigError, DataError or
-    ModelError for what the user can put right.
+    config's `evaluation.metrics`, with intervals by bootstrap over documents. `after_each` is given the evaluation of
+    the models so far, as a later one may fail. Raises ConfigError, DataError or ModelError for what the user can put
+    right.
     """
     if not isinstance(config, RunConfig):
         raise ConfigError(f"evaluate takes a config, got {config!r:.100}. Load one: load_config(path).")
@@ -45,12 +48,15 @@ def evaluate(config: RunConfig, models: list[str] | None = None) -> Evaluation:
     task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
     check_measurable(task)
     measure = measure_prompts if config.is_structured else measure_tokens
-    found = []
+    found: list[Scores] = []
+    documents = sorted(set(task.held_out.documents))
     for name in names:
         found.append(_measured(name, measure, task))
         _free_memory()
-    documents = sorted(set(task.held_out.documents))
-    return summarise(names, found, settings, config, documents, time.perf_counter() - started)
+        evaluation = summarise(names[: len(found)], found, settings, config, documents, time.perf_counter() - started)
+        if after_each is not None:
+            after_each(evaluation)
+    return evaluation
 
 
 def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task) -> Scores:
