@@ -56,7 +56,7 @@ def test_plain(tmp_path, adapted, checkpointing):
         {"single_pass": True, "ce_coef": 0.1},
         {"single_pass": False, "ce_coef": 0.1},
         {"single_pass": True, "ce_coef": 0.0, "feature_layers": [0.25]},
-        {"rollout_tokens_per_pass": 30},
+        {"rollout_tokens_per_pass": 120},
         {"gradient_checkpointing": True},
     ],
     ids=str,
