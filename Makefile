@@ -30,7 +30,7 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -n auto --dist loadfile
+	$(BIN)/python -m pytest tests
 
 # Takes minutes: most of these tests start a server.
 test-vllm: $(STAMP) $(VLLM_STAMP)
