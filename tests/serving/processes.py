@@ -12,7 +12,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def eventually(condition, seconds=20):
+def eventually(condition, seconds=60):
     """Whether `condition()` becomes true in time; its value then."""
     deadline = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < deadline:
