@@ -187,13 +187,3 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     line = lambda entries: f"| {' | '.join(entries)} |"
     return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
-
-
-def total_seconds(cells: list[dict[str, Any]]) -> float:
-    """Seconds of training and measuring, all processes together."""
-    return sum(sum(cell["seconds"].values()) for cell in cells)
-
-
-def seeds_of(cells: list[dict[str, Any]]) -> list[int]:
-    """Seeds of the trained cells."""
-    return sorted({cell["cell"]["seed"] for cell in cells if cell["cell"]["method"] != "none"})
