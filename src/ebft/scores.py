@@ -131,6 +131,19 @@ class Scores:
                 means[name] = total / weight
         return means | perplexities(means)
 
+    def per_document(self) -> dict[str, dict[str, list]]:
+        """Of every metric that is a ratio of sums: its documents, and the sum and the weight of each."""
+        found = {}
+        for name, entries in self.sums.items():
+            if entries and not name.startswith(f"{CURVE}/"):
+                ordered = sorted(entries.items())
+                found[name] = {
+                    "document": [document for document, _ in ordered],
+                    "sum": [total for _, (total, _) in ordered],
+                    "weight": [weight for _, (_, weight) in ordered],
+                }
+        return found
+
     def resampled(self, documents: Sequence[int], resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
         """Means of `resamples` draws of as many of `documents` with replacement: (R,) by name.
 

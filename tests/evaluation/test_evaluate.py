@@ -119,6 +119,27 @@ def test_curves_and_histograms(kind, write_config, models):
     assert sum(histogram["shares"]) == pytest.approx(1) and len(histogram["edges"]) == len(histogram["shares"]) + 1
 
 
+@pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
+def test_what_each_document_adds_makes_the_mean(kind, write_config, models):
+    path = write_config(kind)
+    (plain,) = measured(path, ["adapter"], models)
+    (result,) = measured(path, ["adapter"], models, "evaluation.per_document=true")
+    assert plain["per_document"] == {}
+    names = set(result["metrics"]) - {"perplexity", "perplexity_all"}
+    assert set(result["per_document"]) == names
+    assert result["per_document"]["ce_loss"]["document"] == list(range(9))
+    for name, parts in result["per_document"].items():
+        assert set(parts["document"]) <= set(range(9)) and all(weight > 0 for weight in parts["weight"])
+        assert sum(parts["sum"]) / sum(parts["weight"]) == pytest.approx(result["metrics"][name])
+
+
+def test_cross_entropy_of_each_document(write_config, models, rows):
+    (result,) = measured(write_config("strided"), ["other"], models, "evaluation.per_document=true")
+    parts, model = result["per_document"]["ce_loss"], load(models, "other")
+    for sequence, total, weight in zip(pair_sequences(models, rows), parts["sum"], parts["weight"]):
+        assert total / weight == pytest.approx(cross_entropy(model, [sequence]), abs=1e-4)
+
+
 def test_a_limit_on_documents_and_other_samples(write_config, models):
     path = write_config("strided")
     evaluation = evaluate(

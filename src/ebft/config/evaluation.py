@@ -38,6 +38,11 @@ class EvaluationSection(Section):
         1000, ge=0, description="Resamples of the documents behind the confidence intervals; 0 leaves intervals out."
     )
     confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the intervals.")
+    per_document: bool = Field(
+        False,
+        description="Put each document's part of every metric into the JSON: its sum, and over how many tokens, blocks "
+        "or prompts.",
+    )
 
 
 class EvaluationKeys(Section):

@@ -43,7 +43,8 @@ class ModelResult:
 
     `intervals` are central bootstrap intervals over documents; `differences` and their intervals are from the first
     model, paired by document. `curves` have points (position or length, value, interval), `histograms` bin edges and
-    shares of the samples.
+    shares of the samples. `per_document` has, by metric, documents (their place in the held-out data, from 0) with the
+    sum and the weight that each adds to the metric's mean, where the config asks for it.
     """
 
     model: str
@@ -53,6 +54,7 @@ class ModelResult:
     difference_intervals: dict[str, list[float]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     histograms: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    per_document: dict[str, dict[str, list]] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,6 +107,7 @@ def summarise(
             result.difference_intervals = _intervals(paired, wanted.confidence, paired)
         result.curves = _curves(means, drawn, wanted.confidence)
         result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
+        result.per_document = scores.per_document() if wanted.per_document else {}
         results.append(result)
     shared_settings = {
         "base_model": config.base_model,
