@@ -1,11 +1,11 @@
 """The data: source files of Python's standard library, split by file, and the documented functions in them.
 
-Writes rows {text, file}: pretrain.jsonl (whole files), raw_train.jsonl and raw_eval.jsonl (pieces of files); and rows
-{input, output, name, file, module, has_doctest}: functions_train.jsonl, functions_test.jsonl, and functions_eval.jsonl,
-the rows of the test part that models are measured on. A function's `input` is its signature
-and docstring and ends with the closing quotes: the newline behind them belongs to `output`, because a byte-level BPE
-joins it with the indentation of the next line, and a prompt that ends in a newline alone is text that no base model has
-seen. Neither a file nor a function's text is in two parts.
+Writes pretrain.jsonl with rows {text, file}, whole files; and for each task TASK_train.jsonl, TASK_validation.jsonl, on
+which learning rates are chosen, and TASK_test.jsonl, on which models are measured. Rows of the task raw are pieces of
+files {text, file}; those of the task functions are {input, output, name, file, module, has_doctest}. A function's
+`input` is its signature and docstring and ends with the closing quotes: the newline behind them belongs to `output`,
+because a byte-level BPE joins it with the indentation of the next line, and a prompt that ends in a newline alone is
+text that no base model has seen. Neither a file nor a function's text is in two parts.
 """
 
 import ast
@@ -23,7 +23,7 @@ from quickstart.corpus import part_of, standard_library
 from quickstart.phases import console
 from sizes import Size
 
-PARTS = {"pretrain": 50, "train": 25, "test": 25}  # in percent of the files
+PARTS = {"pretrain": 45, "train": 25, "validation": 8, "test": 22}  # in percent of the files
 LONGEST = (300, 200)  # characters of input and output: some 90 and 60 tokens
 LONGEST_WITH_EXAMPLES = (600, 300)  # functions with a doctest are few, and their docstrings long
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
@@ -47,19 +47,15 @@ def write_corpus(folder: Path, size: Size) -> None:
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for file, text in library.items():
         parts[part_of(file, PARTS)][file] = text
-    test = list(unique(functions(parts["test"]), seen=set()))
-    seen = {function.input + function.output for function in test}
-    train = list(unique(functions(parts["train"]), seen))
-    for function in (*train, *test):
-        function.has_doctest = ">>>" in function.input and decides(function)
-    rows = {
-        "pretrain": raw(parts["pretrain"]),
-        "raw_train": pieces(parts["train"], size.piece, size.raw_rows),
-        "raw_eval": pieces(parts["test"], size.piece, size.documents),
-        "functions_train": [asdict(function) for function in train],
-        "functions_test": [asdict(function) for function in test],
-        "functions_eval": [asdict(function) for function in chosen(test, size.documents)],
-    }
+    rows = {"pretrain": raw(parts["pretrain"])}
+    seen: set[str] = set()
+    for part in ("test", "validation", "train"):
+        found = list(unique(functions(parts[part]), seen))
+        for function in found:
+            function.has_doctest = ">>>" in function.input and decides(function)
+        measured = part != "train"
+        rows[f"functions_{part}"] = [asdict(f) for f in (chosen(found, size.documents) if measured else found)]
+        rows[f"raw_{part}"] = pieces(parts[part], size.piece, size.documents if measured else size.raw_rows)
     for name, part in rows.items():
         write_rows(folder / f"{name}.jsonl", part)
     console.print(", ".join(f"{name}: {len(part)}" for name, part in rows.items()))
@@ -71,7 +67,7 @@ def count_rows(folder: Path) -> dict[str, int]:
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
         counts[path.stem] = len(lines)
-        if path.stem == "functions_eval":
+        if path.stem == "functions_test":
             counts["doctests"] = sum(json.loads(line)["has_doctest"] for line in lines)
     return counts
 

@@ -2,6 +2,7 @@
 
     python studies/stdlib-code/run.py --size small     # about an hour on two CPU cores
     python studies/stdlib-code/run.py --size large     # a 100M model, on an accelerator
+    python studies/stdlib-code/run.py --size small --sweep     # learning rates for the above: results/small-sweep.json
     python studies/stdlib-code/run.py --report         # README.md again, from results/*.json
 
 A stopped run goes on where it was: the same command again. Exit status 1 where a cell failed, 2 for wrong usage.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -26,8 +26,10 @@ import project  # noqa: E402
 from budget import matched_steps  # noqa: E402
 from cells import CENTRE, TASKS, Cell, all_cells, waits_for_others  # noqa: E402
 from quickstart.phases import console, fingerprint, make_once  # noqa: E402
-from run_cell import Job, finished, run_cell, write_json  # noqa: E402
+from run_cell import Job, finished, machine_card, run_cell  # noqa: E402
 from sizes import SIZES, Size  # noqa: E402
+from stored import store, write_json  # noqa: E402
+from sweep import SEED, best_rates, chosen_rate, sweep_cells, tried  # noqa: E402
 from workers import run_all  # noqa: E402
 
 
@@ -35,12 +37,16 @@ def main() -> int:
     """Run the study; returns the exit status."""
     arguments = read_arguments()
     try:
+        failed = {}
         if not arguments.report:
             size = SIZES[arguments.size]
-            output = arguments.output or Path("outputs/study") / size.name
-            failed = study(size, output, arguments.results, arguments.workers, arguments.keep)
-        else:
-            failed = {}
+            output = (arguments.output or Path("outputs/study") / size.name).resolve()
+            workers = default_workers() if arguments.workers is None else arguments.workers
+            if not has_accelerator():
+                os.environ["OMP_NUM_THREADS"] = "1"  # of the workers: one core each
+            failed = (sweep if arguments.sweep else study)(size, output, arguments.results, workers, arguments.keep)
+            if arguments.sweep:
+                return 1 if failed else 0
         from report import write_report
 
         console.print(f"Report: {write_report(arguments.results, arguments.readme)}")
@@ -53,34 +59,44 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def study(size: Size, output: Path, results: Path, workers: int | None = None, keep: bool = False) -> dict[str, str]:
-    """All phases but the report; returns what went wrong, by the name of the cell."""
+def study(size: Size, output: Path, results: Path, workers: int, keep: bool = False) -> dict[str, str]:
+    """Train and measure every cell and store the results; returns what went wrong, by the name of the cell."""
     started = time.perf_counter()
-    output = output.resolve()
     made_from, rows = make_starts(size, output)
-    workers = default_workers() if workers is None else workers
-    if not has_accelerator():
-        os.environ["OMP_NUM_THREADS"] = "1"  # of the workers: one core each
-    jobs = [Job(cell, size, output, made_from, keep=keep) for cell in all_cells(size.seeds, size.settings)]
+    cells = all_cells(size.seeds, size.settings)
+    jobs = [Job(cell, size, output, made_from, rate=chosen_rate(results, size, cell), keep=keep) for cell in cells]
     done, failed = run_jobs([job for job in jobs if not waits_for_others(job.cell)], workers)
     later, impossible = with_steps([job for job in jobs if waits_for_others(job.cell)], done)
     more, failed_later = run_jobs(later, workers)
     failed = {**failed, **impossible, **failed_later}
-    from run_cell import machine_card
-
-    write_results(
-        results / f"{size.name}.json",
-        {
-            "size": size.name,
-            "command": shlex.join(["python", "studies/stdlib-code/run.py", "--size", size.name]),
-            "machine": {**machine_card(), "workers": workers},
-            "seconds": round(time.perf_counter() - started),
-            "rows": rows,
-            "failed": failed,
-            "cells": [*done, *more],
-        },
-    )
+    found = card_of(size, workers, "", started)
+    store(results, size.name, {**found, "rows": rows, "failed": failed, "cells": [*done, *more]})
+    console.print(f"Results: {results / size.name}.json ({len(done) + len(more)} cells, {len(failed)} failed)")
     return failed
+
+
+def sweep(size: Size, output: Path, results: Path, workers: int, keep: bool = False) -> dict[str, str]:
+    """Try learning rates, and store the best ones for `study`; returns what went wrong, by the name of the cell."""
+    started = time.perf_counter()
+    made_from, _ = make_starts(size, output)
+    jobs = [Job(cell, size, output, made_from, keep=keep, part="validation") for cell in sweep_cells(size)]
+    done, failed = run_jobs(jobs, workers)
+    found = tried(size, done)
+    card = card_of(size, workers, " --sweep", started)
+    file = results / f"{size.name}-sweep.json"
+    write_json(file, {**card, "seed": SEED, "failed": failed, "tried": found, "chosen": best_rates(found)})
+    console.print(f"Learning rates: {file}")
+    return failed
+
+
+def card_of(size: Size, workers: int, options: str, started: float) -> dict[str, Any]:
+    """What was run, on what, and for how long: since `started`."""
+    return {
+        "size": size.name,
+        "command": f"python studies/stdlib-code/run.py --size {size.name}{options}",
+        "machine": {**machine_card(), "workers": workers},
+        "seconds": round(time.perf_counter() - started),
+    }
 
 
 def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
@@ -154,12 +170,6 @@ def costs(done: list[dict[str, Any]], like: Cell, method: str, setting: str) -> 
     return [result["cost"] for result in done if wanted.items() <= result["cell"].items()]
 
 
-def write_results(path: Path, results: dict[str, Any]) -> None:
-    """The stored results of a size, which the report is made of."""
-    write_json(path, results)
-    console.print(f"Results: {path} ({len(results['cells'])} cells, {len(results['failed'])} failed)")
-
-
 def default_workers() -> int:
     """One process for each core that this process may use; with an accelerator one in all, this one."""
     return 0 if has_accelerator() else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -183,6 +193,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of data, models and logs (default outputs/study/SIZE)")
     parser.add_argument("--workers", type=int, help="processes; 0 is this one (default: cores, or 0 with accelerator)")
     parser.add_argument("--keep", action="store_true", help="keep every trained model")
+    parser.add_argument("--sweep", action="store_true", help="only choose learning rates, on the validation part")
     parser.add_argument("--report", action="store_true", help="only write the report again")
     parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     parser.add_argument("--readme", type=Path, default=project.HERE / "README.md", help=argparse.SUPPRESS)

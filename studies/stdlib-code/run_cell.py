@@ -19,6 +19,7 @@ from budget import cost_of
 from cells import Cell
 from quickstart.phases import fingerprint
 from sizes import Size
+from stored import write_json
 
 # Curves of the report.
 LOGGED = ("loss", "reward", "ebft/alignment", "ebft/diversity", "ebft/cfm_loss", "ebft/ce_loss", "entropy")
@@ -26,14 +27,19 @@ LOGGED = ("loss", "reward", "ebft/alignment", "ebft/diversity", "ebft/cfm_loss",
 
 @dataclass(frozen=True)
 class Job:
-    """A cell with all that its result depends on; `made_from` is the fingerprint of corpus and base model."""
+    """A cell with all that its result depends on; `made_from` is the fingerprint of corpus and base model.
+
+    `steps` and `rate` replace those of the method's config; `part` is what is measured on, test or validation.
+    """
 
     cell: Cell
     size: Size
     output: Path
     made_from: str
     steps: int | None = None
+    rate: float | None = None
     keep: bool = False
+    part: str = "test"
 
     @property
     def result_file(self) -> Path:
@@ -42,7 +48,7 @@ class Job:
     @property
     def stamp(self) -> str:
         """Changes with everything that the result depends on but the code of ebft."""
-        evaluation = settings.evaluation_overrides(self.output, self.size, self.cell.task)
+        evaluation = settings.evaluation_overrides(self.output, self.size, self.cell.task, self.part)
         parts = [self.made_from, asdict(self.cell), evaluation, settings.config_file("evaluation").read_text()]
         if self.cell.method != "none":
             parts += [settings.config_file(self.cell.method).read_text(), self.overrides]
@@ -50,7 +56,7 @@ class Job:
 
     @property
     def overrides(self) -> list[str]:
-        return settings.cell_overrides(self.output, self.size, self.cell, self.steps)
+        return settings.cell_overrides(self.output, self.size, self.cell, self.steps, self.rate)
 
 
 def finished(job: Job) -> dict[str, Any] | None:
@@ -68,7 +74,7 @@ def run_cell(job: Job) -> dict[str, Any]:
     trained = train_cell(job) if job.cell.method != "none" else {}
     model = job.output / "models" / job.cell.name if trained else _start(job)
     between = time.perf_counter()
-    found = measure.measure(model, job.output, job.size, job.cell.task)
+    found = measure.measure(model, job.output, job.size, job.cell.task, job.part)
     seconds = {"train": round(between - started, 1), "evaluate": round(time.perf_counter() - between, 1)}
     cell = {**asdict(job.cell), "group": job.cell.group, "name": job.cell.name}
     result = {"cell": cell, "stamp": job.stamp, **trained, **found, "seconds": seconds, "machine": machine_card()}
@@ -86,7 +92,8 @@ def train_cell(job: Job) -> dict[str, Any]:
     file, overrides = settings.config_file(job.cell.method), job.overrides
     config = load_config(file, overrides)
     result = train(config)
-    command = shlex.join(["ebft", "train", os.path.relpath(file, project.ROOT), *overrides])
+    relative = [key.replace(str(job.output), os.path.relpath(job.output, project.ROOT)) for key in overrides]
+    command = shlex.join(["ebft", "train", os.path.relpath(file, project.ROOT), *relative])
     return {
         "command": command,
         "cost": cost_of(result.metrics, config),
@@ -111,14 +118,6 @@ def machine_card() -> dict[str, Any]:
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return machine(device)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
 
 
 def _start(job: Job) -> Path:

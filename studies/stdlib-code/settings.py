@@ -40,19 +40,23 @@ def warm_overrides(output: Path, size: Size, task: str) -> list[str]:
     return [*_training(output, size, "sft", task, "base", folder), *size.warm]
 
 
-def cell_overrides(output: Path, size: Size, cell: Cell, steps: int | None) -> list[str]:
-    """Overrides of the config of a cell's method; `steps` where another cell decides them."""
+def cell_overrides(
+    output: Path, size: Size, cell: Cell, steps: int | None = None, rate: float | None = None
+) -> list[str]:
+    """Overrides of the config of a cell's method: `steps` where another cell decides them, `rate` where a sweep did."""
     method, folder = CONFIG_OF[cell.method], output / "models" / cell.name
-    found = [*_training(output, size, method, cell.task, cell.start, folder), *cell.overrides, f"seed={cell.seed}"]
+    found = _training(output, size, method, cell.task, cell.start, folder)
+    found += [] if rate is None else [f"learning_rate={rate}"]
+    found += [*cell.overrides, f"seed={cell.seed}"]
     return [*found, f"max_steps={steps}"] if steps is not None else found
 
 
-def evaluation_overrides(output: Path, size: Size, task: str) -> list[str]:
-    """Overrides of evaluation.yaml: raw text has no completions to verify."""
+def evaluation_overrides(output: Path, size: Size, task: str, part: str) -> list[str]:
+    """Overrides of evaluation.yaml to measure on `part`, test or validation: raw text has no completions to verify."""
     found = [
         f"base_model={output / 'base'}",
         f"datasets.0.path={output / 'data' / f'{task}_train.jsonl'}",
-        f"test_datasets.0.path={output / 'data' / f'{task}_eval.jsonl'}",
+        f"test_datasets.0.path={output / 'data' / f'{task}_{part}.jsonl'}",
         f"output_dir={output / 'evaluation'}",
         *size.overrides("evaluation", task),
     ]

@@ -13,8 +13,9 @@ class Size:
     vocab_size: int
     shape: dict[str, Any]  # of the Llama
     seeds: tuple[int, ...]
+    rates: tuple[float, ...]  # that `--sweep` tries
     settings: tuple[str, ...] | None  # of EBFT, by their names in cells.py; None is all
-    documents: int  # of the test part that every model is measured on
+    documents: int  # of the test part that every model is measured on, and of the validation part
     raw_rows: int  # pieces of files to train on, in the task raw
     piece: int  # their length in characters: about sequence_len tokens, whose rest is cut
     evaluation: tuple[str, ...] = ()  # overrides of configs/evaluation.yaml
@@ -50,12 +51,13 @@ SIZES = {
         vocab_size=4096,
         shape=shape(128, 4),
         seeds=(0, 1, 2),
+        rates=(3e-5, 1e-4, 3e-4, 1e-3),
         settings=None,
-        documents=64,
+        documents=96,
         raw_rows=3200,
         piece=400,
         raw=("sequence_len=128",),
-        warm=("max_steps=100",),
+        warm=("max_steps=100", "learning_rate=3.0e-4"),
     ),
     # 100 million parameters: what the library's 10 MB can teach is seen after a few epochs, so it overfits less than it
     # would with more.
@@ -65,6 +67,7 @@ SIZES = {
         vocab_size=16384,
         shape=shape(768, 12, head=64, initializer_range=0.02),
         seeds=(0, 1, 2),
+        rates=(3e-6, 1e-5, 3e-5, 1e-4),
         settings=None,
         documents=600,
         raw_rows=4000,
@@ -83,7 +86,7 @@ SIZES = {
                 "trl.max_completion_length=128",
             ),
         },
-        warm=("max_steps=300",),
+        warm=("max_steps=300", "learning_rate=3.0e-5"),
     ),
     "tiny": Size(
         name="tiny",
@@ -91,6 +94,7 @@ SIZES = {
         vocab_size=512,
         shape=shape(32, 4),
         seeds=(0,),
+        rates=(1e-4, 1e-3),
         settings=("centre", "last_token"),
         documents=4,
         raw_rows=40,

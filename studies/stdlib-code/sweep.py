@@ -1,0 +1,76 @@
+"""Learning rates: every method gets, for each task and start, the one that serves its own objective best.
+
+They are chosen on the validation part, with a seed that the study does not use; the test part is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import settings
+from cells import CENTRE, FACTORS, STARTS, TASKS, Cell
+from sizes import Size
+
+SEED = 100
+METHODS = ("sft", "ebft", "rlvr")
+# What each method trains for, as held-out metrics: higher is better.
+OBJECTIVES = {
+    "sft": "−cross-entropy",
+    "ebft": "reward − ce_coef × cross-entropy",
+    "rlvr": "parses + names",
+}
+
+
+def sweep_cells(size: Size) -> list[Cell]:
+    """One run for each rate of each method, task and start; EBFT with the first of its settings."""
+    return [
+        Cell(task, start, method, SEED, f"rate {rate:g}", (*_setting(method), f"learning_rate={rate:g}"))
+        for task in TASKS
+        for start in STARTS
+        for method in METHODS
+        if method != "rlvr" or task == "functions"
+        for rate in size.rates
+    ]
+
+
+def objective(method: str, metrics: dict[str, float], ce_coef: float) -> float:
+    """The value of a method's objective on held-out documents."""
+    if method == "sft":
+        return -metrics["ce_loss"]
+    if method == "ebft":
+        return metrics["reward_pass@1"] - ce_coef * metrics["ce_loss"]
+    return metrics["parses_pass@1"] + metrics["uses_names_pass@1"]
+
+
+def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """{"TASK-START-METHOD": {rate: objective}} of the finished runs."""
+    from ebft import load_config
+
+    ce_coef = load_config(settings.config_file("ebft")).ebft.ce_coef
+    by_name = {result["cell"]["name"]: result["metrics"] for result in results}
+    found: dict[str, dict[str, float]] = {}
+    for cell in sweep_cells(size):
+        if cell.name in by_name:
+            place = found.setdefault(f"{cell.task}-{cell.start}-{cell.method}", {})
+            place[cell.setting.removeprefix("rate ")] = round(objective(cell.method, by_name[cell.name], ce_coef), 6)
+    return found
+
+
+def best_rates(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The rate with the highest objective in every place."""
+    return {place: float(max(values, key=values.get)) for place, values in found.items()}
+
+
+def chosen_rate(results: Path, size: Size, cell: Cell) -> float | None:
+    """The rate that a sweep has chosen for the method of a cell; None where there was none, for the config's own."""
+    file = results / f"{size.name}-sweep.json"
+    if not file.is_file():
+        return None
+    chosen = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    return chosen.get(f"{cell.task}-{cell.start}-{settings.CONFIG_OF.get(cell.method)}")
+
+
+def _setting(method: str) -> tuple[str, ...]:
+    return FACTORS[CENTRE] if method == "ebft" else ()
