@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from intervals import Estimate, difference
+from intervals import Estimate, difference, over_seeds
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided at this size"
 MARGIN = 0.05  # rates this close are called the same
@@ -114,11 +114,16 @@ CLAIMS = (
 )
 
 
-def verdict(found: Estimate | None, relation: str, margin: float = MARGIN) -> str:
-    """What an interval of the difference says: `holds` or `does not hold` only where all of it is on one side."""
+def verdict(found: Estimate | None, relation: str, level: float = math.inf, margin: float = MARGIN) -> str:
+    """What an interval of the difference says: `holds` or `does not hold` only where all of it is on one side.
+
+    `level` is the higher of the two sides' means: rates that are both below the margin are the same whatever is true.
+    """
     if found is None or math.isnan(found.half) or found.half == 0:
-        return OPEN  # one seed, or nothing that differs between seeds, such as a rate at its floor
+        return OPEN  # one seed, or nothing that differs between any, such as a rate at its floor
     if relation == "same":
+        if level < margin:
+            return OPEN
         inside = -margin <= found.low and found.high <= margin
         outside = found.low > margin or found.high < -margin
         return HOLDS if inside else FAILS if outside else OPEN
@@ -130,6 +135,8 @@ def judged(cells: list[dict[str, Any]]) -> Iterator[tuple[Claim, str, str, str, 
     """Each claim wherever it can be tried: claim, task, start, metric, difference, verdict."""
     for claim in CLAIMS:
         for task, start, metric in claim.places(cells):
-            found = difference(cells, f"{task}-{start}-{claim.method}", f"{task}-{start}-{claim.than}", metric)
+            sides = [f"{task}-{start}-{method}" for method in (claim.method, claim.than)]
+            found = difference(cells, *sides, metric)
             if found is not None:
-                yield claim, task, start, metric, found, verdict(found, claim.relation)
+                level = max(over_seeds(cells, side, metric).mean for side in sides)
+                yield claim, task, start, metric, found, verdict(found, claim.relation, level)

@@ -14,18 +14,17 @@ PANELS = {
     "ebft/ce_loss": "cross-entropy of the reference",
 }
 
+ROLLOUT_PANELS = {
+    "cfm_loss": ("feature-matching loss, unbiased", "tokens of the rollout"),
+    "rollout_nll_base": ("cross-entropy of rollouts by the base model", "position in the rollout"),
+}
+
 
 def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
     """The curves of the EBFT runs of a task and start; False where there is nothing to draw, or no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     groups = [group for group in groups_of(cells, task, start) if "-ebft-" in group]
-    if not any(curve(cells, group, metric) for group in groups for metric in PANELS):
+    if pyplot is None or not any(curve(cells, group, metric) for group in groups for metric in PANELS):
         return False
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(17, 4), layout="constrained")
     for axis, (metric, title) in zip(axes, PANELS.items()):
@@ -40,10 +39,27 @@ def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool
     figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
     scales = "Runs that differ in whitening, pooling or temperature are not on one scale"
     figure.suptitle(f"EBFT, {task}, from {start}; means over seeds. {scales}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    return True
+    return _save(figure, path)
+
+
+def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
+    """Where rollouts drift: feature-matching loss by length, and how well the base model predicts each token."""
+    pyplot = _pyplot()
+    others = [group for group in groups_of(cells, task, start) if "-ebft-" not in group]
+    if pyplot is None or not others:
+        return False
+    figure, axes = pyplot.subplots(1, len(ROLLOUT_PANELS), figsize=(11, 3.6), layout="constrained")
+    for axis, (name, (title, label_x)) in zip(axes, ROLLOUT_PANELS.items()):
+        for group in [*others, f"{task}-{start}-ebft-centre"]:
+            found = [dict(map(tuple, cell["rollouts"][name])) for cell in cells if cell["cell"]["group"] == group]
+            points = [(x, sum(values[x] for values in found) / len(found)) for x in sorted(found[0])]
+            axis.plot(*zip(*points), label=label(group), linewidth=1.3, marker=".")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(label_x)
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.suptitle(f"Rollouts on test documents, {task}, from {start}; means over seeds")
+    return _save(figure, path)
 
 
 def curve(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[int, float]]:
@@ -55,3 +71,22 @@ def curve(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[in
     ]
     steps = sorted(set.intersection(*map(set, logs))) if logs else []
     return [(step, sum(log[step] for log in logs) / len(logs)) for step in steps]
+
+
+def _pyplot() -> Any | None:
+    """matplotlib without a window; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    _pyplot().close(figure)
+    return True

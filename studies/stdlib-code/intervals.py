@@ -1,24 +1,35 @@
-"""Means over seeds with 95% intervals by Student's t, of values and of paired differences."""
+"""Means over seeds and documents, of values and of paired differences, with 95% intervals over both.
+
+Two things could have been others: the training seeds and the test documents. Each gives a half width of its own, by
+Student's t over the seeds' means, and by the spread of the documents' means over seeds; they add in quadrature.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 # 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-T_BEYOND = 2.131  # 15 degrees; a little wide for more
+Z_QUANTILE = 1.95996  # of the normal distribution
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` seeds and the half width of its interval: NaN where one seed says nothing about others."""
+    """A mean, and the half widths of its intervals over seeds and over documents: NaN where one says nothing of others.
+
+    A model without seeds has 0 over seeds.
+    """
 
     mean: float
-    half: float
-    count: int
+    seeds: float
+    documents: float
+    count: int  # of seeds
+
+    @property
+    def half(self) -> float:
+        return math.hypot(self.seeds, self.documents)
 
     @property
     def low(self) -> float:
@@ -29,45 +40,83 @@ class Estimate:
         return self.mean + self.half
 
 
-def estimate(values: list[float]) -> Estimate | None:
-    """Mean and interval of the values of several seeds; None without any."""
-    n = len(values)
-    if n == 0:
-        return None
-    mean = sum(values) / n
-    if n == 1:
-        return Estimate(mean, math.nan, 1)
-    if len(set(values)) == 1:
-        return Estimate(values[0], 0.0, n)
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    quantile = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else T_BEYOND
-    return Estimate(mean, quantile * math.sqrt(variance / n), n)
+@dataclass(frozen=True)
+class Measured:
+    """A metric of one model: its sum on each document, and the documents' weights."""
 
+    sums: list[float]
+    weights: list[float]
 
-def by_seed(
-    cells: list[dict[str, Any]], group: str, value: Callable[[dict[str, Any]], float | None]
-) -> dict[int, float]:
-    """The value of each seed of a group of cells, those without it left out."""
-    found = {cell["cell"]["seed"]: value(cell) for cell in cells if cell["cell"]["group"] == group}
-    return {seed: number for seed, number in found.items() if number is not None and not math.isnan(number)}
+    @property
+    def mean(self) -> float:
+        return sum(self.sums) / sum(self.weights)
+
+    def __sub__(self, other: Measured) -> Measured:
+        return Measured([a - b for a, b in zip(self.sums, other.sums, strict=True)], self.weights)
 
 
 def over_seeds(cells: list[dict[str, Any]], group: str, metric: str) -> Estimate | None:
-    """A metric of a group of cells."""
-    return estimate(list(by_seed(cells, group, metric_value(metric)).values()))
+    """A metric of a group of cells; None where none has it."""
+    return estimate(list(by_seed(cells, group, metric).values()), has_seeds=not is_start(group))
 
 
 def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str) -> Estimate | None:
-    """How much higher a metric of `group` is than of `other`, paired by seed; a start has one value for all seeds."""
-    ours, theirs = (by_seed(cells, name, metric_value(metric)) for name in (group, other))
+    """How much higher a metric of `group` is than of `other`, paired by seed and document.
+
+    A start has one value for all seeds.
+    """
+    ours, theirs = by_seed(cells, group, metric), by_seed(cells, other, metric)
     if is_start(other) and theirs:
         theirs = dict.fromkeys(ours, next(iter(theirs.values())))
     return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
 
 
-def metric_value(metric: str) -> Callable[[dict[str, Any]], float | None]:
-    """Reads a metric of a cell."""
-    return lambda cell: cell["metrics"].get(metric)
+def by_seed(cells: list[dict[str, Any]], group: str, metric: str) -> dict[int, Measured]:
+    """The metric of each seed of a group of cells, those without it left out."""
+    return {
+        cell["cell"]["seed"]: Measured(cell["sums"][metric], cell["weights"][metric])
+        for cell in cells
+        if cell["cell"]["group"] == group and metric in cell["sums"]
+    }
+
+
+def estimate(found: list[Measured], has_seeds: bool = True) -> Estimate | None:
+    """Mean and interval of what several seeds gave on the same documents; None without any."""
+    if not found:
+        return None
+    n = len(found)
+    means = [one.mean for one in found]
+    average = Measured([sum(sums) / n for sums in zip(*(one.sums for one in found))], found[0].weights)
+    return Estimate(average.mean, spread_of_seeds(means) if has_seeds else 0.0, spread_of_documents(average), n)
+
+
+def spread_of_seeds(means: list[float]) -> float:
+    """Half width of Student's interval of the mean of `means`: NaN of one, which says nothing of others."""
+    n = len(means)
+    if n == 1:
+        return math.nan
+    if len(set(means)) == 1:
+        return 0.0
+    mean = sum(means) / n
+    return t_quantile(n - 1) * math.sqrt(sum((value - mean) ** 2 for value in means) / (n - 1) / n)
+
+
+def spread_of_documents(found: Measured) -> float:
+    """Half width of the interval over documents of a ratio of sums, by the linearised variance of such a ratio."""
+    n = len(found.sums)
+    if n == 1:
+        return math.nan
+    residuals = [total - found.mean * weight for total, weight in zip(found.sums, found.weights)]
+    variance = sum(value**2 for value in residuals) * n / (n - 1) / sum(found.weights) ** 2
+    return t_quantile(n - 1) * math.sqrt(variance)
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5% quantile of Student's t, beyond the table by its expansion around the normal one."""
+    if degrees <= len(T_QUANTILES):
+        return T_QUANTILES[degrees - 1]
+    z = Z_QUANTILE
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def is_start(group: str) -> bool:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import curves
 import report_text as text
+import stored
 import tables
 from cells import STARTS, TASKS
+from sizes import SIZES
 
 
 def write_report(results: Path, readme: Path) -> Path:
     """Write the report on every size that has results; returns its path. Raises ValueError where there is none."""
-    files = [results / f"{name}.json" for name in ("small", "large", "tiny")]
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    sections = [section(result, results, readme.parent) for result in found]
+    found = [stored.load(results, name) for name in SIZES]
+    sections = [section(result, results, readme.parent) for result in found if result is not None]
     if not sections:
         raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['small']}")
     readme.write_text("\n\n".join([text.head(), *sections, text.TAIL]) + "\n", encoding="utf-8")
@@ -38,6 +38,7 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
                     text.documents(result, task),
                 ]
                 parts += part(result, task, start, results, folder)
+    parts += sweep_part(stored.load_sweep(results, result["size"]))
     if result["failed"]:
         parts += ["### What failed", *(f"- `{name}`: {error}" for name, error in result["failed"].items())]
     return "\n\n".join(parts)
@@ -56,7 +57,18 @@ def part(result: dict[str, Any], task: str, start: str, results: Path, folder: P
     for other in ("sft", "none"):
         if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
             found.append(tables.difference_table(cells, task, start, other))
-    picture = results / f"{result['size']}-{task}-{start}.png"
-    if curves.draw(cells, task, start, picture):
-        found.append(f"![Training curves]({picture.relative_to(folder).as_posix()})")
+    pictures = {"Training curves": ("", curves.draw), "Rollouts": ("-rollouts", curves.draw_rollouts)}
+    for title, (ending, draw) in pictures.items():
+        picture = results / f"{result['size']}-{task}-{start}{ending}.png"
+        if draw(cells, task, start, picture):
+            found.append(f"![{title}]({picture.relative_to(folder).as_posix()})")
     return found
+
+
+def sweep_part(found: dict[str, Any] | None) -> list[str]:
+    """How the learning rates were chosen."""
+    if found is None:
+        return ["### Learning rates", text.NO_SWEEP]
+    edges = tables.sweep_edges(found)
+    line = text.EDGES.format(", ".join(edges)) if edges else text.NO_EDGES
+    return ["### Learning rates", text.sweep_text(found), tables.sweep_table(found), line]

@@ -5,6 +5,7 @@ from typing import Any
 COMMANDS = {
     "small": "python studies/stdlib-code/run.py --size small",
     "large": "python studies/stdlib-code/run.py --size large",
+    "sweep": "python studies/stdlib-code/run.py --size small --sweep",
     "report": "python studies/stdlib-code/run.py --report",
 }
 TASK_TITLES = {"functions": "Function bodies, given signature and docstring", "raw": "Raw source files"}
@@ -21,12 +22,14 @@ Python that runs it: nothing is downloaded.
 ```bash
 {small}     # two CPU cores: about an hour
 {large}     # an accelerator: a model of 100 million parameters
+{sweep}     # learning rates for the first, chosen anew
 {report}         # this page again, from the stored results
 ```
 
 The files: [corpus.py](corpus.py) splits the library by file, [configs/](configs/) holds the config of each method,
-[cells.py](cells.py) lists the runs, [verifiers.py](verifiers.py) judges completions, [claims.py](claims.py) holds the
-claims and the rule of their verdicts. Every number below is in `results/`, with the command of each run.
+[cells.py](cells.py) lists the runs, [sweep.py](sweep.py) chooses learning rates, [verifiers.py](verifiers.py) judges
+completions, [intervals.py](intervals.py) makes the intervals, [claims.py](claims.py) holds the claims and the rule of
+their verdicts. Every number below is in `results/`, with the command of each run.
 
 How to read it: a model of this size knows some of the library's style and little of its meaning. What holds here need
 not hold for a large model, nor the other way round.
@@ -44,28 +47,29 @@ not hold for a large model, nor the other way round.
 """
 CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is what guides to EBFT, this project's own
 defaults included, take for granted; *rloo_baseline* is the option of that name. Each claim is tried wherever both
-of its sides were run. The difference is the first side's metric minus the second's, paired by seed, with its 95%
-interval over seeds. A claim *holds* where the whole interval is on its side of 0, *does not hold* where it is on
-the other, and is *not decided at this size* in between; rates count as the same where the whole interval is within
-±0.05. A metric that no seed changes, such as a rate at 0, decides nothing, and one seed has no interval. The
-verdicts follow from that rule alone, and they are about these test documents: the intervals are over training
-seeds, all from one base model. Trials of one claim are not independent, and of trials in which nothing is
-different, one in twenty seems decided by chance."""
-IN_SHORT = """The first EBFT setting against the others: differences whose 95% interval over seeds leaves out 0, in each
-task from each start."""
-INTERVALS = """Mean ± half of the 95% interval over training seeds (Student's t): what another seed would give on
-the same test documents. What other documents would give is less certain: the last row of each table is the median half
-width of the 95% bootstrap interval over documents of one model. A start is one model and has no seeds."""
+of its sides were run. The difference is the first side's metric minus the second's, paired by seed and document, with
+its 95% interval over training seeds and test documents. A claim *holds* where the whole interval is on its side of 0,
+*does not hold* where it is on the other, and is *not decided at this size* in between; rates count as the same where
+the whole interval is within ±0.05 and one of them is above 0.05. A metric that nothing changes, such as a rate at 0,
+decides nothing, and one seed has no interval. The verdicts follow from that rule alone. They are about other seeds and
+other documents, but not about another base model, of which there is one. Trials of one claim are not independent, and
+of trials in which nothing is different, one in twenty seems decided by chance."""
+IN_SHORT = """The first EBFT setting against the others: differences whose 95% interval leaves out 0, in each task from
+each start."""
+INTERVALS = """Mean ± half of the 95% interval: over training seeds by Student's t, over test documents by the spread of
+their values, both added in quadrature. A start is one model, and its interval is over documents alone. Methods are
+measured on the same documents, so that differences are more certain than the values that they are of."""
 TAIL = """## Settings
 
 The row *EBFT* is mean-pooled, at temperature 1, unwhitened, with `diversity_coef` 0.5 and `ce_coef` 0.03: the space
 and temperature that models are measured in, and not the defaults of the options. Each other EBFT row changes one
 key of [configs/ebft.yaml](configs/ebft.yaml).
 
-Learning rates of SFT and EBFT were chosen at size small by the held-out cross-entropy of one seed on functions from
-the base model, out of two or three; [configs/](configs/) says beside each what it was compared with. Both are the
-lowest that were tried, the documents were of the same test part, and raw text, the warm start and RLVR took over a
-rate without a sweep of their own. Only SFT is also run at the FLOPs of EBFT; RLVR is at the same documents alone."""
+EBFT's other settings take over the learning rate of the first, and SFT at the FLOPs of EBFT that of SFT. Only SFT is
+also run at the FLOPs of EBFT; RLVR is at the same documents alone."""
+NO_SWEEP = "No sweep at this size: the rates are those of [configs/](configs/) and [sizes.py](sizes.py), not compared."
+EDGES = "The best rate is at the edge of what was tried for {}: a better one may lie beyond."
+NO_EDGES = "No best rate is at the edge of what was tried."
 
 
 def head(samples: int = 4) -> str:
@@ -86,10 +90,20 @@ def machine_text(result: dict[str, Any]) -> str:
     )
 
 
+def sweep_text(found: dict[str, Any]) -> str:
+    """How the learning rates were chosen."""
+    card = found["machine"]
+    return (
+        f"Chosen by `{found['command']}` ({card['date']}, commit {card['commit']}): one run each with seed "
+        f"{found['seed']}, measured on validation documents, which are not those of the tables. Every method is judged "
+        "by what it trains for."
+    )
+
+
 def documents(result: dict[str, Any], task: str) -> str:
     """How many rows were trained and measured on."""
     rows = result["rows"]
-    line = f"Trained on rows drawn from {rows.get(f'{task}_train', 0)}, measured on {rows.get(f'{task}_eval', 0)}"
+    line = f"Trained on rows drawn from {rows.get(f'{task}_train', 0)}, measured on {rows.get(f'{task}_test', 0)}"
     return f"{line}, of which {rows.get('doctests', 0)} have a doctest." if task == "functions" else f"{line}."
 
 

@@ -28,7 +28,7 @@ from cells import CENTRE, TASKS, Cell, all_cells, waits_for_others  # noqa: E402
 from quickstart.phases import console, fingerprint, make_once  # noqa: E402
 from run_cell import Job, finished, machine_card, run_cell  # noqa: E402
 from sizes import SIZES, Size  # noqa: E402
-from stored import store, write_json  # noqa: E402
+from stored import store, store_sweep  # noqa: E402
 from sweep import SEED, best_rates, chosen_rate, sweep_cells, tried  # noqa: E402
 from workers import run_all  # noqa: E402
 
@@ -83,9 +83,8 @@ def sweep(size: Size, output: Path, results: Path, workers: int, keep: bool = Fa
     done, failed = run_jobs(jobs, workers)
     found = tried(size, done)
     card = card_of(size, workers, " --sweep", started)
-    file = results / f"{size.name}-sweep.json"
-    write_json(file, {**card, "seed": SEED, "failed": failed, "tried": found, "chosen": best_rates(found)})
-    console.print(f"Learning rates: {file}")
+    found = {**card, "seed": SEED, "failed": failed, "tried": found, "chosen": best_rates(found)}
+    console.print(f"Learning rates: {store_sweep(results, size.name, found)}")
     return failed
 
 

@@ -94,7 +94,7 @@ SIZES = {
         vocab_size=512,
         shape=shape(32, 4),
         seeds=(0,),
-        rates=(1e-4, 1e-3),
+        rates=(2e-3,),
         settings=("centre", "last_token"),
         documents=4,
         raw_rows=40,
@@ -108,7 +108,7 @@ SIZES = {
         methods={
             "base": _TINY,
             "sft": _TINY,
-            "ebft": (*_TINY, "ebft.n_samples_per_prompt=2"),
+            "ebft": (*_TINY, "ebft.n_samples_per_prompt=4"),
             "rlvr": (
                 *_TINY,
                 "micro_batch_size=4",

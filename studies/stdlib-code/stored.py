@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tables import COLUMNS
+from metrics import COLUMNS
 
 # Beside a run: a metric's sum on each document; beside a task: the documents' weights, the same for every model.
 Sums = dict[str, list[float]]
@@ -39,6 +39,19 @@ def load(folder: Path, size: str) -> dict[str, Any] | None:
         cell["sums"] = documents["sums"][cell["cell"]["name"]]
         cell["weights"] = documents["weights"][cell["cell"]["task"]]
     return found
+
+
+def load_sweep(folder: Path, size: str) -> dict[str, Any] | None:
+    """What a sweep of a size's learning rates gave; None where there was none."""
+    file = folder / f"{size}-sweep.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def store_sweep(folder: Path, size: str, found: dict[str, Any]) -> Path:
+    """Write what `load_sweep` reads; returns the file."""
+    file = folder / f"{size}-sweep.json"
+    write_json(file, found)
+    return file
 
 
 def write_json(path: Path, value: Any) -> None:

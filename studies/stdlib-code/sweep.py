@@ -5,13 +5,13 @@ They are chosen on the validation part, with a seed that the study does not use;
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import settings
 from cells import CENTRE, FACTORS, STARTS, TASKS, Cell
 from sizes import Size
+from stored import load_sweep
 
 SEED = 100
 METHODS = ("sft", "ebft", "rlvr")
@@ -65,11 +65,9 @@ def best_rates(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def chosen_rate(results: Path, size: Size, cell: Cell) -> float | None:
     """The rate that a sweep has chosen for the method of a cell; None where there was none, for the config's own."""
-    file = results / f"{size.name}-sweep.json"
-    if not file.is_file():
-        return None
-    chosen = json.loads(file.read_text(encoding="utf-8"))["chosen"]
-    return chosen.get(f"{cell.task}-{cell.start}-{settings.CONFIG_OF.get(cell.method)}")
+    found = load_sweep(results, size.name)
+    place = f"{cell.task}-{cell.start}-{settings.CONFIG_OF.get(cell.method)}"
+    return found["chosen"].get(place) if found is not None else None
 
 
 def _setting(method: str) -> tuple[str, ...]:

@@ -9,29 +9,9 @@ from typing import Any
 from cells import FACTORS, STARTS, TASKS
 from claims import FAILS, HOLDS, OPEN, judged
 from intervals import Estimate, difference, is_start, over_seeds
+from metrics import COLUMNS
+from sweep import OBJECTIVES
 
-# Metric -> heading with the direction that is better.
-COLUMNS = {
-    "raw": {
-        "ce_loss": "cross-entropy ↓",
-        "cfm_loss": "CFM loss ↓",
-        "alignment": "alignment ↑",
-        "diversity": "diversity ↓",
-    },
-    "functions": {
-        "ce_loss": "cross-entropy ↓",
-        "cfm_loss": "CFM loss ↓",
-        "alignment": "alignment ↑",
-        "diversity": "diversity ↓",
-        "parses_pass@1": "parses ↑",
-        "parses_greedy": "parses, greedy ↑",
-        "parses_pass@N": "parses, one of N ↑",
-        "uses_names_pass@1": "names ↑",
-        "uses_names_greedy": "names, greedy ↑",
-        "passes_doctest_pass@1": "doctest ↑",
-        "passes_doctest_pass@N": "doctest, one of N ↑",
-    },
-}
 COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flops": "FLOPs"}
 # What the summary of the report compares EBFT's first setting with, and by which metrics.
 HEADLINE_OTHERS = {
@@ -45,13 +25,11 @@ METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}
 
 
 def model_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """One row for each method and setting: metrics as mean ± half width over seeds."""
+    """One row for each method and setting: metrics as mean ± half width over seeds and documents."""
     columns = COLUMNS[task]
     rows = []
     for group in groups_of(cells, task, start):
         rows.append([label(group), *(number(over_seeds(cells, group, metric)) for metric in columns)])
-    spread = [f"{width:.2g}" if (width := document_spread(cells, task, start, metric)) else "" for metric in columns]
-    rows.append(["*± by resampling documents*", *spread])
     return markdown(["model", *columns.values()], rows)
 
 
@@ -96,6 +74,30 @@ def summary_table(cells: list[dict[str, Any]]) -> str:
     return markdown(["claim", HOLDS, FAILS, OPEN], rows)
 
 
+def sweep_table(found: dict[str, Any]) -> str:
+    """What each learning rate gave, the chosen one in bold."""
+    rates = sorted({rate for values in found["tried"].values() for rate in values}, key=float)
+    rows = []
+    for place, values in found["tried"].items():
+        task, start, method = place.split("-")
+        best = found["chosen"][place]
+        shown = [f"{values[rate]:.3f}" if rate in values else "" for rate in rates]
+        shown = [f"**{value}**" if float(rate) == best else value for rate, value in zip(rates, shown)]
+        rows.append([f"{task}, {start}", method.upper(), OBJECTIVES[method], *shown])
+    return markdown(["task, start", "method", "objective ↑", *rates], rows)
+
+
+def sweep_edges(found: dict[str, Any]) -> list[str]:
+    """Where the best learning rate is the lowest or the highest that was tried, so that a better one may lie beyond."""
+    edges = []
+    for place, values in found["tried"].items():
+        rates = sorted(map(float, values))
+        if found["chosen"][place] in (rates[0], rates[-1]):
+            task, start, method = place.split("-")
+            edges.append(f"{method.upper()} ({task}, {start}: {found['chosen'][place]:g})")
+    return edges
+
+
 def headlines(cells: list[dict[str, Any]]) -> list[str]:
     """One sentence for each main comparison and metric: where the difference is decided, and how large it is."""
     pairs = [(other, metric) for other in HEADLINE_OTHERS for metric in HEADLINE_METRICS]
@@ -123,7 +125,7 @@ def headline(cells: list[dict[str, Any]], other: str, metric: str) -> str | None
             found[place] = value
     if not found:
         return None
-    decided = {place: v for place, v in found.items() if v.half > 0 and (v.low > 0 or v.high < 0)}
+    decided = {place: value for place, value in found.items() if value.half > 0 and abs(value.mean) > value.half}
     parts = [f"{number(value, signed=True)} ({place.replace('-', ', ')})" for place, value in decided.items()]
     if len(decided) < len(found):
         parts.append(f"undecided in {len(found) - len(decided)} of {len(found)} settings")
@@ -159,17 +161,6 @@ def costs(cells: list[dict[str, Any]], group: str) -> list[str]:
     found = [cell for cell in cells if cell["cell"]["group"] == group and "cost" in cell]
     values = [[cell["cost"][name] for cell in found] for name in COSTS]
     return [f"{statistics.mean(known):.3g}" if (known := [v for v in row if v is not None]) else "" for row in values]
-
-
-def document_spread(cells: list[dict[str, Any]], task: str, start: str, metric: str) -> float | None:
-    """Median half width of the intervals that resampling the test documents gives the models of a table."""
-    widths = [
-        (interval[1] - interval[0]) / 2
-        for cell in cells
-        if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)
-        and (interval := cell["intervals"].get(metric)) is not None
-    ]
-    return statistics.median(widths) if widths else None
 
 
 def number(found: Estimate | None, signed: bool = False) -> str:

@@ -31,7 +31,7 @@ def test_every_cell_has_a_valid_config(tmp_path, size):
     for cell in all_cells((0,)):
         if cell.method == "none":
             continue
-        config = load_config(config_file(cell.method), cell_overrides(tmp_path, SIZES[size], cell, steps=None))
+        config = load_config(config_file(cell.method), cell_overrides(tmp_path, SIZES[size], cell))
         assert config.seed == cell.seed and str(tmp_path) in config.base_model
         assert config.is_strided == (cell.method == "ebft")
 

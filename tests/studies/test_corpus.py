@@ -1,12 +1,15 @@
 """The data: parts, functions, and doctests that decide something."""
 
 import ast
+import itertools
 import json
 
 import pytest
 from corpus import Function, decides, evenly, functions, module_of, pieces, split_function, write_corpus
 from sizes import SIZES
 from verifiers import function_text, parses
+
+FUNCTIONS = ("functions_train", "functions_validation", "functions_test")
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +21,16 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
 
 def test_parts_share_neither_files_nor_functions(rows):
     files = {name: {row["file"] for row in part} for name, part in rows.items()}
-    test = files["functions_test"] | files["raw_eval"]
-    train = files["functions_train"] | files["raw_train"]
-    assert not files["pretrain"] & (test | train) and not test & train
-    text = lambda name: {row["input"] + row["output"] for row in rows[name]}
-    assert not text("functions_train") & text("functions_test")
-    assert text("functions_eval") <= text("functions_test")
+    parts = {part: files[f"functions_{part}"] | files[f"raw_{part}"] for part in ("train", "validation", "test")}
+    parts["pretrain"] = files["pretrain"]
+    for one, other in itertools.combinations(parts, 2):
+        assert parts[one] and parts[other] and not parts[one] & parts[other]
+    texts = [row["input"] + row["output"] for name in FUNCTIONS for row in rows[name]]
+    assert len(texts) == len(set(texts))
 
 
 def test_every_reference_is_a_whole_function(rows):
-    for row in rows["functions_train"] + rows["functions_test"]:
+    for row in itertools.chain(*(rows[name] for name in FUNCTIONS)):
         assert row["input"].endswith(('"', "'")) and row["output"].startswith("\n")
         assert function_text(row["input"], row["output"]) == row["input"] + row["output"]
         assert parses(row["input"], [row["output"]], row) == 1.0

@@ -1,12 +1,12 @@
 """The report of made-up results: verdicts follow the numbers, in both directions."""
 
-import json
 import re
 
 import pytest
 from claims import FAILS, HOLDS, OPEN, verdict
-from intervals import Estimate, estimate
+from intervals import Estimate
 from report import write_report
+from stored import load, store, store_sweep
 from tables import diversity_of_starts, number
 
 CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers": "5", "commit": "abc", "date": "today"}
@@ -28,7 +28,7 @@ def made_up(gain: float, noise: float = 0.001) -> dict:
                 "parses_pass@1": 0.5 + better + own,
             }
             cells.append(a_cell(method, seed, metrics, setting))
-    rows = {"functions_train": 10, "functions_eval": 5, "doctests": 1}
+    rows = {"functions_train": 10, "functions_test": 5, "doctests": 1}
     return {
         "size": "small",
         "command": "python run.py",
@@ -47,10 +47,12 @@ def a_cell(method: str, seed: int, metrics: dict, setting: str = "") -> dict:
         "cost": {"steps": 2, "documents": 16, "generated_tokens": None, "flops": 1e12},
         "log": {"ebft/alignment": [[1, 1.0], [2, 1.1]]} if method == "ebft" else {},
     }
+    parts = {name: {"document": [0, 1, 2], "sum": [value - 0.1, value, value + 0.1]} for name, value in metrics.items()}
     return {
-        "cell": cell,
+        "cell": {**cell, "name": f"{group}-seed{seed}"},
         "metrics": metrics,
-        "intervals": {name: [value - 0.1, value + 0.1] for name, value in metrics.items()},
+        "per_document": {name: {**part, "weight": [1.0, 1.0, 1.0]} for name, part in parts.items()},
+        "rollouts": {"cfm_loss": [[1, 0.5], [2, 0.4]], "rollout_nll_base": [[0, 4.0], [1, 4.5]]},
         "seconds": {"train": 5.0, "evaluate": 5.0},
         "machine": CARD,
         "samples": 4,
@@ -59,8 +61,7 @@ def a_cell(method: str, seed: int, metrics: dict, setting: str = "") -> dict:
 
 
 def report_of(results: dict, folder) -> str:
-    (folder / "results").mkdir(exist_ok=True)
-    (folder / "results" / "small.json").write_text(json.dumps(results))
+    store(folder / "results", "small", results)
     return write_report(folder / "results", folder / "README.md").read_text()
 
 
@@ -90,22 +91,28 @@ def test_wide_intervals_decide_nothing(tmp_path):
     assert HOLDS not in {verdict_of(report, "as well downstream as RLVR", "parses_pass@1")}
 
 
+def about(mean: float, seeds: float, documents: float = 0.0) -> Estimate:
+    return Estimate(mean, seeds, documents, 3)
+
+
 def test_verdict_by_hand():
-    assert verdict(Estimate(1.0, 0.5, 3), "higher") == HOLDS
-    assert verdict(Estimate(1.0, 0.5, 3), "lower") == FAILS
-    assert verdict(Estimate(-1.0, 0.5, 3), "lower") == HOLDS
-    assert verdict(Estimate(0.1, 0.5, 3), "higher") == OPEN
-    assert verdict(Estimate(1.0, float("nan"), 1), "higher") == OPEN
-    assert verdict(Estimate(0.0, 0.0, 3), "higher") == OPEN, "no difference at all is no gain"
+    assert verdict(about(1.0, 0.5), "higher") == HOLDS
+    assert verdict(about(1.0, 0.5), "lower") == FAILS
+    assert verdict(about(-1.0, 0.5), "lower") == HOLDS
+    assert verdict(about(0.1, 0.5), "higher") == OPEN
+    assert verdict(about(0.1, 0.0, 0.5), "higher") == OPEN, "other documents might say something else"
+    assert verdict(about(1.0, float("nan")), "higher") == OPEN
+    assert verdict(about(0.0, 0.0), "higher") == OPEN, "no difference at all is no gain"
     assert verdict(None, "higher") == OPEN
-    assert verdict(Estimate(0.0, 0.04, 3), "same") == HOLDS
-    assert verdict(Estimate(0.0, 0.06, 3), "same") == OPEN
-    assert verdict(Estimate(-0.2, 0.04, 3), "same") == FAILS
+    assert verdict(about(0.0, 0.04), "same") == HOLDS
+    assert verdict(about(0.0, 0.06), "same") == OPEN
+    assert verdict(about(-0.2, 0.04), "same") == FAILS
+    assert verdict(about(0.0, 0.01), "same", level=0.02) == OPEN, "two rates near 0 are the same whatever is true"
 
 
 def test_numbers_show_two_digits_of_the_interval():
-    assert number(Estimate(0.12345, 0.0234, 3)) == "0.123 ± 0.023"
-    assert number(Estimate(4.0, 1.5, 3), signed=True) == "+4.0 ± 1.5"
+    assert number(about(0.12345, 0.0234)) == "0.123 ± 0.023"
+    assert number(about(4.0, 1.5), signed=True) == "+4.0 ± 1.5"
     assert number(None) == ""
 
 
@@ -113,8 +120,9 @@ def test_report_has_machine_costs_failures_and_curves(tmp_path):
     report = report_of(made_up(0.2), tmp_path)
     for part in ("cpu: a test", "commit abc", "`python run.py`", "functions-base-rlvr-seed2", "1e+12", "FLOPs"):
         assert part in report
-    picture = re.search(r"!\[Training curves\]\((.+)\)", report).group(1)
-    assert (tmp_path / picture).stat().st_size > 5000
+    for title in ("Training curves", "Rollouts"):
+        picture = re.search(rf"!\[{title}\]\((.+)\)", report).group(1)
+        assert (tmp_path / picture).stat().st_size > 5000
 
 
 def test_without_results_there_is_no_report(tmp_path):
@@ -122,11 +130,32 @@ def test_without_results_there_is_no_report(tmp_path):
         write_report(tmp_path, tmp_path / "README.md")
 
 
-def test_what_no_seed_changes_decides_nothing():
-    assert verdict(estimate([0.0, 0.0, 0.0]), "same") == OPEN
-    assert verdict(estimate([0.1, 0.1, 0.1]), "higher") == OPEN
-    assert verdict(estimate([0.2]), "higher") == OPEN
-    assert verdict(estimate([0.001, -0.002, 0.001]), "same") == HOLDS
+def test_results_are_stored_with_what_each_document_adds(tmp_path):
+    results = made_up(0.2)
+    store(tmp_path, "small", results)
+    found = load(tmp_path, "small")
+    for before, after in zip(results["cells"], found["cells"], strict=True):
+        assert after["sums"]["ce_loss"] == pytest.approx(before["per_document"]["ce_loss"]["sum"], rel=1e-5)
+        assert after["weights"]["ce_loss"] == [1.0, 1.0, 1.0] and "per_document" not in after
+    assert load(tmp_path, "large") is None
+
+
+def test_models_measured_on_other_documents_are_refused(tmp_path):
+    results = made_up(0.2)
+    results["cells"][3]["per_document"]["ce_loss"]["weight"] = [1.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="documents of the other models"):
+        store(tmp_path, "small", results)
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("0.0003", "No best rate is at the edge"), ("0.0001", "at the edge of")])
+def test_learning_rates_are_shown_with_what_was_compared(tmp_path, chosen, said):
+    values = {"0.0001": 0.1, "0.0003": 0.2, "0.001": 0.05, chosen: 0.4}
+    sweep = {"command": "run.py --sweep", "machine": CARD, "seconds": 60, "seed": 100}
+    found = {"tried": {"functions-base-sft": values}, "chosen": {"functions-base-sft": float(chosen)}}
+    store_sweep(tmp_path / "results", "small", {**sweep, **found})
+    report = report_of(made_up(0.2), tmp_path)
+    assert "**0.400**" in report and said in report
+    assert "No sweep at this size" not in report and "No sweep" in report_of(made_up(0.2), tmp_path / "other")
 
 
 def test_headlines_say_where_a_difference_is_decided(tmp_path):

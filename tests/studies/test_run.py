@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stored import store_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,9 @@ def results(folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("study")
+    place, card = "functions-base-sft", {"date": "today", "commit": "abc"}
+    sweep = {"command": "run.py", "machine": card, "seed": 100, "tried": {place: {"0.002": -5.0}}}
+    store_sweep(folder / "results", "tiny", {**sweep, "chosen": {place: 0.002}})
     return folder, run_study(folder)[0]
 
 
@@ -59,7 +63,7 @@ def test_sft_at_equal_flops_spends_what_ebft_spends(first_run):
 def test_machine_and_rows_are_stored(first_run):
     folder, _ = first_run
     found = results(folder)
-    assert found["rows"]["functions_eval"] == 4 and found["machine"]["workers"] == 2
+    assert found["rows"]["functions_test"] == 4 and found["machine"]["workers"] == 2
 
 
 def test_report_is_made_of_the_results(first_run):
@@ -89,3 +93,13 @@ def test_a_stopped_run_goes_on_where_it_was(first_run):
     assert {name for name in after if after[name] != before.get(name)} == {lost}
     assert "cells are finished already" in printed and printed.count("Made by an earlier run") == 5
     assert json.loads(cell.read_text())["metrics"] == old["metrics"]
+
+
+def test_rates_of_a_sweep_are_used_and_shown(first_run):
+    folder, _ = first_run
+    trained = {cell["cell"]["name"]: cell["command"] for cell in results(folder)["cells"] if "command" in cell}
+    assert {name for name in trained if "learning_rate=0.002" in trained[name]} == {
+        "functions-base-sft-seed0",
+        "functions-base-sft_flops-seed0",
+    }
+    assert "| functions, base | SFT | −cross-entropy | **-5.000** |" in (folder / "README.md").read_text()

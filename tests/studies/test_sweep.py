@@ -1,0 +1,76 @@
+"""Learning rates: what is tried, by what it is judged, and that the study takes the best."""
+
+import pytest
+import run
+from cells import Cell, all_cells
+from settings import cell_overrides, config_file, evaluation_overrides
+from sizes import SIZES
+from stored import load_sweep, store_sweep
+from sweep import SEED, best_rates, chosen_rate, objective, sweep_cells, tried
+
+from ebft import load_config
+
+SIZE = SIZES["small"]
+METRICS = {"ce_loss": 4.0, "reward_pass@1": 0.5, "parses_pass@1": 0.25, "uses_names_pass@1": 0.125}
+
+
+def test_every_method_is_tried_in_every_place_with_a_seed_of_its_own():
+    cells = sweep_cells(SIZE)
+    assert len({cell.name for cell in cells} | {cell.name for cell in all_cells(SIZE.seeds)}) == len(cells) + 115
+    assert {cell.seed for cell in cells} == {SEED} and SEED not in SIZE.seeds
+    assert len(cells) == (2 * 3 + 2 * 2) * len(SIZE.rates)
+
+
+def test_each_method_is_judged_by_what_it_trains_for():
+    assert objective("sft", METRICS, 0.03) == -4.0
+    assert objective("ebft", METRICS, 0.03) == pytest.approx(0.5 - 0.12)
+    assert objective("rlvr", METRICS, 0.03) == 0.375
+
+
+def test_the_reward_that_ebft_is_judged_by_is_the_one_it_trains_for(tmp_path):
+    trained = load_config(config_file("ebft")).ebft
+    measured = load_config(config_file("evaluation"), evaluation_overrides(tmp_path, SIZE, "raw", "test")).ebft
+    for name in ("alignment_coef", "diversity_coef", "embed_method", "generate_max_len", "stride", "context_length"):
+        assert getattr(trained, name) == getattr(measured, name)
+    assert trained.temperature == 1.0, "at which models are measured"
+
+
+def test_the_best_rate_of_each_place_is_chosen():
+    results = []
+    for cell in sweep_cells(SIZE):
+        best = cell.overrides[-1] == "learning_rate=0.0003"
+        results.append({"cell": {"name": cell.name}, "metrics": {**METRICS, "ce_loss": 3.0 if best else 4.0}})
+    found = tried(SIZE, results)
+    assert best_rates(found)["raw-warm-ebft"] == best_rates(found)["functions-base-sft"] == 0.0003
+    assert found["raw-warm-ebft"]["0.0003"] == pytest.approx(0.5 - 0.03 * 3.0)
+    assert set(found["functions-base-rlvr"]) == {f"{rate:g}" for rate in SIZE.rates}
+
+
+def test_a_chosen_rate_replaces_the_configs(tmp_path):
+    store_sweep(tmp_path, "small", {"chosen": {"raw-warm-sft": 7e-5}})
+    for method in ("sft", "sft_flops"):
+        cell = Cell("raw", "warm", method)
+        rate = chosen_rate(tmp_path, SIZE, cell)
+        config = load_config(config_file(method), cell_overrides(tmp_path, SIZE, cell, steps=5, rate=rate))
+        assert config.learning_rate == 7e-5
+    assert chosen_rate(tmp_path, SIZE, Cell("raw", "base", "sft")) is None
+    assert chosen_rate(tmp_path, SIZE, Cell("raw", "warm", "none")) is None
+    assert chosen_rate(tmp_path / "nowhere", SIZE, Cell("raw", "warm", "sft")) is None
+
+
+def test_the_command_stores_what_was_tried_and_what_is_best(tmp_path, monkeypatch):
+    measured = lambda job: {**METRICS, "reward_pass@1": 0.9 if "learning_rate=0.0001" in job.overrides else 0.5}
+    done = lambda jobs: [{"cell": {"name": job.cell.name}, "metrics": measured(job)} for job in jobs]
+    jobs = []
+    monkeypatch.setattr(run, "make_starts", lambda size, output: ("made", {}))
+    monkeypatch.setattr(run, "run_jobs", lambda given, workers: (jobs.extend(given), (done(given), {}))[1])
+    assert run.sweep(SIZE, tmp_path / "output", tmp_path / "results", workers=2) == {}
+    found = load_sweep(tmp_path / "results", "small")
+    assert found["chosen"]["raw-base-ebft"] == 0.0001 and found["command"].endswith("--size small --sweep")
+    assert found["tried"]["functions-warm-sft"]["0.001"] == -4.0
+    assert {job.part for job in jobs} == {"validation"}
+    assert all("validation" in " ".join(evaluation_of(job)) for job in jobs)
+
+
+def evaluation_of(job) -> list[str]:
+    return evaluation_overrides(job.output, job.size, job.cell.task, job.part)
