@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cells import CENTRE
 from tables import groups_of, label
 
 PANELS = {
@@ -45,12 +46,13 @@ def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool
 def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
     """Where rollouts drift: feature-matching loss by length, and how well the base model predicts each token."""
     pyplot = _pyplot()
-    others = [group for group in groups_of(cells, task, start) if "-ebft-" not in group]
-    if pyplot is None or not others:
+    is_shown = lambda group: "-ebft-" not in group or group.endswith(f"-ebft-{CENTRE}")
+    groups = [group for group in groups_of(cells, task, start) if is_shown(group)]
+    if pyplot is None or not groups:
         return False
     figure, axes = pyplot.subplots(1, len(ROLLOUT_PANELS), figsize=(11, 3.6), layout="constrained")
     for axis, (name, (title, label_x)) in zip(axes, ROLLOUT_PANELS.items()):
-        for group in [*others, f"{task}-{start}-ebft-centre"]:
+        for group in groups:
             found = [dict(map(tuple, cell["rollouts"][name])) for cell in cells if cell["cell"]["group"] == group]
             points = [(x, sum(values[x] for values in found) / len(found)) for x in sorted(found[0])]
             axis.plot(*zip(*points), label=label(group), linewidth=1.3, marker=".")
