@@ -30,7 +30,7 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # Takes minutes: most of these tests start a server.
 test-vllm: $(STAMP) $(VLLM_STAMP)
@@ -50,7 +50,7 @@ bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
 	$(BIN)/python -m benchmarks.overlap --vllm-python $(VLLM_VENV)/bin/python
 
-# Under an hour on two cores; a stopped run goes on where it was. With an accelerator: make study SIZE=large
+# About an hour on two cores; a stopped run goes on where it was. With an accelerator: make study SIZE=large
 SIZE ?= small
 study: $(STAMP)
 	$(BIN)/python studies/stdlib-code/run.py --size $(SIZE)

@@ -74,6 +74,6 @@ def test_several_rewards_are_told_apart():
     line = format_logs({**logs, "ebft/mean_reward": 0.09}, 2, 10)
     assert line == "ebft reward | reward +0.090 ^ | total reward +0.139 ^ | exact +0.094 | step 2/10 | loss 0.0000"
     grpo = {"loss": 0.0, "reward": 0.094, "rewards/exact/mean": 0.094}
-    assert format_logs(grpo, 2, 10).startswith("ebft reward | total reward +0.094 ^ | exact +0.094")
+    assert format_logs(grpo, 2, 10).startswith("reward | total reward +0.094 ^ | exact +0.094")
     held_out = {"eval_loss": -0.0, "eval_reward": 0.5, "eval_rewards/exact/mean": 0.5}
     assert format_logs(held_out, 2, 10) == "held out | total reward +0.500 ^ | exact +0.500 | step 2/10"

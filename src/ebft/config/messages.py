@@ -81,6 +81,8 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
+    if key == "rl":
+        wanted += ", or be left out for plain fine-tuning"
     return f"{key}: {detail['input']!r} does not fit; it must be {wanted}."
 
 

@@ -40,14 +40,14 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
     """The console line of one log, of training or of evaluation; None for a log without a metric of either."""
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
-        losses = _losses(logs, loss_prefix)
+        losses, has_features = _losses(logs, loss_prefix), bool(terms)
         if held_out and "eval_reward" in logs:
             # The policy's loss is about 0 whatever the policy is.
             losses = [loss for loss in losses if not loss.startswith("loss ")]
         terms += _rewards(logs, loss_prefix)
         if terms or losses:
             # Not a reward: held-out features are unwhitened, with the unbiased feature-matching loss.
-            title = "held out" if held_out else "ebft reward" if terms else "loss"
+            title = "held out" if held_out else "ebft reward" if has_features else "reward" if terms else "loss"
             return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
     return None
 
