@@ -5,7 +5,7 @@ which learning rates are chosen, and TASK_test.jsonl, on which models are measur
 files {text, file}; those of the task functions are {input, output, name, file, module, has_doctest}. A function's
 `input` is its signature and docstring and ends with the closing quotes: the newline behind them belongs to `output`,
 because a byte-level BPE joins it with the indentation of the next line, and a prompt that ends in a newline alone is
-text that no base model has seen. Neither a file nor a function's text is in two parts.
+text that no base model has seen. Neither a file nor a documented function's text is in two parts.
 """
 
 import ast
@@ -19,6 +19,7 @@ from typing import Any
 
 import project  # noqa: F401 (makes the quickstart importable)
 import verifiers
+from cells import TASKS
 from quickstart.corpus import part_of, standard_library
 from quickstart.phases import console
 from sizes import Size
@@ -26,6 +27,9 @@ from sizes import Size
 PARTS = {"pretrain": 45, "train": 25, "validation": 8, "test": 22}  # in percent of the files
 LONGEST = (300, 200)  # characters of input and output: some 90 and 60 tokens
 LONGEST_WITH_EXAMPLES = (600, 300)  # functions with a doctest are few, and their docstrings long
+SHORTEST = 35  # characters of output: shorter ones have no room for a block, and EBFT would train on fewer rows
+# Functions of one file, so that no large one stands for all: of those trained on, and of those measured.
+MOST_OF_A_FILE = {"train": 40, "validation": 4, "test": 3}
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 
@@ -48,13 +52,14 @@ def write_corpus(folder: Path, size: Size) -> None:
     for file, text in library.items():
         parts[part_of(file, PARTS)][file] = text
     rows = {"pretrain": raw(parts["pretrain"])}
-    seen: set[str] = set()
+    seen = {function.input + function.output for function in functions(parts["pretrain"])}
     for part in ("test", "validation", "train"):
-        found = list(unique(functions(parts[part]), seen))
+        found = [function for function in unique(functions(parts[part]), seen) if len(function.output) >= SHORTEST]
         for function in found:
             function.has_doctest = ">>>" in function.input and decides(function)
-        measured = part != "train"
-        rows[f"functions_{part}"] = [asdict(f) for f in (chosen(found, size.documents) if measured else found)]
+        measured, most = part != "train", MOST_OF_A_FILE[part]
+        kept = chosen(found, size.documents, most) if measured else capped(found, most)
+        rows[f"functions_{part}"] = [asdict(function) for function in kept]
         rows[f"raw_{part}"] = pieces(parts[part], size.piece, size.documents if measured else size.raw_rows)
     for name, part in rows.items():
         write_rows(folder / f"{name}.jsonl", part)
@@ -62,23 +67,38 @@ def write_corpus(folder: Path, size: Size) -> None:
 
 
 def count_rows(folder: Path) -> dict[str, int]:
-    """Rows of each file, and how many of those for measuring have a doctest."""
-    counts = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        counts[path.stem] = len(lines)
-        if path.stem == "functions_test":
-            counts["doctests"] = sum(json.loads(line)["has_doctest"] for line in lines)
-    return counts
+    """Rows of each file."""
+    return {path.stem: len(read_rows(path)) for path in sorted(folder.glob("*.jsonl"))}
 
 
-def chosen(found: list[Function], documents: int) -> list[Function]:
-    """`documents` functions, evenly spread over the files, short ones first; a sixth with a doctest, if there are."""
-    with_doctest = [function for function in found if function.has_doctest]
-    without = [function for function in found if not function.has_doctest]
+def sources(folder: Path) -> dict[str, list[str]]:
+    """For each task the library's file that each test document is from."""
+    return {task: [row["file"] for row in read_rows(folder / f"{task}_test.jsonl")] for task in TASKS}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def chosen(found: list[Function], documents: int, most: int) -> list[Function]:
+    """`documents` functions, evenly spread over the files, short ones first; a sixth with a doctest, if there are.
+
+    At most `most` of a file with a doctest, and as many without.
+    """
+    with_doctest = capped([function for function in found if function.has_doctest], most)
+    without = capped([function for function in found if not function.has_doctest], most)
     kept = evenly(with_doctest, documents // 6)
     kept += evenly(without, documents - len(kept))
     return sorted(kept, key=lambda function: len(function.input))  # batches of like lengths have little padding
+
+
+def capped(found: list[Function], most: int) -> list[Function]:
+    """At most `most` functions of each file, evenly spread over it."""
+    by_file: dict[str, list[Function]] = {}
+    for function in found:
+        by_file.setdefault(function.file, []).append(function)
+    return [function for of_file in by_file.values() for function in evenly(of_file, most)]
 
 
 def pieces(texts: dict[str, str], length: int, count: int) -> list[dict[str, str]]:

@@ -70,20 +70,31 @@ def study(size: Size, output: Path, results: Path, workers: int, keep: bool = Fa
     more, failed_later = run_jobs(later, workers)
     failed = {**failed, **impossible, **failed_later}
     found = card_of(size, workers, "", started)
-    store(results, size.name, {**found, "rows": rows, "failed": failed, "cells": [*done, *more]})
-    console.print(f"Results: {results / size.name}.json ({len(done) + len(more)} cells, {len(failed)} failed)")
+    if not done:
+        raise ValueError(f"No cell finished, so that nothing is stored. Their logs: {output / 'logs'}")
+    cells = [*done, *more]
+    from corpus import sources
+
+    store(results, size.name, {**found, "rows": rows, "failed": failed, "cells": cells}, sources(output / "data"))
+    console.print(f"Results: {results / size.name}.json ({len(cells)} cells, {len(failed)} failed)")
     return failed
 
 
 def sweep(size: Size, output: Path, results: Path, workers: int, keep: bool = False) -> dict[str, str]:
-    """Try learning rates, and store the best ones for `study`; returns what went wrong, by the name of the cell."""
+    """Try learning rates, and store the best ones for `study`; returns what went wrong, by the name of the cell.
+
+    Nothing is stored where a run failed: a best rate of some would be taken for the best of all.
+    """
     started = time.perf_counter()
     made_from, _ = make_starts(size, output)
     jobs = [Job(cell, size, output, made_from, keep=keep, part="validation") for cell in sweep_cells(size)]
     done, failed = run_jobs(jobs, workers)
+    if failed:
+        console.print(f"{len(failed)} cells failed: no learning rates are stored.", style="red")
+        return failed
     found = tried(size, done)
     card = card_of(size, workers, " --sweep", started)
-    found = {**card, "seed": SEED, "failed": failed, "tried": found, "chosen": best_rates(found)}
+    found = {**card, "seed": SEED, "tried": found, "chosen": best_rates(found)}
     console.print(f"Learning rates: {store_sweep(results, size.name, found)}")
     return failed
 
@@ -101,12 +112,15 @@ def card_of(size: Size, workers: int, options: str, started: float) -> dict[str,
 def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
     """Corpus, base model and one warm start for each task, each made once; what they were made from, and rows."""
     import settings
-    from corpus import PARTS, count_rows, write_corpus
+    from corpus import count_rows, write_corpus
 
-    made_from: list[Any] = [sys.version, size.max_files, size.documents, size.raw_rows, size.piece, PARTS]
+    corpus = [project.HERE / "corpus.py", project.HERE / "verifiers.py", project.ROOT / "examples/quickstart/corpus.py"]
+    made_from: list[Any] = [sys.version, size.max_files, size.documents, size.raw_rows, size.piece]
+    made_from += [path.read_text(encoding="utf-8") for path in corpus]
     console.print("[bold]Data: the source of this machine's Python standard library")
     data = output / "data"
     make_once(data, made_from, lambda: write_corpus(data, size))
+    contents = {path.stem: fingerprint(path.read_text(encoding="utf-8")) for path in sorted(data.glob("*.jsonl"))}
 
     from quickstart.base_model import save_random_model
 
@@ -114,7 +128,7 @@ def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
     from ebft.config.changed import changed_keys
 
     base = load_config(settings.config_file("base"), settings.base_overrides(output, size))
-    made_from += [size.vocab_size, size.shape, dict(changed_keys(base))]
+    made_from = [contents["pretrain"], size.vocab_size, size.shape, dict(changed_keys(base))]
     console.print("[bold]Base model: a tokenizer, random weights, plain pretraining")
     positions = base.sequence_len * 2
     make_once(
@@ -123,10 +137,10 @@ def make_starts(size: Size, output: Path) -> tuple[str, dict[str, int]]:
     make_once(output / "base", made_from, lambda: train(base))
     for task in TASKS:
         warm = load_config(settings.config_file("sft"), settings.warm_overrides(output, size, task))
-        made_from.append(dict(changed_keys(warm)))
+        made_from += [contents[f"{task}_train"], dict(changed_keys(warm))]
         console.print(f"[bold]Warm start: SFT, {task}")
         make_once(settings.start_folder(output, task, "warm"), made_from, lambda warm=warm: train(warm))
-    return fingerprint(made_from), count_rows(data)
+    return fingerprint([*made_from, contents]), count_rows(data)
 
 
 def run_jobs(jobs: list[Job], workers: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -191,12 +205,16 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="small", help="how large (default small)")
     parser.add_argument("--output", type=Path, help="folder of data, models and logs (default outputs/study/SIZE)")
     parser.add_argument("--workers", type=int, help="processes; 0 is this one (default: cores, or 0 with accelerator)")
-    parser.add_argument("--keep", action="store_true", help="keep every trained model")
-    parser.add_argument("--sweep", action="store_true", help="only choose learning rates, on the validation part")
-    parser.add_argument("--report", action="store_true", help="only write the report again")
+    parser.add_argument("--keep", action="store_true", help="keep every model that this run trains")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--sweep", action="store_true", help="only choose learning rates, on the validation part")
+    what.add_argument("--report", action="store_true", help="only write the report again")
     parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     parser.add_argument("--readme", type=Path, default=project.HERE / "README.md", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.workers is not None and arguments.workers < 0:
+        parser.error("--workers cannot be below 0")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from stored import write_json
 
 # Curves of the report.
 LOGGED = ("loss", "reward", "ebft/alignment", "ebft/diversity", "ebft/cfm_loss", "ebft/ce_loss", "entropy")
+# What measures and rewards completions.
+JUDGES = ("measure.py", "verifiers.py", "rewards.py", "sandbox.py")
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class Job:
 
     @property
     def stamp(self) -> str:
-        """Changes with everything that the result depends on but the code of ebft."""
+        """Changes with everything that the result depends on but the code of ebft, the machine, and its libraries."""
         evaluation = settings.evaluation_overrides(self.output, self.size, self.cell.task, self.part)
         parts = [self.made_from, asdict(self.cell), evaluation, settings.config_file("evaluation").read_text()]
+        parts += [(project.HERE / name).read_text() for name in JUDGES]
         if self.cell.method != "none":
             parts += [settings.config_file(self.cell.method).read_text(), self.overrides]
         return fingerprint(parts)
@@ -65,19 +68,19 @@ def finished(job: Job) -> dict[str, Any] | None:
         result = json.loads(job.result_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return result if result.get("stamp") == job.stamp else None
+    return result if isinstance(result, dict) and result.get("stamp") == job.stamp else None
 
 
 def run_cell(job: Job) -> dict[str, Any]:
     """Train and measure, write the result's file and return the result."""
-    started = time.perf_counter()
+    started, stamp, card = time.perf_counter(), job.stamp, machine_card()
     trained = train_cell(job) if job.cell.method != "none" else {}
     model = job.output / "models" / job.cell.name if trained else _start(job)
     between = time.perf_counter()
     found = measure.measure(model, job.output, job.size, job.cell.task, job.part)
     seconds = {"train": round(between - started, 1), "evaluate": round(time.perf_counter() - between, 1)}
     cell = {**asdict(job.cell), "group": job.cell.group, "name": job.cell.name}
-    result = {"cell": cell, "stamp": job.stamp, **trained, **found, "seconds": seconds, "machine": machine_card()}
+    result = {"cell": cell, "stamp": stamp, **trained, **found, "seconds": seconds, "machine": card}
     write_json(job.result_file, result)
     if trained and not job.keep:
         shutil.rmtree(model)
@@ -86,16 +89,20 @@ def run_cell(job: Job) -> dict[str, Any]:
 
 
 def train_cell(job: Job) -> dict[str, Any]:
-    """Train the cell's model into its folder; what the run cost, its curves and the command that does the same."""
+    """Train the cell's model into its folder; what the run cost, its curves, and the command that does the same.
+
+    The command is one for the study's folder, where the names of rewards are found.
+    """
     from ebft import load_config, train
 
     file, overrides = settings.config_file(job.cell.method), job.overrides
     config = load_config(file, overrides)
     result = train(config)
-    relative = [key.replace(str(job.output), os.path.relpath(job.output, project.ROOT)) for key in overrides]
-    command = shlex.join(["ebft", "train", os.path.relpath(file, project.ROOT), *relative])
+    relative = [key.replace(str(job.output), os.path.relpath(job.output, project.HERE)) for key in overrides]
+    command = shlex.join(["ebft", "train", os.path.relpath(file, project.HERE), *relative])
     return {
         "command": command,
+        "learning_rate": config.learning_rate,
         "cost": cost_of(result.metrics, config),
         "log": curves(result.trainer.state.log_history),
     }

@@ -19,7 +19,7 @@ METHODS = ("sft", "ebft", "rlvr")
 OBJECTIVES = {
     "sft": "−cross-entropy",
     "ebft": "reward − ce_coef × cross-entropy",
-    "rlvr": "parses + names",
+    "rlvr": "mean of the summed rewards",
 }
 
 
@@ -35,13 +35,16 @@ def sweep_cells(size: Size) -> list[Cell]:
     ]
 
 
-def objective(method: str, metrics: dict[str, float], ce_coef: float) -> float:
+def objective(method: str, result: dict[str, Any], ce_coef: float) -> float:
     """The value of a method's objective on held-out documents."""
+    metrics = result["metrics"]
     if method == "sft":
         return -metrics["ce_loss"]
     if method == "ebft":
         return metrics["reward_pass@1"] - ce_coef * metrics["ce_loss"]
-    return metrics["parses_pass@1"] + metrics["uses_names_pass@1"]
+    # GRPO adds no reward for names where a reference has none.
+    names, all_rows = result["per_document"]["uses_names_pass@1"], result["per_document"]["parses_pass@1"]
+    return metrics["parses_pass@1"] + sum(names["sum"]) / len(all_rows["sum"])
 
 
 def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -49,7 +52,7 @@ def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, floa
     from ebft import load_config
 
     ce_coef = load_config(settings.config_file("ebft")).ebft.ce_coef
-    by_name = {result["cell"]["name"]: result["metrics"] for result in results}
+    by_name = {result["cell"]["name"]: result for result in results}
     found: dict[str, dict[str, float]] = {}
     for cell in sweep_cells(size):
         if cell.name in by_name:
@@ -59,8 +62,9 @@ def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, floa
 
 
 def best_rates(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The rate with the highest objective in every place."""
-    return {place: float(max(values, key=values.get)) for place, values in found.items()}
+    """The rate with the highest objective in every place; none where two are equally high."""
+    best = {place: [rate for rate in values if values[rate] == max(values.values())] for place, values in found.items()}
+    return {place: float(rates[0]) for place, rates in best.items() if len(rates) == 1}
 
 
 def chosen_rate(results: Path, size: Size, cell: Cell) -> float | None:
