@@ -11,6 +11,7 @@ from intervals import Estimate, difference, over_seeds
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided at this size"
 MARGIN = 0.05  # rates this close are called the same
+ROUNDING = 1e-9  # a half width below it is none
 
 DOWNSTREAM = ("parses_pass@1", "uses_names_pass@1", "passes_doctest_pass@1")
 CENTRE = "ebft-centre"
@@ -38,20 +39,20 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("EBFT does better downstream than SFT on the same documents", "paper", CENTRE, "sft", "higher", DOWNSTREAM),
+    Claim("EBFT does better downstream than SFT on as many documents", "paper", CENTRE, "sft", "higher", DOWNSTREAM),
     Claim("EBFT does better downstream than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "higher", DOWNSTREAM),
-    Claim("EBFT does as well downstream as RLVR on the same documents", "paper", CENTRE, "rlvr", "same", DOWNSTREAM),
+    Claim("EBFT does as well downstream as RLVR on as many documents", "paper", CENTRE, "rlvr", "same", DOWNSTREAM),
     Claim(
-        "EBFT has a lower cross-entropy than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)
+        "EBFT has a lower cross-entropy than SFT on as many documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)
     ),
     Claim(
         "EBFT has a lower cross-entropy than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("ce_loss",)
     ),
     Claim(
-        "EBFT has a lower cross-entropy than RLVR on the same documents", "paper", CENTRE, "rlvr", "lower", ("ce_loss",)
+        "EBFT has a lower cross-entropy than RLVR on as many documents", "paper", CENTRE, "rlvr", "lower", ("ce_loss",)
     ),
     Claim("EBFT lowers the feature-matching loss", "paper", CENTRE, "none", "lower", ("cfm_loss",)),
-    Claim("EBFT lowers it further than SFT on the same documents", "paper", CENTRE, "sft", "lower", ("cfm_loss",)),
+    Claim("EBFT lowers it further than SFT on as many documents", "paper", CENTRE, "sft", "lower", ("cfm_loss",)),
     Claim("EBFT lowers it further than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "lower", ("cfm_loss",)),
     Claim("RLVR raises the cross-entropy", "paper", "rlvr", "none", "higher", ("ce_loss",)),
     Claim(
@@ -119,7 +120,7 @@ def verdict(found: Estimate | None, relation: str, level: float = math.inf, marg
 
     `level` is the higher of the two sides' means: rates that are both below the margin are the same whatever is true.
     """
-    if found is None or math.isnan(found.half) or found.half == 0:
+    if found is None or math.isnan(found.half) or found.half < ROUNDING:
         return OPEN  # one seed, or nothing that differs between any, such as a rate at its floor
     if relation == "same":
         if level < margin:

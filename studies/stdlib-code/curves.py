@@ -54,7 +54,8 @@ def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path
     for axis, (name, (title, label_x)) in zip(axes, ROLLOUT_PANELS.items()):
         for group in groups:
             found = [dict(map(tuple, cell["rollouts"][name])) for cell in cells if cell["cell"]["group"] == group]
-            points = [(x, sum(values[x] for values in found) / len(found)) for x in sorted(found[0])]
+            shared = sorted(set.intersection(*map(set, found)))
+            points = [(x, sum(values[x] for values in found) / len(found)) for x in shared]
             axis.plot(*zip(*points), label=label(group), linewidth=1.3, marker=".")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(label_x)

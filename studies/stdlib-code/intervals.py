@@ -1,13 +1,15 @@
-"""Means over seeds and documents, of values and of paired differences, with 95% intervals over both.
+"""Means over seeds and documents, of values and of paired differences, with 95% intervals over seeds and files.
 
-Two things could have been others: the training seeds and the test documents. Each gives a half width of its own, by
-Student's t over the seeds' means, and by the spread of the documents' means over seeds; they add in quadrature.
+Two things could have been others: the training seeds, and the files that the test documents are from. Each gives a half
+width of its own, by Student's t over the seeds' means, and by the spread of the files' means over seeds: documents of
+one file are alike, and together are one draw. The two add in quadrature, which counts what differs by seed and file in
+both, and so errs to the wide side.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -17,19 +19,19 @@ Z_QUANTILE = 1.95996  # of the normal distribution
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and the half widths of its intervals over seeds and over documents: NaN where one says nothing of others.
+    """A mean, and the half widths of its intervals over seeds and over files: NaN where one says nothing of others.
 
     A model without seeds has 0 over seeds.
     """
 
     mean: float
     seeds: float
-    documents: float
+    files: float
     count: int  # of seeds
 
     @property
     def half(self) -> float:
-        return math.hypot(self.seeds, self.documents)
+        return math.hypot(self.seeds, self.files)
 
     @property
     def low(self) -> float:
@@ -42,17 +44,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric of one model: its sum on each document, and the documents' weights."""
+    """A metric of one model: its sum on each document, the documents' weights, and the files that they are from."""
 
     sums: list[float]
     weights: list[float]
+    files: list[str]
 
     @property
     def mean(self) -> float:
         return sum(self.sums) / sum(self.weights)
 
     def __sub__(self, other: Measured) -> Measured:
-        return Measured([a - b for a, b in zip(self.sums, other.sums, strict=True)], self.weights)
+        return Measured([a - b for a, b in zip(self.sums, other.sums, strict=True)], self.weights, self.files)
 
 
 def over_seeds(cells: list[dict[str, Any]], group: str, metric: str) -> Estimate | None:
@@ -74,7 +77,7 @@ def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str)
 def by_seed(cells: list[dict[str, Any]], group: str, metric: str) -> dict[int, Measured]:
     """The metric of each seed of a group of cells, those without it left out."""
     return {
-        cell["cell"]["seed"]: Measured(cell["sums"][metric], cell["weights"][metric])
+        cell["cell"]["seed"]: Measured(cell["sums"][metric], cell["weights"][metric], cell["files"])
         for cell in cells
         if cell["cell"]["group"] == group and metric in cell["sums"]
     }
@@ -86,8 +89,8 @@ def estimate(found: list[Measured], has_seeds: bool = True) -> Estimate | None:
         return None
     n = len(found)
     means = [one.mean for one in found]
-    average = Measured([sum(sums) / n for sums in zip(*(one.sums for one in found))], found[0].weights)
-    return Estimate(average.mean, spread_of_seeds(means) if has_seeds else 0.0, spread_of_documents(average), n)
+    average = replace(found[0], sums=[sum(sums) / n for sums in zip(*(one.sums for one in found))])
+    return Estimate(average.mean, spread_of_seeds(means) if has_seeds else 0.0, spread_of_files(average), n)
 
 
 def spread_of_seeds(means: list[float]) -> float:
@@ -101,13 +104,16 @@ def spread_of_seeds(means: list[float]) -> float:
     return t_quantile(n - 1) * math.sqrt(sum((value - mean) ** 2 for value in means) / (n - 1) / n)
 
 
-def spread_of_documents(found: Measured) -> float:
-    """Half width of the interval over documents of a ratio of sums, by the linearised variance of such a ratio."""
-    n = len(found.sums)
+def spread_of_files(found: Measured) -> float:
+    """Half width of the interval over files of a ratio of sums, by the linearised variance of such a ratio."""
+    residuals: dict[str, float] = {}
+    for total, weight, file in zip(found.sums, found.weights, found.files, strict=True):
+        if weight:
+            residuals[file] = residuals.get(file, 0.0) + total - found.mean * weight
+    n = len(residuals)
     if n == 1:
         return math.nan
-    residuals = [total - found.mean * weight for total, weight in zip(found.sums, found.weights)]
-    variance = sum(value**2 for value in residuals) * n / (n - 1) / sum(found.weights) ** 2
+    variance = sum(value**2 for value in residuals.values()) * n / (n - 1) / sum(found.weights) ** 2
     return t_quantile(n - 1) * math.sqrt(variance)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import report_text as text
 import stored
 import tables
 from cells import STARTS, TASKS
+from corpus import PARTS
 from sizes import SIZES
+from sweep import rate_place
 
 
 def write_report(results: Path, readme: Path) -> Path:
@@ -19,7 +22,7 @@ def write_report(results: Path, readme: Path) -> Path:
     sections = [section(result, results, readme.parent) for result in found if result is not None]
     if not sections:
         raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['small']}")
-    readme.write_text("\n\n".join([text.head(), *sections, text.TAIL]) + "\n", encoding="utf-8")
+    readme.write_text("\n\n".join([text.head(PARTS["pretrain"]), *sections, text.TAIL]) + "\n", encoding="utf-8")
     return readme
 
 
@@ -29,7 +32,8 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     parts = [f"## Results, size {result['size']}", text.machine_text(result), text.counts(tables.verdict_counts(cells))]
     parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in summary_lines(cells))]
     parts += ["### Claims", text.CLAIMS, "In how many trials:", tables.summary_table(cells)]
-    parts += ["Each trial:", tables.claim_table(cells), "### Models", text.INTERVALS]
+    parts += ["Each trial:", tables.claim_table(cells)]
+    parts += ["### Models", text.INTERVALS.format(samples=cells[0]["samples"])]
     for task in TASKS:
         for start in STARTS:
             if tables.groups_of(cells, task, start):
@@ -38,7 +42,7 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
                     text.documents(result, task),
                 ]
                 parts += part(result, task, start, results, folder)
-    parts += sweep_part(stored.load_sweep(results, result["size"]))
+    parts += sweep_part(stored.load_sweep(results, result["size"]), result)
     if result["failed"]:
         parts += ["### What failed", *(f"- `{name}`: {error}" for name, error in result["failed"].items())]
     return "\n\n".join(parts)
@@ -61,14 +65,21 @@ def part(result: dict[str, Any], task: str, start: str, results: Path, folder: P
     for title, (ending, draw) in pictures.items():
         picture = results / f"{result['size']}-{task}-{start}{ending}.png"
         if draw(cells, task, start, picture):
-            found.append(f"![{title}]({picture.relative_to(folder).as_posix()})")
+            found.append(f"![{title}]({Path(os.path.relpath(picture, folder)).as_posix()})")
     return found
 
 
-def sweep_part(found: dict[str, Any] | None) -> list[str]:
-    """How the learning rates were chosen."""
+def sweep_part(found: dict[str, Any] | None, result: dict[str, Any]) -> list[str]:
+    """How the learning rates of the results were chosen. Raises ValueError where a later sweep chose others."""
     if found is None:
         return ["### Learning rates", text.NO_SWEEP]
+    for cell in result["cells"]:
+        place = rate_place(cell["cell"]["task"], cell["cell"]["start"], cell["cell"]["method"])
+        if "learning_rate" in cell and cell["learning_rate"] != found["chosen"].get(place, cell["learning_rate"]):
+            raise ValueError(
+                f"{cell['cell']['name']} was not trained at the learning rate that {found['command']} chose. Run the "
+                f"study again: {result['command']}"
+            )
     edges = tables.sweep_edges(found)
     line = text.EDGES.format(", ".join(edges)) if edges else text.NO_EDGES
     return ["### Learning rates", text.sweep_text(found), tables.sweep_table(found), line]

@@ -9,42 +9,54 @@ from typing import Any
 
 from metrics import COLUMNS
 
-# Beside a run: a metric's sum on each document; beside a task: the documents' weights, the same for every model.
-Sums = dict[str, list[float]]
+# By metric a number for each document: 0 where the metric does not apply.
+Numbers = dict[str, list[float]]
 
 
-def store(folder: Path, size: str, found: dict[str, Any]) -> None:
-    """Write both files of a size. Raises ValueError where models were not measured on the same documents."""
-    weights: dict[str, Sums] = {}
-    sums: dict[str, Sums] = {}
+def store(folder: Path, size: str, found: dict[str, Any], files: dict[str, list[str]]) -> None:
+    """Write both files of a size; `files` names the file of the library that each document of a task is from.
+
+    Raises ValueError where models were not measured on the same documents.
+    """
+    weights: dict[str, Numbers] = {}
+    sums: dict[str, Numbers] = {}
     for cell in found["cells"]:
-        task = cell["cell"]["task"]
-        parts = {name: cell["per_document"][name] for name in COLUMNS[task] if name in cell["per_document"]}
-        shared = weights.setdefault(task, {name: part["weight"] for name, part in parts.items()})
-        if shared != {name: part["weight"] for name, part in parts.items()}:
-            raise ValueError(f"{cell['cell']['name']} was not measured on the documents of the other models.")
-        sums[cell["cell"]["name"]] = {name: [_short(value) for value in part["sum"]] for name, part in parts.items()}
+        task, name = cell["cell"]["task"], cell["cell"]["name"]
+        parts = {metric: cell["per_document"][metric] for metric in COLUMNS[task] if metric in cell["per_document"]}
+        own = {metric: _dense(part, "weight", len(files[task])) for metric, part in parts.items()}
+        if weights.setdefault(task, own) != own:
+            raise ValueError(f"{name} was not measured on the documents of the other models.")
+        sums[name] = {metric: _dense(part, "sum", len(files[task])) for metric, part in parts.items()}
     lean = [{key: value for key, value in cell.items() if key != "per_document"} for cell in found["cells"]]
-    write_whole(folder / f"{size}-documents.json", _lines({"weights": weights, "sums": sums}))
+    write_whole(folder / f"{size}-documents.json", _lines({"files": files, "weights": weights, "sums": sums}))
     write_json(folder / f"{size}.json", {**found, "cells": lean})
 
 
 def load(folder: Path, size: str) -> dict[str, Any] | None:
-    """The results of a size with `sums` and `weights` in every cell; None where there are none."""
-    if not (folder / f"{size}.json").is_file():
+    """The results of a size with `sums`, `weights` and `files` in every cell; None where there are none.
+
+    Raises ValueError where the two files do not belong together, or cannot be read.
+    """
+    found = _read(folder / f"{size}.json")
+    if found is None:
         return None
-    found = json.loads((folder / f"{size}.json").read_text(encoding="utf-8"))
-    documents = json.loads((folder / f"{size}-documents.json").read_text(encoding="utf-8"))
-    for cell in found["cells"]:
-        cell["sums"] = documents["sums"][cell["cell"]["name"]]
-        cell["weights"] = documents["weights"][cell["cell"]["task"]]
+    documents = _read(folder / f"{size}-documents.json")
+    names = [cell["cell"]["name"] for cell in found["cells"]]
+    if documents is None or set(names) != set(documents["sums"]):
+        raise ValueError(
+            f"{folder / size}.json and {size}-documents.json are not of one run. Run the study again: "
+            f"{found['command']}"
+        )
+    for cell, name in zip(found["cells"], names):
+        task = cell["cell"]["task"]
+        cell["sums"], cell["weights"] = documents["sums"][name], documents["weights"][task]
+        cell["files"] = documents["files"][task]
     return found
 
 
 def load_sweep(folder: Path, size: str) -> dict[str, Any] | None:
     """What a sweep of a size's learning rates gave; None where there was none."""
-    file = folder / f"{size}-sweep.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return _read(folder / f"{size}-sweep.json")
 
 
 def store_sweep(folder: Path, size: str, found: dict[str, Any]) -> Path:
@@ -67,7 +79,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def _lines(documents: dict[str, dict[str, Sums]]) -> str:
+def _lines(documents: dict[str, dict[str, Any]]) -> str:
     """JSON with a line for each run and task, so that a change of one is a change of one line."""
     line = lambda name, value: f"{json.dumps(name)}: {json.dumps(value)}"
     block = lambda values: "{\n" + ",\n".join(line(name, value) for name, value in values.items()) + "\n}"
@@ -75,5 +87,17 @@ def _lines(documents: dict[str, dict[str, Sums]]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _dense(part: dict[str, list], key: str, count: int) -> list[float]:
+    """The numbers `key` of a metric for all `count` documents, six digits of each."""
+    values = dict(zip(part["document"], part[key], strict=True))
+    return [float(f"{values.get(document, 0.0):.6g}") for document in range(count)]
+
+
+def _read(file: Path) -> Any | None:
+    """The value in a JSON file; None where there is no file."""
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}. Restore it, or run the study again.") from error

@@ -56,7 +56,7 @@ def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, floa
     found: dict[str, dict[str, float]] = {}
     for cell in sweep_cells(size):
         if cell.name in by_name:
-            place = found.setdefault(f"{cell.task}-{cell.start}-{cell.method}", {})
+            place = found.setdefault(rate_place(cell.task, cell.start, cell.method), {})
             place[cell.setting.removeprefix("rate ")] = round(objective(cell.method, by_name[cell.name], ce_coef), 6)
     return found
 
@@ -70,8 +70,12 @@ def best_rates(found: dict[str, dict[str, float]]) -> dict[str, float]:
 def chosen_rate(results: Path, size: Size, cell: Cell) -> float | None:
     """The rate that a sweep has chosen for the method of a cell; None where there was none, for the config's own."""
     found = load_sweep(results, size.name)
-    place = f"{cell.task}-{cell.start}-{settings.CONFIG_OF.get(cell.method)}"
-    return found["chosen"].get(place) if found is not None else None
+    return found["chosen"].get(rate_place(cell.task, cell.start, cell.method)) if found is not None else None
+
+
+def rate_place(task: str, start: str, method: str) -> str:
+    """The name that a learning rate has in the file of a sweep."""
+    return f"{task}-{start}-{settings.CONFIG_OF.get(method)}"
 
 
 def _setting(method: str) -> tuple[str, ...]:

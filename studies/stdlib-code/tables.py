@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from cells import FACTORS, STARTS, TASKS
-from claims import FAILS, HOLDS, OPEN, judged
+from claims import FAILS, HOLDS, OPEN, ROUNDING, judged
 from intervals import Estimate, difference, is_start, over_seeds
 from metrics import COLUMNS
 from sweep import OBJECTIVES
@@ -16,16 +16,16 @@ COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flop
 # What the summary of the report compares EBFT's first setting with, and by which metrics.
 HEADLINE_OTHERS = {
     "none": "the start",
-    "sft": "SFT on the same documents",
+    "sft": "SFT on as many documents",
     "sft_flops": "SFT at the same FLOPs",
-    "rlvr": "RLVR on the same documents",
+    "rlvr": "RLVR on as many documents",
 }
 HEADLINE_METRICS = {"ce_loss": "cross-entropy", "cfm_loss": "CFM loss", "parses_pass@1": "parses"}
 METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}" for name in FACTORS))
 
 
 def model_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """One row for each method and setting: metrics as mean ± half width over seeds and documents."""
+    """One row for each method and setting: metrics as mean ± half width over seeds and files."""
     columns = COLUMNS[task]
     rows = []
     for group in groups_of(cells, task, start):
@@ -80,7 +80,7 @@ def sweep_table(found: dict[str, Any]) -> str:
     rows = []
     for place, values in found["tried"].items():
         task, start, method = place.split("-")
-        best = found["chosen"][place]
+        best = found["chosen"].get(place)
         shown = [f"{values[rate]:.3f}" if rate in values else "" for rate in rates]
         shown = [f"**{value}**" if float(rate) == best else value for rate, value in zip(rates, shown)]
         rows.append([f"{task}, {start}", method.upper(), OBJECTIVES[method], *shown])
@@ -92,7 +92,7 @@ def sweep_edges(found: dict[str, Any]) -> list[str]:
     edges = []
     for place, values in found["tried"].items():
         rates = sorted(map(float, values))
-        if found["chosen"][place] in (rates[0], rates[-1]):
+        if found["chosen"].get(place) in (rates[0], rates[-1]):
             task, start, method = place.split("-")
             edges.append(f"{method.upper()} ({task}, {start}: {found['chosen'][place]:g})")
     return edges
@@ -111,8 +111,10 @@ def diversity_of_starts(cells: list[dict[str, Any]]) -> str | None:
         return None
     values = {f"{cell['cell']['task']}, {cell['cell']['start']}": cell["metrics"]["diversity"] for cell in starts}
     listed = ", ".join(f"{value:.2f} ({place})" for place, value in values.items())
-    above = all(value > 1 for value in values.values())
-    said = "so a diversity above 1 is no sign of collapse in these features" if above else "as that sign would have it"
+    above = [value > 1 for value in values.values()]
+    said = "so that in some of them the sign misleads" if any(above) else "as it would have it"
+    if all(above):
+        said = "so a diversity above 1 is no sign of collapse in these features"
     return f"Guides take a diversity above 1 for mode collapse. Before any EBFT it is {listed}: {said}."
 
 
@@ -125,7 +127,7 @@ def headline(cells: list[dict[str, Any]], other: str, metric: str) -> str | None
             found[place] = value
     if not found:
         return None
-    decided = {place: value for place, value in found.items() if value.half > 0 and abs(value.mean) > value.half}
+    decided = {place: value for place, value in found.items() if abs(value.mean) > value.half > ROUNDING}
     parts = [f"{number(value, signed=True)} ({place.replace('-', ', ')})" for place, value in decided.items()]
     if len(decided) < len(found):
         parts.append(f"undecided in {len(found) - len(decided)} of {len(found)} settings")
@@ -150,7 +152,7 @@ def groups_of(cells: list[dict[str, Any]], task: str, start: str) -> list[str]:
 def label(group: str) -> str:
     """A group as the tables name it."""
     _, start, method, *setting = group.split("-", 3)
-    names = {"none": f"{start} itself", "sft": "SFT, same documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
+    names = {"none": f"{start} itself", "sft": "SFT, as many documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
     if method != "ebft":
         return names[method]
     return "EBFT" if setting == ["centre"] else f"EBFT, {setting[0].replace('_', ' ')}"

@@ -3,9 +3,23 @@
 import ast
 import itertools
 import json
+from collections import Counter
 
 import pytest
-from corpus import Function, decides, evenly, functions, module_of, pieces, split_function, write_corpus
+from corpus import (
+    MOST_OF_A_FILE,
+    SHORTEST,
+    Function,
+    capped,
+    decides,
+    evenly,
+    functions,
+    module_of,
+    pieces,
+    sources,
+    split_function,
+    write_corpus,
+)
 from sizes import SIZES
 from verifiers import function_text, parses
 
@@ -25,6 +39,8 @@ def test_parts_share_neither_files_nor_functions(rows):
     parts["pretrain"] = files["pretrain"]
     for one, other in itertools.combinations(parts, 2):
         assert parts[one] and parts[other] and not parts[one] & parts[other]
+    pretrained = "".join(row["text"] for row in rows["pretrain"])
+    assert not any(row["input"].split("\n", 1)[1] + row["output"] in pretrained for row in rows["functions_test"])
     texts = [row["input"] + row["output"] for name in FUNCTIONS for row in rows[name]]
     assert len(texts) == len(set(texts))
 
@@ -68,6 +84,24 @@ def test_functions_that_cannot_be_completed_are_left_out(body):
 )
 def test_doctests_count_where_doing_nothing_fails_them(input, output, expected):
     assert decides(Function(input, output, "f", "f.py", "")) is expected
+
+
+def test_no_file_stands_for_all(rows):
+    for part, most in MOST_OF_A_FILE.items():
+        counts = Counter((row["file"], row["has_doctest"] and part != "train") for row in rows[f"functions_{part}"])
+        assert counts and max(counts.values()) <= most
+    found = [Function("i", "o", str(number), "a.py", "a") for number in range(10)]
+    assert [function.name for function in capped(found, 2)] == ["0", "5"]
+
+
+def test_every_row_has_room_for_a_block(rows):
+    assert all(len(row["output"]) >= SHORTEST for name in FUNCTIONS for row in rows[name])
+
+
+def test_test_documents_have_the_files_they_are_from(rows, tmp_path):
+    for name in ("functions_test", "raw_test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    assert sources(tmp_path)["functions"] == [row["file"] for row in rows["functions_test"]]
 
 
 def test_small_things():

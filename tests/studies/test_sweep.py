@@ -11,7 +11,9 @@ from sweep import SEED, best_rates, chosen_rate, objective, sweep_cells, tried
 from ebft import load_config
 
 SIZE = SIZES["small"]
-METRICS = {"ce_loss": 4.0, "reward_pass@1": 0.5, "parses_pass@1": 0.25, "uses_names_pass@1": 0.125}
+METRICS = {"ce_loss": 4.0, "reward_pass@1": 0.5, "parses_pass@1": 0.25, "uses_names_pass@1": 0.2}
+PER_DOCUMENT = {"parses_pass@1": {"sum": [0, 1, 0, 0]}, "uses_names_pass@1": {"sum": [0, 0.4]}}  # two without names
+RESULT = {"metrics": METRICS, "per_document": PER_DOCUMENT}
 
 
 def test_every_method_is_tried_in_every_place_with_a_seed_of_its_own():
@@ -22,9 +24,9 @@ def test_every_method_is_tried_in_every_place_with_a_seed_of_its_own():
 
 
 def test_each_method_is_judged_by_what_it_trains_for():
-    assert objective("sft", METRICS, 0.03) == -4.0
-    assert objective("ebft", METRICS, 0.03) == pytest.approx(0.5 - 0.12)
-    assert objective("rlvr", METRICS, 0.03) == 0.375
+    assert objective("sft", RESULT, 0.03) == -4.0
+    assert objective("ebft", RESULT, 0.03) == pytest.approx(0.5 - 0.12)
+    assert objective("rlvr", RESULT, 0.03) == pytest.approx(0.25 + 0.1)
 
 
 def test_the_reward_that_ebft_is_judged_by_is_the_one_it_trains_for(tmp_path):
@@ -39,10 +41,12 @@ def test_the_best_rate_of_each_place_is_chosen():
     results = []
     for cell in sweep_cells(SIZE):
         best = cell.overrides[-1] == "learning_rate=0.0003"
-        results.append({"cell": {"name": cell.name}, "metrics": {**METRICS, "ce_loss": 3.0 if best else 4.0}})
+        metrics = {**METRICS, "ce_loss": 3.0 if best else 4.0}
+        results.append({**RESULT, "cell": {"name": cell.name}, "metrics": metrics})
     found = tried(SIZE, results)
     assert best_rates(found)["raw-warm-ebft"] == best_rates(found)["functions-base-sft"] == 0.0003
     assert found["raw-warm-ebft"]["0.0003"] == pytest.approx(0.5 - 0.03 * 3.0)
+    assert "functions-base-rlvr" not in best_rates(found), "all rates are as good"
     assert set(found["functions-base-rlvr"]) == {f"{rate:g}" for rate in SIZE.rates}
 
 
@@ -60,7 +64,7 @@ def test_a_chosen_rate_replaces_the_configs(tmp_path):
 
 def test_the_command_stores_what_was_tried_and_what_is_best(tmp_path, monkeypatch):
     measured = lambda job: {**METRICS, "reward_pass@1": 0.9 if "learning_rate=0.0001" in job.overrides else 0.5}
-    done = lambda jobs: [{"cell": {"name": job.cell.name}, "metrics": measured(job)} for job in jobs]
+    done = lambda jobs: [{**RESULT, "cell": {"name": job.cell.name}, "metrics": measured(job)} for job in jobs]
     jobs = []
     monkeypatch.setattr(run, "make_starts", lambda size, output: ("made", {}))
     monkeypatch.setattr(run, "run_jobs", lambda given, workers: (jobs.extend(given), (done(given), {}))[1])
@@ -70,6 +74,13 @@ def test_the_command_stores_what_was_tried_and_what_is_best(tmp_path, monkeypatc
     assert found["tried"]["functions-warm-sft"]["0.001"] == -4.0
     assert {job.part for job in jobs} == {"validation"}
     assert all("validation" in " ".join(evaluation_of(job)) for job in jobs)
+
+
+def test_nothing_is_stored_where_a_run_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "make_starts", lambda size, output: ("made", {}))
+    monkeypatch.setattr(run, "run_jobs", lambda given, workers: ([], {"raw-base-sft": "ValueError: no"}))
+    assert run.sweep(SIZE, tmp_path, tmp_path / "results", workers=2) == {"raw-base-sft": "ValueError: no"}
+    assert load_sweep(tmp_path / "results", "small") is None
 
 
 def evaluation_of(job) -> list[str]:

@@ -40,7 +40,7 @@ class EvaluationSection(Section):
     confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the intervals.")
     per_document: bool = Field(
         False,
-        description="Put each document's part of every metric into the JSON: its sum, and over how many tokens, blocks "
+        description="Put each document's part of the metrics into the JSON: its sum, and over how many tokens, blocks "
         "or prompts.",
     )
 
