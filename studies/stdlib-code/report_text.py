@@ -40,10 +40,12 @@ not hold for a large model, nor the other way round.
 - pass@1 is the mean over samples at temperature 1, `one of N` the best of N samples.
 - **alignment** is twice a cosine, so at most 2; **diversity** is the reward's penalty, the similarity of samples with
   each other: lower is more diverse, and 2 would be equal samples.
-- **CFM loss**: unbiased conditional feature-matching loss, all three in the
-  unwhitened features of the pretrained base model, for rollouts of 8 tokens at temperature 1.
+- **CFM loss** is the unbiased conditional feature-matching loss. All three are of the unwhitened features of the
+  pretrained base model, for rollouts of 8 tokens at temperature 1.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT.
-- RLVR is GRPO, rewarded for parsing and for names: the verifiers that judge it. Raw text has no verifier.
+- RLVR is GRPO, rewarded for parsing and for names: the verifiers that judge it. Its learning rate is the one with the
+  most reward, and a body that parses can be had for very little: what that costs elsewhere is in its row, and what
+  lower rates gave is under *Learning rates*. Raw text has no verifier.
 """
 CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is what guides to EBFT, this project's own
 defaults included, take for granted; *rloo_baseline* is the option of that name. Each claim is tried wherever both
