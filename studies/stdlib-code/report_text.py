@@ -85,11 +85,12 @@ def head(pretrain: int) -> str:
 def machine_text(result: dict[str, Any]) -> str:
     """Machine, versions, time and command of the stored results."""
     card, cells = result["machine"], result["cells"]
-    commits = sorted({cell["machine"]["commit"] for cell in cells})
+    # Of every run, as a stopped study may have gone on elsewhere.
+    every = lambda key: ", ".join(sorted({cell["machine"][key] for cell in cells}))
     spent = sum(sum(cell["seconds"].values()) for cell in cells)
     return (
-        f"`{result['command']}` on {card['device']}, {card['workers'] or 1} processes, Python {card['python']}, torch "
-        f"{card['torch']}, transformers {card['transformers']}, {card['date']}, commit {', '.join(commits)}: "
+        f"`{result['command']}` on {every('device')}, {card['workers'] or 1} processes, Python {every('python')}, torch "
+        f"{every('torch')}, transformers {every('transformers')}, {card['date']}, commit {every('commit')}: "
         f"{len(cells)} models. The last start of the command took {result['seconds'] / 60:.0f} minutes; training and "
         f"measuring take {spent / 60:.0f} process minutes in all."
     )
