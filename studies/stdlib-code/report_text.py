@@ -89,8 +89,8 @@ def machine_text(result: dict[str, Any]) -> str:
     every = lambda key: ", ".join(sorted({cell["machine"][key] for cell in cells}))
     spent = sum(sum(cell["seconds"].values()) for cell in cells)
     return (
-        f"`{result['command']}` on {every('device')}, {card['workers'] or 1} processes, Python {every('python')}, torch "
-        f"{every('torch')}, transformers {every('transformers')}, {card['date']}, commit {every('commit')}: "
+        f"`{result['command']}` on {every('device')}, {card['workers'] or 1} processes, Python {every('python')}, "
+        f"torch {every('torch')}, transformers {every('transformers')}, {card['date']}, commit {every('commit')}: "
         f"{len(cells)} models. The last start of the command took {result['seconds'] / 60:.0f} minutes; training and "
         f"measuring take {spent / 60:.0f} process minutes in all."
     )
