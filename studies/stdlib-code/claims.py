@@ -10,7 +10,7 @@ from typing import Any
 from intervals import Estimate, difference, over_seeds
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided at this size"
-MARGIN = 0.05  # rates this close are called the same
+MARGIN = 0.05  # a rate lower by no more than this is called as high
 ROUNDING = 1e-9  # a half width below it is none
 
 DOWNSTREAM = ("parses_pass@1", "uses_names_pass@1", "passes_doctest_pass@1")
@@ -19,13 +19,13 @@ CENTRE = "ebft-centre"
 
 @dataclass(frozen=True)
 class Claim:
-    """That a metric of the cells `method` is higher or lower than, or the same as, that of the cells `than`."""
+    """That a metric of the cells `method` is higher or lower than, or no lower than, that of the cells `than`."""
 
     text: str
     source: str
     method: str  # of a group's name, what follows task and start
     than: str
-    relation: str  # higher, lower, same
+    relation: str  # higher, lower, as high
     metrics: tuple[str, ...]
 
     def places(self, cells: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
@@ -41,7 +41,7 @@ class Claim:
 CLAIMS = (
     Claim("EBFT does better downstream than SFT on as many documents", "paper", CENTRE, "sft", "higher", DOWNSTREAM),
     Claim("EBFT does better downstream than SFT at the same FLOPs", "paper", CENTRE, "sft_flops", "higher", DOWNSTREAM),
-    Claim("EBFT does as well downstream as RLVR on as many documents", "paper", CENTRE, "rlvr", "same", DOWNSTREAM),
+    Claim("EBFT does as well downstream as RLVR on as many documents", "paper", CENTRE, "rlvr", "as high", DOWNSTREAM),
     Claim(
         "EBFT has a lower cross-entropy than SFT on as many documents", "paper", CENTRE, "sft", "lower", ("ce_loss",)
     ),
@@ -118,16 +118,14 @@ CLAIMS = (
 def verdict(found: Estimate | None, relation: str, level: float = math.inf, margin: float = MARGIN) -> str:
     """What an interval of the difference says: `holds` or `does not hold` only where all of it is on one side.
 
-    `level` is the higher of the two sides' means: rates that are both below the margin are the same whatever is true.
+    `level` is the higher of the two sides' means: of rates below the margin none is lower by more than it.
     """
     if found is None or math.isnan(found.half) or found.half < ROUNDING:
         return OPEN  # one seed, or nothing that differs between any, such as a rate at its floor
-    if relation == "same":
+    if relation == "as high":
         if level < margin:
             return OPEN
-        inside = -margin <= found.low and found.high <= margin
-        outside = found.low > margin or found.high < -margin
-        return HOLDS if inside else FAILS if outside else OPEN
+        return HOLDS if found.low >= -margin else FAILS if found.high < -margin else OPEN
     low, high = (found.low, found.high) if relation == "higher" else (-found.high, -found.low)
     return HOLDS if low > 0 else FAILS if high < 0 else OPEN
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import curves
 import report_text as text
+import settings
 import stored
 import tables
 from cells import STARTS, TASKS
@@ -29,7 +30,8 @@ def write_report(results: Path, readme: Path) -> Path:
 def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     """What one size found."""
     cells = result["cells"]
-    parts = [f"## Results, size {result['size']}", text.machine_text(result), text.counts(tables.verdict_counts(cells))]
+    parts = [f"## Results, size {result['size']}", text.machine_text(result), scale(result)]
+    parts += [text.counts(tables.verdict_counts(cells), tables.at_the_floor(cells))]
     parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in summary_lines(cells))]
     parts += ["### Claims", text.CLAIMS, "In how many trials:", tables.summary_table(cells)]
     parts += ["Each trial:", tables.claim_table(cells)]
@@ -46,6 +48,15 @@ def section(result: dict[str, Any], results: Path, folder: Path) -> str:
     if result["failed"]:
         parts += ["### What failed", *(f"- `{name}`: {error}" for name, error in result["failed"].items())]
     return "\n\n".join(parts)
+
+
+def scale(result: dict[str, Any]) -> str:
+    """How large the model and its runs were."""
+    from ebft import load_config
+
+    size = SIZES[result["size"]]
+    base = load_config(settings.config_file("base"), list(size.methods.get("base", ())))
+    return text.scale(size, base.max_steps, {cell["cell"]["seed"] for cell in result["cells"]})
 
 
 def summary_lines(cells: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from sizes import Size, parameters
+
 COMMANDS = {
     "small": "python studies/stdlib-code/run.py --size small",
     "large": "python studies/stdlib-code/run.py --size large",
@@ -26,10 +28,15 @@ Python that runs it: nothing is downloaded.
 {report}         # this page again, from the stored results
 ```
 
+The environment is that of `make install` (`.venv/bin/python`; `make study` is the first command). A stopped run goes on
+where it was. A run writes this page and `results/` again. Learning rates are read from `results/`: choose them before a
+study, as a report refuses runs of other rates. Another Python has another library, and so gives other data.
+
 The files: [corpus.py](corpus.py) splits the library by file, [configs/](configs/) holds the config of each method,
 [cells.py](cells.py) lists the runs, [sweep.py](sweep.py) chooses learning rates, [verifiers.py](verifiers.py) judges
 completions, [intervals.py](intervals.py) makes the intervals, [claims.py](claims.py) holds the claims and the rule of
-their verdicts. Every number below is in `results/`, with the command that repeats each run from this folder.
+their verdicts. Every number below is in `results/`, with the command that repeats each run from this folder, once
+run.py has made data and starts.
 
 How to read it: a model of this size knows some of the library's style and little of its meaning. What holds here need
 not hold for a large model, nor the other way round.
@@ -40,28 +47,30 @@ not hold for a large model, nor the other way round.
 - pass@1 is the mean over samples at temperature 1, `one of N` the best of N samples.
 - **alignment** is twice a cosine, so at most 2; **diversity** is the reward's penalty, the similarity of samples with
   each other: lower is more diverse, and 2 would be equal samples.
-- **CFM loss** is the unbiased conditional feature-matching loss. All three are of the unwhitened features of the
-  pretrained base model, for rollouts of 8 tokens at temperature 1.
+- **CFM loss** is the unbiased conditional feature-matching loss. All three are of the mean-pooled, unwhitened features
+  of the pretrained base model, for rollouts of 8 tokens at temperature 1.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT.
 - RLVR is GRPO, rewarded for parsing and for names: the verifiers that judge it. Its learning rate is the one with the
   most reward, and a body that parses can be had for very little: what that costs elsewhere is in its row, and what
-  lower rates gave is under *Learning rates*. Raw text has no verifier.
+  lower rates gave and cost is under *Learning rates*. Raw text has no verifier.
 """
-CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is what guides to EBFT, this project's own
-defaults included, take for granted; *rloo_baseline* is the option of that name. Each claim is tried wherever both
+CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is axolotl's guide to EBFT, and the defaults that
+it and this project take for granted; *rloo_baseline* is the option of that name. Each claim is tried wherever both
 of its sides were run. The difference is the first side's metric minus the second's, paired by seed and document, with
 its 95% interval over training seeds and test files. A claim *holds* where the whole interval is on its side of 0,
-*does not hold* where it is on the other, and is *not decided at this size* in between; rates count as the same where
-the whole interval is within ±0.05 and one of them is above 0.05. A metric that nothing changes, such as a rate at 0,
-decides nothing, and one seed has no interval. The verdicts follow from that rule alone. They are about other seeds and
-other files, but not about another base model, of which there is one. Trials of one claim are not independent, and of
-trials in which nothing is different, up to one in twenty seems decided by chance."""
+*does not hold* where it is on the other, and is *not decided at this size* in between; a rate does *as well* where the
+whole interval is above -0.05, not as well where it is below, and neither where both rates are below 0.05. A metric that
+nothing changes, such as a rate at 0, decides nothing, and one seed has no interval. The verdicts follow from that rule
+alone. They are about other seeds and other files, but not about another base model, of which there is one. Trials of
+one claim are not independent, and of trials in which nothing is different, up to one in twenty seems decided by chance:
+intervals err to the wide side. What is said of RLVR is said of it at the learning rate with the most reward (see
+*Learning rates*)."""
 IN_SHORT = """The first EBFT setting against the others: differences whose 95% interval leaves out 0, in each task from
 each start."""
 INTERVALS = """Mean ± half of the 95% interval: over training seeds by Student's t, and over test files by the spread of
 their values (documents of one file count as one draw), added in quadrature. A start is one model, and its interval is
-over files alone. Methods are measured on the same documents, so that differences are more certain than the values that
-they are of. N is {samples}."""
+over files alone. Methods are measured on the same documents, which largely cancel in differences; what seeds change
+does not. Intervals of rates know no bounds, and with three seeds may reach beyond 0 and 1. N is {samples}."""
 TAIL = """## Settings
 
 The row *EBFT* is mean-pooled, at temperature 1, unwhitened, with `diversity_coef` 0.5 and `ce_coef` 0.03: the space
@@ -102,8 +111,10 @@ def sweep_text(found: dict[str, Any]) -> str:
     return (
         f"Chosen by `{found['command']}` ({card['date']}, commit {card['commit']}): one run each with seed "
         f"{found['seed']}, measured on validation documents, which are not those of the tables. Every method is judged "
-        "by what it trains for, as these documents measure it: SFT by the cross-entropy and RLVR by the rewards, which "
-        "the tables show too, EBFT by its reward. Where two rates tie for the best, the config's own is taken."
+        "by what it trains for, as these documents measure it: SFT by the cross-entropy, RLVR by its rewards, EBFT by "
+        "its reward, which with `diversity_coef` 0.5 is 1 − CFM loss. So each is tuned on what a column of the tables "
+        "shows. One run is no proof: where two rates are close, the other may be as good. Where they tie, the config's "
+        "own is taken. Entries are objective / cross-entropy / CFM loss."
     )
 
 
@@ -119,9 +130,21 @@ def documents(result: dict[str, Any], task: str) -> str:
     return f"{line}{doctests if task == 'functions' else ''}."
 
 
-def counts(found: dict[str, int]) -> str:
-    """How the trials of the claims ended, in a sentence."""
+def scale(size: Size, steps: int, seeds: set[int]) -> str:
+    """How large model and runs are; `steps` are those of pretraining."""
+    shape = size.shape
+    return (
+        f"{parameters(size) / 1e6:.1f} million parameters ({shape['num_hidden_layers']} layers of width "
+        f"{shape['hidden_size']}, vocabulary {size.vocab_size}), pretrained for {steps} steps, measured on "
+        f"{size.documents} documents a task; training seeds {', '.join(map(str, sorted(seeds)))}."
+    )
+
+
+def counts(found: dict[str, int], floor: int) -> str:
+    """How the trials of the claims ended, in a sentence; `floor` of them compare rates that are all 0."""
     total = sum(found.values())
     return (
-        f"Of {total} trials of claims: " + ", ".join(f"{count} *{said}*" for said, count in sorted(found.items())) + "."
+        f"Of {total} trials of claims: "
+        + ", ".join(f"{count} *{said}*" for said, count in sorted(found.items()))
+        + f". In {floor} there is nothing to decide: the rate is 0 for all."
     )

@@ -40,6 +40,14 @@ def shape(width: int, layers: int, head: int = 32, **more: Any) -> dict[str, Any
     }
 
 
+def parameters(size: Size) -> int:
+    """Parameters of the Llama, whose embedding is its output layer too."""
+    width, vocabulary = size.shape["hidden_size"], size.vocab_size
+    keys = width * size.shape["num_key_value_heads"] // size.shape["num_attention_heads"]
+    layer = 2 * width**2 + 2 * width * keys + 3 * width * size.shape["intermediate_size"] + 2 * width
+    return vocabulary * width + size.shape["num_hidden_layers"] * layer + width
+
+
 _TINY = ("sequence_len=160", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1", "max_steps=2")
 _LARGE = ("sequence_len=1024", "bf16=auto")
 

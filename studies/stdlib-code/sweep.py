@@ -47,24 +47,30 @@ def objective(method: str, result: dict[str, Any], ce_coef: float) -> float:
     return metrics["parses_pass@1"] + sum(names["sum"]) / len(all_rows["sum"])
 
 
-def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """{"TASK-START-METHOD": {rate: objective}} of the finished runs."""
+def tried(size: Size, results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """{"TASK-START-METHOD": {rate: {"objective", "ce_loss", "cfm_loss"}}} of the finished runs."""
     from ebft import load_config
 
     ce_coef = load_config(settings.config_file("ebft")).ebft.ce_coef
     by_name = {result["cell"]["name"]: result for result in results}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for cell in sweep_cells(size):
         if cell.name in by_name:
             place = found.setdefault(rate_place(cell.task, cell.start, cell.method), {})
-            place[cell.setting.removeprefix("rate ")] = round(objective(cell.method, by_name[cell.name], ce_coef), 6)
+            values = {name: by_name[cell.name]["metrics"][name] for name in ("ce_loss", "cfm_loss")}
+            values = {"objective": objective(cell.method, by_name[cell.name], ce_coef), **values}
+            place[cell.setting.removeprefix("rate ")] = {name: round(value, 6) for name, value in values.items()}
     return found
 
 
-def best_rates(found: dict[str, dict[str, float]]) -> dict[str, float]:
+def best_rates(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
     """The rate with the highest objective in every place; none where two are equally high."""
-    best = {place: [rate for rate in values if values[rate] == max(values.values())] for place, values in found.items()}
-    return {place: float(rates[0]) for place, rates in best.items() if len(rates) == 1}
+    chosen = {}
+    for place, by_rate in found.items():
+        highest = max(values["objective"] for values in by_rate.values())
+        best = [rate for rate, values in by_rate.items() if values["objective"] == highest]
+        chosen |= {place: float(best[0])} if len(best) == 1 else {}
+    return chosen
 
 
 def chosen_rate(results: Path, size: Size, cell: Cell) -> float | None:

@@ -12,7 +12,13 @@ from intervals import Estimate, difference, is_start, over_seeds
 from metrics import COLUMNS
 from sweep import OBJECTIVES
 
-COSTS = {"documents": "documents", "generated_tokens": "generated tokens", "flops": "FLOPs"}
+COSTS = {
+    "learning_rate": "learning rate",
+    "steps": "steps",
+    "documents": "documents",
+    "generated_tokens": "generated tokens",
+    "flops": "FLOPs",
+}
 # What the summary of the report compares EBFT's first setting with, and by which metrics.
 HEADLINE_OTHERS = {
     "none": "the start",
@@ -20,7 +26,13 @@ HEADLINE_OTHERS = {
     "sft_flops": "SFT at the same FLOPs",
     "rlvr": "RLVR on as many documents",
 }
-HEADLINE_METRICS = {"ce_loss": "cross-entropy", "cfm_loss": "CFM loss", "parses_pass@1": "parses"}
+HEADLINE_METRICS = {
+    "ce_loss": "cross-entropy",
+    "cfm_loss": "CFM loss",
+    "alignment": "alignment",
+    "diversity": "diversity",
+    "parses_pass@1": "parses",
+}
 METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}" for name in FACTORS))
 
 
@@ -75,15 +87,15 @@ def summary_table(cells: list[dict[str, Any]]) -> str:
 
 
 def sweep_table(found: dict[str, Any]) -> str:
-    """What each learning rate gave, the chosen one in bold."""
-    rates = sorted({rate for values in found["tried"].values() for rate in values}, key=float)
+    """What each learning rate gave: objective, cross-entropy and feature-matching loss; the chosen one in bold."""
+    rates = sorted({rate for by_rate in found["tried"].values() for rate in by_rate}, key=float)
     rows = []
-    for place, values in found["tried"].items():
+    for place, by_rate in found["tried"].items():
         task, start, method = place.split("-")
         best = found["chosen"].get(place)
-        shown = [f"{values[rate]:.3f}" if rate in values else "" for rate in rates]
-        shown = [f"**{value}**" if float(rate) == best else value for rate, value in zip(rates, shown)]
-        rows.append([f"{task}, {start}", method.upper(), OBJECTIVES[method], *shown])
+        shown = {rate: " / ".join(f"{value:.3f}" for value in values.values()) for rate, values in by_rate.items()}
+        bold = [f"**{shown[rate]}**" if float(rate) == best else shown.get(rate, "") for rate in rates]
+        rows.append([f"{task}, {start}", method.upper(), OBJECTIVES[method], *bold])
     return markdown(["task, start", "method", "objective ↑", *rates], rows)
 
 
@@ -128,7 +140,9 @@ def headline(cells: list[dict[str, Any]], other: str, metric: str) -> str | None
     if not found:
         return None
     decided = {place: value for place, value in found.items() if abs(value.mean) > value.half > ROUNDING}
-    parts = [f"{number(value, signed=True)} ({place.replace('-', ', ')})" for place, value in decided.items()]
+    higher_is_better = COLUMNS["functions"][metric].endswith("↑")
+    rated = lambda value: "better" if (value.mean > 0) == higher_is_better else "worse"
+    parts = [f"{number(v, signed=True)}, {rated(v)} ({place.replace('-', ', ')})" for place, v in decided.items()]
     if len(decided) < len(found):
         parts.append(f"undecided in {len(found) - len(decided)} of {len(found)} settings")
     return f"EBFT − {HEADLINE_OTHERS[other]}, {HEADLINE_METRICS[metric]}: {'; '.join(parts)}."
@@ -140,6 +154,11 @@ def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:
     for *_, said in judged(cells):
         counts[said] = counts.get(said, 0) + 1
     return counts
+
+
+def at_the_floor(cells: list[dict[str, Any]]) -> int:
+    """How many trials compare rates that are 0 for every model on both sides."""
+    return sum(found.half < ROUNDING and abs(found.mean) < ROUNDING for *_, found, _ in judged(cells))
 
 
 def groups_of(cells: list[dict[str, Any]], task: str, start: str) -> list[str]:
@@ -161,8 +180,9 @@ def label(group: str) -> str:
 def costs(cells: list[dict[str, Any]], group: str) -> list[str]:
     """Means over seeds of what the runs of a group cost."""
     found = [cell for cell in cells if cell["cell"]["group"] == group and "cost" in cell]
-    values = [[cell["cost"][name] for cell in found] for name in COSTS]
-    return [f"{statistics.mean(known):.3g}" if (known := [v for v in row if v is not None]) else "" for row in values]
+    values = [[{**cell, **cell["cost"]}[name] for cell in found] for name in COSTS]
+    means = [statistics.mean(known) if (known := [v for v in row if v is not None]) else None for row in values]
+    return ["" if mean is None else f"{mean:.2e}" if mean >= 1e7 else f"{mean:,.6g}" for mean in means]
 
 
 def number(found: Estimate | None, signed: bool = False) -> str:
@@ -173,7 +193,10 @@ def number(found: Estimate | None, signed: bool = False) -> str:
     if math.isnan(found.half) or found.half == 0:
         return f"{found.mean:{sign}.3f}"
     decimals = min(5, max(1, 1 - math.floor(math.log10(found.half))))
-    return f"{found.mean:{sign}.{decimals}f} ± {found.half:.{decimals}f}"
+    if round(abs(found.mean), decimals) == round(found.half, decimals):
+        decimals += 1  # to see which is larger
+    mean = round(found.mean, decimals) + 0.0  # no -0.0
+    return f"{mean:{sign}.{decimals}f} ± {found.half:.{decimals}f}"
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -58,6 +58,7 @@ def a_cell(method: str, seed: int, metrics: dict, setting: str = "") -> dict:
         "seconds": {"train": 5.0, "evaluate": 5.0},
         "machine": CARD,
         "samples": 4,
+        "learning_rate": 0.0003,
         **(trained if method != "none" else {}),
     }
 
@@ -82,15 +83,15 @@ def test_verdicts_follow_the_numbers(tmp_path, gain, expected):
     assert verdict_of(report, "EBFT lowers the feature-matching loss", "cfm_loss") == expected
 
 
-@pytest.mark.parametrize(("gain", "expected"), [(0.2, FAILS), (-0.2, FAILS), (0.0005, HOLDS)])
-def test_as_well_as_rlvr_means_close_to_it(tmp_path, gain, expected):
+@pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0005, HOLDS)])
+def test_as_well_as_rlvr_means_not_lower_by_much(tmp_path, gain, expected):
     assert verdict_of(report_of(made_up(gain), tmp_path), "as well downstream as RLVR", "parses_pass@1") == expected
 
 
 def test_wide_intervals_decide_nothing(tmp_path):
     report = report_of(made_up(0.2, noise=1.0), tmp_path)
     assert verdict_of(report, "EBFT has a lower cross-entropy than RLVR", "ce_loss") == OPEN
-    assert HOLDS not in {verdict_of(report, "as well downstream as RLVR", "parses_pass@1")}
+    assert verdict_of(report, "as well downstream as RLVR", "parses_pass@1") == OPEN
 
 
 def about(mean: float, seeds: float, documents: float = 0.0) -> Estimate:
@@ -107,21 +108,23 @@ def test_verdict_by_hand():
     assert verdict(about(0.1, 1e-16), "higher") == OPEN, "what only rounding changes"
     assert verdict(about(0.0, 0.0), "higher") == OPEN, "no difference at all is no gain"
     assert verdict(None, "higher") == OPEN
-    assert verdict(about(0.0, 0.04), "same") == HOLDS
-    assert verdict(about(0.0, 0.06), "same") == OPEN
-    assert verdict(about(-0.2, 0.04), "same") == FAILS
-    assert verdict(about(0.0, 0.01), "same", level=0.02) == OPEN, "two rates near 0 are the same whatever is true"
+    assert verdict(about(0.0, 0.04), "as high") == HOLDS
+    assert verdict(about(0.0, 0.06), "as high") == OPEN
+    assert verdict(about(-0.2, 0.04), "as high") == FAILS
+    assert verdict(about(0.0, 0.01), "as high", level=0.02) == OPEN, "rates near 0 cannot be lower by much"
 
 
 def test_numbers_show_two_digits_of_the_interval():
     assert number(about(0.12345, 0.0234)) == "0.123 ± 0.023"
     assert number(about(4.0, 1.5), signed=True) == "+4.0 ± 1.5"
     assert number(None) == ""
+    assert number(about(-0.1502, 0.1483)) == "-0.150 ± 0.148", "which is larger is to be seen"
+    assert number(about(-0.0001, 0.02), signed=True) == "+0.000 ± 0.020"
 
 
 def test_report_has_machine_costs_failures_and_curves(tmp_path):
     report = report_of(made_up(0.2), tmp_path)
-    for part in ("cpu: a test", "commit abc", "`python run.py`", "functions-base-rlvr-seed2", "1e+12", "FLOPs"):
+    for part in ("cpu: a test", "commit abc", "`python run.py`", "functions-base-rlvr-seed2", "1.00e+12", "FLOPs"):
         assert part in report
     for title in ("Training curves", "Rollouts"):
         picture = re.search(rf"!\[{title}\]\((.+)\)", report).group(1)
@@ -178,18 +181,22 @@ def test_rates_of_a_later_sweep_are_told(tmp_path):
 
 @pytest.mark.parametrize(("chosen", "said"), [("0.0003", "No best rate is at the edge"), ("0.0001", "at the edge of")])
 def test_learning_rates_are_shown_with_what_was_compared(tmp_path, chosen, said):
-    values = {"0.0001": 0.1, "0.0003": 0.2, "0.001": 0.05, chosen: 0.4}
+    rates = {"0.0001": 0.1, "0.0003": 0.2, "0.001": 0.05, chosen: 0.4}
+    values = {rate: {"objective": value, "ce_loss": 4.0, "cfm_loss": 0.3} for rate, value in rates.items()}
     found = {"tried": {"functions-base-sft": values}, "chosen": {"functions-base-sft": float(chosen)}}
     store_sweep(tmp_path / "results", "small", {**A_SWEEP, **found})
-    report = report_of(made_up(0.2), tmp_path)
-    assert "**0.400**" in report and said in report
+    results = made_up(0.2)
+    for cell in results["cells"]:
+        cell["learning_rate"] = float(chosen)
+    report = report_of(results, tmp_path)
+    assert "**0.400 / 4.000 / 0.300**" in report and said in report
     assert "No sweep at this size" not in report and "No sweep" in report_of(made_up(0.2), tmp_path / "other")
 
 
 def test_headlines_say_where_a_difference_is_decided(tmp_path):
     summary = report_of(made_up(0.2), tmp_path).split("### In short")[1].split("###")[0]
     line = next(line for line in summary.splitlines() if "SFT on as many documents, parses" in line)
-    assert "+0.2" in line and "(functions, base)" in line
+    assert "+0.2" in line and "better (functions, base)" in line
     summary = report_of(made_up(0.0005), tmp_path).split("### In short")[1].split("###")[0]
     assert "undecided in" in summary
 

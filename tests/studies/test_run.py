@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from sizes import SIZES, parameters
 from stored import store_sweep
 
 pytestmark = pytest.mark.slow
@@ -31,7 +33,12 @@ def results(folder: Path) -> dict:
 def first_run(tmp_path_factory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("study")
     place, card = "functions-base-sft", {"date": "today", "commit": "abc"}
-    sweep = {"command": "run.py", "machine": card, "seed": 100, "tried": {place: {"0.002": -5.0}}}
+    sweep = {
+        "command": "run.py",
+        "machine": card,
+        "seed": 100,
+        "tried": {place: {"0.002": {"objective": -5.0, "ce_loss": 5.0}}},
+    }
     store_sweep(folder / "results", "tiny", {**sweep, "chosen": {place: 0.002}})
     return folder, run_study(folder)[0]
 
@@ -64,6 +71,12 @@ def test_machine_and_rows_are_stored(first_run):
     folder, _ = first_run
     found = results(folder)
     assert found["rows"]["functions_test"] > 0 and found["machine"]["workers"] == 2
+
+
+def test_the_model_has_the_parameters_that_the_report_says(first_run):
+    folder, _ = first_run
+    shapes = [tensor.shape for tensor in load_file(folder / "output" / "init" / "model.safetensors").values()]
+    assert parameters(SIZES["tiny"]) == sum(shape.numel() for shape in shapes)
 
 
 def test_report_is_made_of_the_results(first_run):
@@ -102,4 +115,4 @@ def test_rates_of_a_sweep_are_used_and_shown(first_run):
         "functions-base-sft-seed0",
         "functions-base-sft_flops-seed0",
     }
-    assert "| functions, base | SFT | −cross-entropy | **-5.000** |" in (folder / "README.md").read_text()
+    assert "| functions, base | SFT | −cross-entropy | **-5.000 / 5.000** |" in (folder / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import pytest
 import run
+import torch
 from cells import Cell, all_cells
 from settings import cell_overrides, config_file, evaluation_overrides
 from sizes import SIZES
@@ -9,9 +10,10 @@ from stored import load_sweep, store_sweep
 from sweep import SEED, best_rates, chosen_rate, objective, sweep_cells, tried
 
 from ebft import load_config
+from ebft.scores import feature_scores
 
 SIZE = SIZES["small"]
-METRICS = {"ce_loss": 4.0, "reward_pass@1": 0.5, "parses_pass@1": 0.25, "uses_names_pass@1": 0.2}
+METRICS = {"ce_loss": 4.0, "cfm_loss": 0.5, "reward_pass@1": 0.5, "parses_pass@1": 0.25, "uses_names_pass@1": 0.2}
 PER_DOCUMENT = {"parses_pass@1": {"sum": [0, 1, 0, 0]}, "uses_names_pass@1": {"sum": [0, 0.4]}}  # two without names
 RESULT = {"metrics": METRICS, "per_document": PER_DOCUMENT}
 
@@ -37,6 +39,15 @@ def test_the_reward_that_ebft_is_judged_by_is_the_one_it_trains_for(tmp_path):
     assert trained.temperature == 1.0, "at which models are measured"
 
 
+def test_the_reward_of_ebft_is_one_minus_the_feature_matching_loss():
+    """As the report says of diversity_coef 0.5: 2 a - 2 · 0.5 d of the samples against 1 - 2 a + d."""
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.nn.functional.normalize(torch.randn(5, 4, 8, generator=generator), dim=-1)
+    phi_ref = torch.nn.functional.normalize(torch.randn(5, 8, generator=generator), dim=-1)
+    found = feature_scores(phi, phi_ref, alignment_coef=1.0, diversity_coef=0.5, pass_at=[1])
+    torch.testing.assert_close(found["reward_pass@1"], 1 - found["cfm_loss"])
+
+
 def test_the_best_rate_of_each_place_is_chosen():
     results = []
     for cell in sweep_cells(SIZE):
@@ -45,7 +56,7 @@ def test_the_best_rate_of_each_place_is_chosen():
         results.append({**RESULT, "cell": {"name": cell.name}, "metrics": metrics})
     found = tried(SIZE, results)
     assert best_rates(found)["raw-warm-ebft"] == best_rates(found)["functions-base-sft"] == 0.0003
-    assert found["raw-warm-ebft"]["0.0003"] == pytest.approx(0.5 - 0.03 * 3.0)
+    assert found["raw-warm-ebft"]["0.0003"] == {"objective": 0.41, "ce_loss": 3.0, "cfm_loss": 0.5}
     assert "functions-base-rlvr" not in best_rates(found), "all rates are as good"
     assert set(found["functions-base-rlvr"]) == {f"{rate:g}" for rate in SIZE.rates}
 
@@ -71,7 +82,7 @@ def test_the_command_stores_what_was_tried_and_what_is_best(tmp_path, monkeypatc
     assert run.sweep(SIZE, tmp_path / "output", tmp_path / "results", workers=2) == {}
     found = load_sweep(tmp_path / "results", "small")
     assert found["chosen"]["raw-base-ebft"] == 0.0001 and found["command"].endswith("--size small --sweep")
-    assert found["tried"]["functions-warm-sft"]["0.001"] == -4.0
+    assert found["tried"]["functions-warm-sft"]["0.001"]["objective"] == -4.0
     assert {job.part for job in jobs} == {"validation"}
     assert all("validation" in " ".join(evaluation_of(job)) for job in jobs)
 
