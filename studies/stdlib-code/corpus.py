@@ -30,6 +30,7 @@ LONGEST_WITH_EXAMPLES = (600, 300)  # functions with a doctest are few, and thei
 SHORTEST = 35  # characters of output: shorter ones have no room for a block, and EBFT would train on fewer rows
 # Functions of one file, so that no large one stands for all: of those trained on, and of those measured.
 MOST_OF_A_FILE = {"train": 40, "validation": 4, "test": 3}
+# Bodies of functions that do nothing: a doctest that one of them passes decides nothing.
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
 
 
