@@ -23,3 +23,7 @@ class NonFiniteLossError(EBFTError):
 
 class RolloutError(EBFTError):
     """Completions cannot be generated: no server, the wrong one, or one that does not answer as it should."""
+
+
+class FetchError(EBFTError):
+    """A file cannot be downloaded, is not the one that was pinned, or cannot be written to the cache."""

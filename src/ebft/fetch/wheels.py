@@ -1,0 +1,89 @@
+"""A wheel of one version and checksum, downloaded with pip so that the user's own index settings apply."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ebft.errors import FetchError
+from ebft.fetch.cache import cache_dir, locked
+
+RETRIES = 2
+
+
+def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None) -> Path:
+    """The wheel file of `name` at `version`, from the cache, or downloaded into it.
+
+    `sha256` is the checksum of the file in hexadecimal digits; a file with another one is never returned. `cache` is
+    `cache_dir()` where it is None. Raises FetchError where pip cannot download the wheel or the checksum is another.
+    """
+    folder = (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
+    found = _cached(folder, sha256)
+    if found is not None:
+        return found
+    with locked(folder):
+        found = _cached(folder, sha256)  # another process may have fetched it meanwhile
+        if found is None:
+            found = _fetch_into(folder, name, version, sha256)
+    return found
+
+
+def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
+    """FetchError unless `wheel` is a file with this checksum."""
+    if not wheel.is_file():
+        raise FetchError(f"There is no file {wheel}. Give the wheel file of {name} {version}.")
+    given = sha256_of(wheel)
+    if given != sha256:
+        raise FetchError(
+            f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, and should be "
+            f"{sha256}. Download it again, or from another package index (PIP_INDEX_URL)."
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """The checksum of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cached(folder: Path, sha256: str) -> Path | None:
+    return next((wheel for wheel in folder.glob("*.whl") if sha256_of(wheel) == sha256), None)
+
+
+def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:
+    """Download beside `folder`, check, and rename, so that an interrupted download leaves nothing in it."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    for leftover in (partial, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        wheel = _download(partial, name, version)
+        check_wheel(wheel, name, version, sha256)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder / wheel.name
+
+
+def _download(folder: Path, name: str, version: str) -> Path:
+    print(f"Downloading {name} {version}", file=sys.stderr, flush=True)
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    what = ["--retries", str(RETRIES), "--no-deps", "--only-binary=:all:", "--dest", str(folder), f"{name}=={version}"]
+    done = subprocess.run([*pip, *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise FetchError(
+            f"{name} {version} cannot be downloaded: `python -m pip download --no-deps {name}=={version}` failed.\n"
+            f"{_reason(done.stdout)}\nConnect to a package index, or name one that has it (PIP_INDEX_URL)."
+        )
+    return wheels[0]
+
+
+def _reason(output: str) -> str:
+    """The lines of pip's output that say what went wrong, or its last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
+    connection = [line for line in lines if line.startswith("WARNING: Retrying")][-1:]
+    return "\n".join([*connection, *(told or lines[-1:] or ["pip said nothing."])])

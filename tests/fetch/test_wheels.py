@@ -1,0 +1,76 @@
+"""A pinned wheel: downloaded once, checked by its sha256, and nothing half-made left behind."""
+
+import multiprocessing
+import subprocess
+
+import pytest
+
+from ebft.errors import FetchError
+from ebft.fetch.wheels import fetch_wheel
+from tests.fetch.wheel_files import make_wheel, use_folder_as_index, without_network
+
+
+@pytest.fixture
+def tiny_wheel(tmp_path, monkeypatch):
+    """A wheel on the only index that pip knows, and its sha256; no cache yet."""
+    wheel, sha256 = make_wheel(tmp_path / "index", "tinydata", "0.3", {"tinydata/words.txt": b"one two"})
+    use_folder_as_index(monkeypatch, wheel.parent)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
+    return wheel, sha256
+
+
+def test_wheel_is_downloaded_into_the_cache_once(tiny_wheel, tmp_path, monkeypatch):
+    wheel, sha256 = tiny_wheel
+    found = fetch_wheel("tinydata", "0.3", sha256)
+    assert found == tmp_path / "cache" / "wheels" / "tinydata-0.3" / wheel.name
+    assert found.read_bytes() == wheel.read_bytes()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
+    assert fetch_wheel("tinydata", "0.3", sha256) == found
+
+
+def test_cache_may_be_another_folder(tiny_wheel, tmp_path):
+    found = fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "elsewhere")
+    assert found.is_relative_to(tmp_path / "elsewhere")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_wheel_with_another_checksum_is_refused_and_not_kept(tiny_wheel, tmp_path):
+    with pytest.raises(FetchError, match=f"its sha256 is {tiny_wheel[1]}, and should be 0000"):
+        fetch_wheel("tinydata", "0.3", "0" * 64)
+    assert list((tmp_path / "cache").rglob("*.whl")) == []
+
+
+def test_damaged_wheel_in_the_cache_is_replaced(tiny_wheel):
+    found = fetch_wheel("tinydata", "0.3", tiny_wheel[1])
+    found.write_bytes(found.read_bytes()[:100])
+    assert fetch_wheel("tinydata", "0.3", tiny_wheel[1]).read_bytes() == tiny_wheel[0].read_bytes()
+
+
+def test_leftovers_of_a_killed_download_are_no_wheel(tiny_wheel, tmp_path):
+    partial = tmp_path / "cache" / "wheels" / ".tinydata-0.3.partial"
+    partial.mkdir(parents=True)
+    (partial / "other-1.0-py3-none-any.whl").write_bytes(b"half")
+    assert fetch_wheel("tinydata", "0.3", tiny_wheel[1]).read_bytes() == tiny_wheel[0].read_bytes()
+    assert not partial.exists()
+
+
+def test_without_network_the_error_says_what_was_tried(tmp_path, monkeypatch):
+    without_network(monkeypatch)
+    with pytest.raises(FetchError) as raised:
+        fetch_wheel("tinydata", "0.3", "0" * 64, cache=tmp_path)
+    assert "pip download --no-deps tinydata==0.3" in str(raised.value)
+    assert "127.0.0.1" in str(raised.value) or "Connection refused" in str(raised.value)
+    assert "PIP_INDEX_URL" in str(raised.value)
+
+
+def test_cache_that_cannot_be_written_is_named(tiny_wheel, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FetchError, match="file/wheels cannot be written .*EBFT_CACHE"):
+        fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "file")
+
+
+def test_processes_at_once_get_the_same_whole_wheel(tiny_wheel):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        found = pool.starmap(fetch_wheel, [("tinydata", "0.3", tiny_wheel[1])] * 3)
+    assert len(set(found)) == 1
+    assert found[0].read_bytes() == tiny_wheel[0].read_bytes()
