@@ -7,6 +7,7 @@ import typer
 
 from ebft.cli import config as config_command
 from ebft.cli import evaluate as evaluate_command
+from ebft.cli import fetch as fetch_command
 from ebft.cli import train as train_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_warnings
@@ -30,6 +31,7 @@ train_command.register(app)
 evaluate_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)
+fetch_command.register(app)
 
 
 @app.callback()

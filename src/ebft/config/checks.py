@@ -23,6 +23,7 @@ from ebft.config.options import (
 )
 from ebft.config.transforms import counterpart, trains_on
 from ebft.errors import ConfigError
+from ebft.fetch.models import as_folder
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -68,6 +69,16 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
         yield "load_in_4bit: true cannot be trained without its adapter. Set adapter: qlora, or remove it."
     elif config.load_in_8bit and config.adapter != "lora":
         yield "load_in_8bit: true cannot be trained without an adapter. Set adapter: lora, or remove it."
+
+
+def _gguf(config: "RunConfig") -> Iterator[str]:
+    if config.gguf_file is None:
+        return
+    way_out = as_folder(f"{config.base_model}/{config.gguf_file}")
+    if config.load_in_4bit or config.load_in_8bit:
+        yield f"gguf_file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {way_out}"
+    if config.is_structured and config.trl.use_vllm and config.trl.vllm_mode != "server":
+        yield f"gguf_file: vLLM serves a folder of safetensors here. {way_out}"
 
 
 def _precision(config: "RunConfig") -> Iterator[str]:
@@ -129,6 +140,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _adapter,
     _feature_device,
     _quantisation,
+    _gguf,
     _precision,
     _budget,
     _schedule,

@@ -21,7 +21,11 @@ class SpecialTokens(Section):
 class ModelKeys(Section):
     """Base model and tokenizer."""
 
-    base_model: str = Field(description="Folder or hub name of the model to fine-tune.")
+    base_model: str = Field(description="Model to fine-tune: a folder, a name that `ebft fetch` lists, or a hub name.")
+    gguf_file: str | None = Field(
+        None,
+        description="GGUF file in the folder base_model to load the model and its tokenizer from, as dense weights.",
+    )
     base_model_config: str | None = Field(
         None, description="Folder or hub name of the model configuration; unset is base_model."
     )

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ebft.data.locate import locate
+from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.features import FeatureNetwork
+from ebft.fetch.models import is_gguf
 from ebft.models import load_base_model
-from ebft.models.base import check_sequence_len, lasting_name, load_model_config
+from ebft.models.base import check_sequence_len, load_model_config
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.pretrained import find_model, pretrained_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -43,15 +45,15 @@ def check_model(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> N
 
     Raises ModelError, or ConfigError where `sequence_len` is beyond its positions.
     """
-    locate(name, "model", "--model")
-    _check_tokenizer(name, tokenizer)
+    if not _same_model(config, name):
+        _check_tokenizer(find_model(name, "--model"), tokenizer)
     adapter = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
         raise ModelError(
             f"--model {name}: {type(adapter).__name__} puts virtual tokens before the prompt, which blocks and "
             "features here do not have. Evaluate an adapter on the layers, such as LoRA, or a whole model."
         )
-    if adapter is None and not _same_model(name, config.base_model):
+    if adapter is None and not _same_model(config, name):
         found = load_model_config(_of_base(config, name))
         check_sequence_len(config.sequence_len, found, name)
         size = found.get_text_config().vocab_size
@@ -86,8 +88,8 @@ def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> 
 def _shares_base(config: Any, name: str, adapter: PeftConfig | None) -> bool:
     """Whether the policy without its adapter is the config's base model, weight by weight."""
     if adapter is None:
-        return _same_model(name, config.base_model)
-    if not isinstance(adapter, LoraConfig) or not _same_model(adapter.base_model_name_or_path, config.base_model):
+        return _same_model(config, name)
+    if not isinstance(adapter, LoraConfig) or not _same_model(config, adapter.base_model_name_or_path):
         return False
     # Other initialisations move a part of the base's weights into the adapter; trained biases are the base's own.
     return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
@@ -95,10 +97,9 @@ def _shares_base(config: Any, name: str, adapter: PeftConfig | None) -> bool:
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model saved with another tokenizer than the config's: its tokens would mean something else."""
-    folder = Path(name).expanduser()
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    if not is_gguf(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         return  # a bare adapter, or a hub id
-    own = AutoTokenizer.from_pretrained(folder)
+    own = pretrained_tokenizer(name)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise ModelError(
             f"--model {name}: its tokenizer gives other tokens than that of the config's base_model, so the two cannot "
@@ -117,11 +118,11 @@ def placed(model: nn.Module, device: str | None = None) -> nn.Module:
 
 def _adapter_of(name: str) -> PeftConfig | None:
     """The configuration of an adapter; None where `name` is no adapter."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / ADAPTER_FILE).is_file():
+    folder = Path(lasting_name(name))
+    if folder.exists() and not (folder / ADAPTER_FILE).is_file():
         return None
     try:
-        found = PeftConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+        found = PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:
         if not folder.is_dir():
             return None  # PEFT raises ValueError where a hub repository has no adapter
@@ -135,22 +136,24 @@ def _with_adapter(config: Any, adapter: PeftConfig, name: str, tokenizer: PreTra
     base = adapter.base_model_name_or_path
     try:
         model = load_base_model(_of_base(config, base), tokenizer)
-        return PeftModel.from_pretrained(model, str(Path(name).expanduser()) if Path(name).exists() else name)
+        return PeftModel.from_pretrained(model, lasting_name(name))
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"an adapter on {base} that cannot be loaded: {error}") from error
 
 
 def _of_base(config: Any, name: str) -> Any:
     """The config with another base model; its weights' own configuration goes with it."""
-    if _same_model(name, config.base_model):
+    if _same_model(config, name):
         return config
     if config.load_in_4bit or config.load_in_8bit:
         raise ConfigError(
             f"--model {name} is no adapter on base_model, and load_in_4bit and load_in_8bit are for training adapters. "
             "Set them to false, so that all models are measured in one precision."
         )
-    return config.model_copy(update={"base_model": name, "base_model_config": None, "revision_of_model": None})
+    own = {"gguf_file": None, "base_model_config": None, "revision_of_model": None}
+    return config.model_copy(update={"base_model": name, **own})
 
 
-def _same_model(name: str, base_model: str) -> bool:
-    return lasting_name(name) == lasting_name(base_model)
+def _same_model(config: Any, name: str) -> bool:
+    """Whether `name` is the config's base model; its folder is, where `gguf_file` names a file in there."""
+    return lasting_name(name) in (base_name(config), lasting_name(config.base_model))

@@ -1,16 +1,18 @@
 """The base model: loaded once, in the type, place and attention implementation that the config asks for."""
 
-from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.data.locate import locate
+from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError
+from ebft.fetch.models import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
+from ebft.models.gguf import check_gguf_file
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
+from ebft.models.pretrained import find_model, pretrained_config, pretrained_model
 from ebft.models.quantisation import quantisation_config
 
 
@@ -24,7 +26,7 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 
     Raises ModelError when it cannot be found or loaded, ConfigError when `sequence_len` is beyond its positions.
     """
-    model_config = load_model_config(config)
+    name, model_config = find_base_model(config), load_model_config(config)
     check_sequence_len(config.sequence_len, model_config, config.base_model)
     options = {
         "dtype": weights_dtype(config),
@@ -33,8 +35,8 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         "quantization_config": quantisation_config(config),
     }
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            lasting_name(config.base_model),
+        model = pretrained_model(
+            name,
             config=model_config,
             revision=config.revision_of_model,
             trust_remote_code=config.trust_remote_code,
@@ -42,25 +44,25 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {error}") from error
+    _check_growth(config, model, tokenizer)
     _fit_vocabulary(model, tokenizer)
     return model
 
 
-def lasting_name(base_model: str) -> str:
-    """`base_model` as saved adapters and cards name it: a local folder by its absolute path, a hub id as it is."""
-    path = Path(base_model).expanduser()
-    return str(path.absolute()) if path.exists() else base_model
+def find_base_model(config: Any) -> str:
+    """The lasting name of the base model; ModelError where it is not there."""
+    if config.gguf_file is not None:
+        check_gguf_file(lasting_name(config.base_model), config.gguf_file)
+        return find_model(base_name(config), "gguf_file")
+    return find_model(config.base_model, "base_model")
 
 
 def load_model_config(config: Any) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
-    name = config.base_model_config or config.base_model
-    locate(name, "model", key)
+    name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
     try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
-        )
+        return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{key}: no model configuration can be read from {name!r}: {error}") from error
 
@@ -72,6 +74,16 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
         raise ConfigError(
             f"sequence_len: {sequence_len} is beyond the {limit} positions of {name} (max_position_embeddings). "
             f"Set sequence_len to at most {limit}."
+        )
+
+
+def _check_growth(config: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """New embeddings beside an adapter are saved with it where PEFT finds the base's config.json to compare with."""
+    size = model.get_input_embeddings().num_embeddings
+    if is_gguf(base_name(config)) and config.adapter is not None and len(tokenizer) > size:
+        raise ModelError(
+            f"special_tokens: the tokenizer has {len(tokenizer)} tokens and the GGUF model has {size}. The new ones "
+            f"would not be saved with an adapter on a GGUF file. {as_folder(base_name(config))}"
         )
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from ebft.config import RunConfig
 from ebft.config.changed import changed_keys
-from ebft.models.base import lasting_name
+from ebft.data.locate import base_name
 
 # Speed, memory and schedule are no results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
@@ -41,7 +41,7 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
 
 def _header(config: RunConfig) -> str:
     header = {
-        "base_model": lasting_name(config.base_model),
+        "base_model": base_name(config),
         "library_name": "peft" if config.adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": _TAGS[config.rl],

@@ -3,11 +3,12 @@
 import warnings
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ebft.data.locate import locate
 from ebft.errors import ModelError
+from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
+from ebft.models.pretrained import find_model, pretrained_tokenizer
 
 
 def load_tokenizer(config: Any) -> PreTrainedTokenizerBase:
@@ -17,10 +18,9 @@ def load_tokenizer(config: Any) -> PreTrainedTokenizerBase:
     padding token the end-of-sequence token pads, with a warning. Raises ModelError where there is no tokenizer.
     """
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
-    name = config.tokenizer_config or config.base_model
-    locate(name, "model", key)
+    name = find_model(config.tokenizer_config, key) if config.tokenizer_config else find_base_model(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = pretrained_tokenizer(
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:

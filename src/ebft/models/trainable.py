@@ -7,9 +7,12 @@ from typing import Any
 
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
+from transformers.utils.quantization_config import QuantizationMethod
 
 from ebft.errors import ModelError
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.pretrained import find_model, pretrained_model
 
 # Initialisations of LoRA that move a part of the base weights into the adapter.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -18,15 +21,28 @@ _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
     """The model, loaded where a name is given, with a new adapter (random from `seed`) where one is asked for."""
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model)
+        model = pretrained_model(find_model(model, "model"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
+    _check_dense(model)
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
         raise ModelError("the model has an adapter already: give peft_config with a plain model, or leave it out")
     set_seed(seed)
     return get_peft_model(model, peft_config)
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Refuse what transformers made of a GGUF file by default: it can be neither trained nor saved."""
+    causal_lm = unwrap_adapter(model)
+    method = getattr(causal_lm, "quantization_method", None)  # set by transformers alone
+    if method == QuantizationMethod.GGUF:
+        raise ModelError(
+            "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
+            "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or give the path "
+            "of the file as model"
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -4,10 +4,11 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ebft.config import RunConfig
+from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
+from ebft.fetch.models import MODELS, as_folder, is_gguf
 from ebft.serving.adapter import adapter_slots, max_lora_rank
 from ebft.serving.address import base_url
 from ebft.serving.devices import VISIBLE, serves_on_gpu
@@ -36,8 +37,9 @@ class ServerCommand:
 def server_command(config: RunConfig, python: str, gpus: int, environ: Mapping[str, str] = os.environ) -> ServerCommand:
     """The server of `config`, run by the interpreter `python` on a machine with `gpus` visible GPUs."""
     _warn_without_effect(config)
+    _check_model(config)
     on_gpu = serves_on_gpu(config, gpus)
-    model, port, rank = local_or_hub(config.base_model), server_port(config), max_lora_rank(config)
+    model, port, rank = lasting_name(config.base_model), server_port(config), max_lora_rank(config)
     flags = [
         *("--model", model, "--host", config.vllm.host, "--port", str(port)),
         *_model_flags(config, on_gpu),
@@ -61,10 +63,14 @@ def server_port(config: RunConfig) -> int:
     return config.vllm.port
 
 
-def local_or_hub(name: str) -> str:
-    """A local folder by its absolute path, so that it means the same to every process; a hub name as it is."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+def _check_model(config: RunConfig) -> None:
+    """The server would take the name of a model that is not fetched for a hub name."""
+    if config.base_model in MODELS:
+        locate(config.base_model, "model", "base_model")
+    if is_gguf(base_name(config)):
+        raise ConfigError(
+            f"base_model is a GGUF file, and vLLM serves a folder of safetensors here. {as_folder(base_name(config))}"
+        )
 
 
 def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
@@ -73,9 +79,9 @@ def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
     # The log-probabilities that training needs are those of the distribution that was sampled from.
     flags = ["--dtype", dtype, "--seed", str(config.seed), "--logprobs-mode", "processed_logprobs"]
     if config.tokenizer_config:
-        flags += ["--tokenizer", local_or_hub(config.tokenizer_config)]
+        flags += ["--tokenizer", lasting_name(config.tokenizer_config)]
     if config.base_model_config:
-        flags += ["--hf-config-path", local_or_hub(config.base_model_config)]
+        flags += ["--hf-config-path", lasting_name(config.base_model_config)]
     if config.revision_of_model:
         flags += ["--revision", config.revision_of_model]
     if config.trust_remote_code:

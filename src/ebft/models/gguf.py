@@ -1,0 +1,119 @@
+"""Models in GGUF files: weights dequantised when they are loaded, and an ordinary dense model from then on."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from ebft.errors import ModelError
+from ebft.fetch.models import is_gguf, require_gguf
+
+# How `tokenizer.ggml.pre` calls GPT-2's way to split text, and the same with each digit on its own.
+_LIKE_GPT2 = {"gpt-2", "default", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
+_SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+
+
+def check_gguf_file(folder: str, file: str) -> None:
+    """ModelError unless the folder `base_model` has the file `gguf_file`."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(
+            f"gguf_file: {file} is looked for in the folder base_model, and {folder!r} is no folder on this machine. "
+            f"Set base_model to the folder that holds {file}."
+        )
+    if not (path / file).is_file() or not is_gguf(file):
+        found = ", ".join(_files_in(path)) or "no GGUF file"
+        raise ModelError(f"gguf_file: {file} is no GGUF file in {path}; it holds {found}. Correct one of the two keys.")
+
+
+def check_readable(name: str) -> None:
+    """ModelError where `name` is a GGUF file and the package that reads it is missing, or a folder of GGUF files."""
+    if is_gguf(name):
+        require_gguf(name)
+        return
+    files = _files_in(Path(name))
+    if files and not any((Path(name) / other).is_file() for other in ("config.json", "tokenizer.json")):
+        raise ModelError(
+            f"{name} holds {', '.join(files)} and no config.json, so it is a GGUF model. In a config, add "
+            f"gguf_file: {files[0]}; elsewhere, name the file itself: {Path(name) / files[0]}"
+        )
+
+
+def load_gguf_config(name: str, **options: Any) -> Any:
+    """The transformers configuration that the GGUF file `name` describes."""
+    config = AutoConfig.from_pretrained(**_file(name), **options)
+    if hasattr(config, "_model_name_or_path"):  # the file's title, which is the name of no folder
+        del config._model_name_or_path
+    return config
+
+
+def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
+    """The dense model of the GGUF file `name`, its weights exactly the file's, rounded to the `dtype` of `options`."""
+    options.setdefault("config", load_gguf_config(name))
+    # Left to itself, transformers may keep the blocks packed, which can be neither trained nor saved.
+    model = AutoModelForCausalLM.from_pretrained(
+        **_file(name), quantization_config=GgufConfig(dequantize=True), **options
+    )
+    model.config.name_or_path = model.name_or_path = name
+    # PEFT looks for a config.json beside the base model when an adapter is saved, to see whether the vocabulary grew.
+    warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
+    return model
+
+
+def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in the GGUF file `name`, chat template included.
+
+    Text is split, and a beginning-of-sequence token added or not, as the file says.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(**_file(name))
+    metadata, _ = read_gguf_metadata(name)
+    _settle_splitting(tokenizer, metadata.get("tokenizer.ggml.pre"), name)
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    if adds_bos is not None and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = adds_bos
+    return tokenizer
+
+
+def _settle_splitting(tokenizer: PreTrainedTokenizerBase, kind: str | None, name: str) -> None:
+    """Split text as the vocabulary's merges were learned, where transformers does not know `kind`.
+
+    It then splits like GPT-2, which for some kinds gives other tokens around spaces and digits.
+    """
+    backend = tokenizer.backend_tokenizer
+    used = json.loads(backend.to_str())["pre_tokenizer"]
+    if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
+        return
+    if kind in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        return
+    warnings.warn(
+        f"{name} splits text before tokenisation as {kind!r} does, which is not known here: it is split like GPT-2, "
+        "and some tokens may be others than the model was trained on. Set tokenizer_config to the model's own "
+        "tokenizer to be sure.",
+        stacklevel=4,
+    )
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.glob("*.gguf"))
+
+
+def _file(name: str) -> dict[str, str]:
+    """The arguments that name a GGUF file to transformers."""
+    path = Path(name).absolute()
+    # By its absolute path: a bare file name would first be looked for in the current folder.
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
