@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import torch.distributed as dist
 
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import VOCAB, tiny_model
@@ -41,6 +42,7 @@ def main(path, *options):
         generate_max_len=4,
         n_samples_per_prompt=3,
         ce_coef=0.2,
+        grad_norms_every=1,
         **{name: int(value) for name, value in given.items()},
     )
     trainer = StridedEBFTTrainer(model=model, args=args, train_dataset=documents(), eval_dataset=documents(11)[4:])
@@ -58,6 +60,8 @@ def main(path, *options):
             },
             path,
         )
+    if dist.is_initialized():  # left to the interpreter's exit, threads of a busy machine may end in an abort
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

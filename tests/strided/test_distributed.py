@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/mean_reward", "ebft/cfm_loss", "ebft/rl_loss", "ebft/ce_loss")
+COMPARED += ("ebft/rl_grad_norm", "ebft/ce_grad_norm")
 COMPARED += ("budget/documents", "budget/generated_tokens", "budget/flops")
 
 

@@ -104,6 +104,14 @@ class StridedOptions(FeatureOptions):
         description="Train on the very pass that sampled the rollouts, instead of a second forward; unset: on CPU. Not "
         "with gradient checkpointing, rollout_tokens_per_pass, dropout or FSDP.",
     )
+    grad_norms_every: int = Field(
+        0,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Log the gradient norms of the two terms of the loss, ebft/rl_grad_norm and ebft/ce_grad_norm, "
+        "every so many optimizer steps; 0 is never. Such a step takes a backward pass more for each term, and memory "
+        "for two float32 gradients. Not with FSDP, DeepSpeed, fp16 or reentrant gradient checkpointing.",
+    )
 
 
 class ThinkingOption(Section):

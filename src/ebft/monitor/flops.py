@@ -49,6 +49,15 @@ class FlopMeter:
         finally:
             self._counting = False
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what runs inside the block, nor what its backward passes run."""
+        before, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = before
+
     def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook; the backward counts when its gradient arrives, so a recomputed forward brings none."""
         if not self._counting:
@@ -77,7 +86,8 @@ class FlopMeter:
             output.log_probs.register_hook(lambda _: self._add(flops * (2 + trained)))
 
     def _add(self, flops: int | Tensor) -> None:
-        self.flops += flops
+        if self._counting:
+            self.flops += flops
 
 
 def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:

@@ -53,6 +53,24 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
 
 
+def check_grad_norms(args: Any, **ruling_out: bool) -> None:
+    """Refuse `grad_norms_every` where a term of the loss has no gradient that can be taken by itself.
+
+    `ruling_out` names what else rules it out, and whether it is on.
+    """
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    ruling_out |= {
+        "fp16": args.fp16,
+        "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant,
+    }
+    given = [name for name, is_on in ruling_out.items() if is_on]
+    if args.grad_norms_every and given:
+        raise ConfigError(
+            f"grad_norms_every cannot be combined with {', '.join(given)}: sharded, scaled or reentrant backward "
+            "passes do not return the gradient of one term. Set grad_norms_every to 0, or leave out the other"
+        )
+
+
 def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     """The dataset without rows too short for a block, which are counted in one warning; streams come back unchanged.
 

@@ -37,9 +37,10 @@ from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.policy import check_supported, prepare
-from ebft.strided.preflight import check_arguments, usable_rows
+from ebft.strided.preflight import check_arguments, check_grad_norms, usable_rows
 from ebft.strided.rehearsal import rehearse
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from ebft.strided.term_gradients import TermGradients
 
 BLOCK_OPTIONS = (
     "stride",
@@ -116,6 +117,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self.feature_network = FeatureNetwork(model, args.feature_layers, args.embed_method, args.feature_device)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
+        check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
         self._causal_lm = prepare(model)
         if args.disable_dropout:
             disable_dropout(model)
@@ -126,6 +128,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self._noise = DocumentNoise(args.seed)
         self._metrics = MeanMetrics()
         self._throughput = Throughput()
+        self._term_gradients = TermGradients(self.model.parameters())
 
     def compute_loss(
         self,
@@ -212,6 +215,9 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             loss=loss.detach(),
         )
         self._record(output, rollouts.entropy, text_logps, documents, layout)
+        if self._measures_gradients() and num_items_in_batch is not None:
+            with self.budget.meter.paused():
+                self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
         if num_items_in_batch is not None:
             # DDP averages over ranks, and ours are shares of a sum; output.loss stays this rank's share.
             loss = loss * self.accelerator.num_processes
@@ -221,6 +227,9 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._throughput.add(seconds=time.perf_counter() - started)
+        if self._measures_gradients() and self.accelerator.sync_gradients:
+            for term, norm in self._term_gradients.drain(self.accelerator).items():
+                self._metrics.add(f"ebft/{term}_grad_norm", norm, 1)
         return loss
 
     def computing_models(self) -> list[nn.Module]:
@@ -309,6 +318,11 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         possible = args.disable_dropout and not saves_memory and not self.is_fsdp_enabled
         wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
         return torch.is_grad_enabled() and possible and wanted
+
+    def _measures_gradients(self) -> bool:
+        """Whether the gradient norms of the loss's terms are taken in the optimizer step that is running."""
+        every = self.args.grad_norms_every
+        return torch.is_grad_enabled() and every > 0 and (self.state.global_step + 1) % every == 0
 
     def _sampling_policy(self, model: nn.Module) -> nn.Module:
         """The model below its wrappers, but under FSDP the wrapped one, which gathers the weights."""
