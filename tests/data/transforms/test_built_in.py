@@ -37,8 +37,24 @@ def test_pretrain_columns(run, column, field):
     assert run("ebft_pretrain.transform", [{column: "x"}], field=field)["input_ids"][0]
 
 
+@pytest.mark.parametrize(
+    ("row", "field", "text"),
+    [
+        ({"question": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
+        ({"question": "x = 1\n", "answer": None}, None, "x = 1\n"),
+        ({"question": "x = 1\n"}, None, "x = 1\n"),
+        ({"question": "x = 1\n", "answer": "y = 2"}, "question", "x = 1\n"),
+        ({"question": "x = 1\n", "answer": "y = 2", "text": "z = 3"}, None, "z = 3"),
+    ],
+)
+def test_pretrain_reads_question_and_answer_as_one_text(run, tokenizer, row, field, text):
+    assert run("ebft_pretrain.transform", [row], field=field)["input_ids"] == [tokenizer(text)["input_ids"]]
+
+
 def test_pretrain_names_the_columns_that_are_there(run):
-    with pytest.raises(DataError, match=r"row 0: no column with text: looked for text, content, the row has body"):
+    with pytest.raises(
+        DataError, match="row 0: no column with text: looked for text, content, question, the row has body"
+    ):
         run("ebft_pretrain.transform", [{"body": "x"}])
 
 

@@ -1,8 +1,9 @@
 """Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, every token a label.
 
-The text is the column that the entry's `field` names, else `text`, else `content`. Special tokens are the tokenizer's
-own (a BOS where it adds one). Documents longer than `sequence_len` are later cut into consecutive windows, so no text
-is lost; only the first window starts with BOS.
+The text is the column that the entry's `field` names, else `text`, else `content`, else `question` followed by
+`answer` (the columns that the paper's authors give raw code in). Special tokens are the tokenizer's own (a BOS where it
+adds one). Documents longer than `sequence_len` are later cut into consecutive windows, so no text is lost; only the
+first window starts with BOS.
 """
 
 from ebft.data.transforms.rows import encode, first_present, text_of, text_row
@@ -10,10 +11,13 @@ from ebft.data.transforms.rows import encode, first_present, text_of, text_row
 
 def transform(cfg, dataset, **kwargs):
     """Transform for a column of raw text."""
-    columns = [dataset.field] if dataset.field else ["text", "content"]
+    columns = [dataset.field] if dataset.field else ["text", "content", "question"]
 
     def transform_fn(example, tokenizer=None):
-        text = text_of(example, first_present(example, columns, "text", "Name it with the entry's `field`."))
+        column = first_present(example, columns, "text", "Name it with the entry's `field`.")
+        text = text_of(example, column)
+        if column == "question" and not dataset.field and "answer" in example:
+            text += text_of(example, "answer")
         return text_row(encode(tokenizer, text, special=True) if text.strip() else [])
 
     return transform_fn, {"remove_columns": "__all__"}
