@@ -210,7 +210,13 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 # What the data of the examples looks like.
 PAIR = {"input": "Say hello.", "output": "x = 1\n" * 12}
 TURNS = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "hello"}]
-ROWS = {"strided_prompt_completion": PAIR, "structured_multiturn": {"messages": [*TURNS, *TURNS]}}
+QUESTION = {"question": PAIR["input"], "answer": PAIR["output"]}
+ROWS = {
+    "paper_full": QUESTION,
+    "paper_lora": QUESTION,
+    "strided_prompt_completion": PAIR,
+    "structured_multiturn": {"messages": [*TURNS, *TURNS]},
+}
 SMALL = (
     "sequence_len=48",
     "max_steps=2",
@@ -219,11 +225,31 @@ SMALL = (
     "eval_steps=2",
     "gradient_accumulation_steps=1",
 )
+TASKS = {  # the paper's other tasks, as the comments of paper_full.yaml give them
+    "raw code": ["datasets.0.type=ebft_pretrain.transform"],
+    "question and answer": ["datasets.0.type=completion"],
+    "translation": [
+        "ebft.stride=2",
+        "ebft.context_length=4",
+        "ebft.generate_max_len=4",
+        "ebft.embed_method=mean_pooling",
+    ],
+}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
-    overrides = []
+    train_example(path, [], tiny_llama_dir, text, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_paper_recipe_trains_on_its_other_tasks(task, tiny_llama_dir, text, tmp_path, monkeypatch):
+    path = next(path for path in EXAMPLES if path.stem == "paper_full")
+    train_example(path, TASKS[task], tiny_llama_dir, text, tmp_path, monkeypatch)
+
+
+def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
+    """Train the config `path` for two steps on a tiny model and rows like its data."""
     is_structured = path.stem.startswith(("structured", "grpo"))
     if is_structured or path.stem in ROWS:
         text = tmp_path / "rows.jsonl"

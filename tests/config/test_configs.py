@@ -10,7 +10,8 @@ from ebft.config.arguments import structured_kwargs
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))
-EXAMPLES = sorted((HERE.parents[1] / "examples").glob("*.yaml"))
+FOLDER = HERE.parents[1] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 WARNINGS = {"llama-3b-strided": ["torch_compile: true is set to false in strided mode"]}
 STRIDED = {"llama-1b-strided", "llama-1b-strided-structured", "llama-3b-strided", "llama-8b-strided-fft"}
 
@@ -39,6 +40,20 @@ def test_a_config_of_the_guide_loads_unmodified(path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_loads_without_a_warning(path):
     assert load(path)[1] == []
+
+
+def test_the_paper_recipe_with_lora_is_the_full_one_but_for_the_adapter():
+    full, lora = (load(FOLDER / f"paper_{kind}.yaml")[0].model_dump() for kind in ("full", "lora"))
+    different = {key for key in full if full[key] != lora[key]}
+    adapter = {"adapter", "lora_r", "lora_alpha", "lora_target_linear"}
+    assert different - adapter == {"torch_dtype", "learning_rate", "output_dir"}
+
+
+def test_the_paper_recipe_keeps_small_updates_and_a_constant_rate():
+    full, _ = load(FOLDER / "paper_full.yaml")
+    assert full.learning_rate == 1e-6 and full.torch_dtype == "float32"
+    assert (full.lr_scheduler, full.warmup_ratio) == ("constant_with_warmup", 0.03)
+    assert full.micro_batch_size * full.gradient_accumulation_steps * full.ebft.n_samples_per_prompt == 64
 
 
 @pytest.mark.parametrize("path", [path for path in GUIDE if path.stem not in STRIDED], ids=lambda path: path.stem)
