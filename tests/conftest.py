@@ -60,3 +60,16 @@ def tiny_llama_dir(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny_llama_dir, tmp_path_factory) -> Path:
+    """The tiny Llama and its tokenizer as a GGUF file, alone in its folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.gguf_files import write_gguf
+
+    path = tmp_path_factory.mktemp("tiny-gguf") / "tiny.Q8_0.gguf"
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    write_gguf(path, model, AutoTokenizer.from_pretrained(tiny_llama_dir))
+    return path

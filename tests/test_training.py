@@ -11,6 +11,7 @@ import torch
 from ebft import load_config, train
 from ebft.config import RunConfig
 from ebft.errors import ConfigError
+from ebft.fetch.convert import convert_file
 from ebft.hub import push
 from ebft.interrupt import TrainingInterrupted
 
@@ -96,6 +97,27 @@ def test_plain_lora_in_bfloat16(make):
     result = train(make(**LORA, bf16=True, gradient_checkpointing=True))
     assert result.model.get_base_model().dtype == torch.bfloat16
     assert result.trainer.args.bf16
+
+
+@pytest.mark.parametrize("keys", [LORA, {}], ids=["lora", "full"])
+def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, tiny_gguf, tmp_path, keys):
+    from transformers import AutoModelForCausalLM
+
+    keys = {**keys, "max_steps": 4, "save_steps": 2}
+    from_file = {"base_model": tiny_gguf.parent, "gguf_file": tiny_gguf.name}
+    train(strided(make, **from_file, **keys, output_dir=tmp_path / "a"))
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    resumed = train(
+        strided(make, **from_file, **keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint)
+    ).model
+    folder = convert_file(tiny_gguf, tmp_path / "folder")
+    dense = train(strided(make, base_model=folder, **keys, output_dir=tmp_path / "c")).model
+    for name, value in weights(resumed).items():
+        torch.testing.assert_close(value, weights(dense)[name], rtol=0, atol=0)
+    if not keys.get("adapter"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+        torch.testing.assert_close(saved.lm_head.weight, dense.lm_head.weight, rtol=0, atol=0)
+        train(strided(make, base_model=tmp_path / "b", max_steps=1, output_dir=tmp_path / "d"))
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path):

@@ -11,7 +11,8 @@ from tests.evaluation.fixtures import models, rows, write_config
 
 __all__ = ["ENVIRONMENT", "ebft", "models", "plain", "rows", "write_config"]
 
-ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+TERMINAL = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+ENVIRONMENT = {**os.environ, **TERMINAL}
 
 
 def plain(text):
@@ -22,4 +23,4 @@ def plain(text):
 @pytest.fixture
 def ebft():
     """`ebft("config", "--check", path)`: the command line in this process."""
-    return lambda *arguments: CliRunner(env=ENVIRONMENT).invoke(app, [str(argument) for argument in arguments])
+    return lambda *arguments: CliRunner(env=TERMINAL).invoke(app, [str(argument) for argument in arguments])

@@ -41,6 +41,27 @@ def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_adapter_on_a_gguf_file(ebft, write_config, tiny_gguf, tmp_path):
+    """Its adapter_config names the file, so it can be measured with the config of its run and with another."""
+    config = write_config("strided")
+    gguf = [f"base_model={tiny_gguf.parent}", f"gguf_file={tiny_gguf.name}"]
+    lora = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true", "max_steps=1"]
+    result = ebft("train", config, *gguf, *lora, f"output_dir={tmp_path / 'run'}")
+    assert result.exit_code == 0, result.output + result.stderr
+    assert "config file" not in result.stderr
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tiny_gguf
+    )
+    found = []
+    for base in (gguf, [f"base_model={tiny_gguf}"], []):
+        output = tmp_path / "result.json"
+        models = ["--model", tiny_gguf, "--model", tmp_path / "run"]
+        result = ebft("evaluate", config, *base, "evaluation.max_new_tokens=4", *models, "--output", output)
+        assert result.exit_code == 0, result.output + result.stderr
+        found.append([entry["metrics"]["ce_loss"] for entry in json.loads(output.read_text())["models"]])
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] == pytest.approx(found[2], abs=1e-6)
+
+
 def test_what_was_measured_before_a_model_failed_is_kept(ebft, write_config, models, tmp_path):
     from transformers import AutoModelForCausalLM
 

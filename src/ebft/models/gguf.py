@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +18,7 @@ from transformers import (
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
@@ -22,7 +26,7 @@ from ebft.errors import ModelError
 from ebft.fetch.models import is_gguf, require_gguf
 
 # How `tokenizer.ggml.pre` calls GPT-2's way to split text, and the same with each digit on its own.
-_LIKE_GPT2 = {"gpt-2", "default", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
+_LIKE_GPT2 = {"gpt-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
@@ -54,7 +58,8 @@ def check_readable(name: str) -> None:
 
 def load_gguf_config(name: str, **options: Any) -> Any:
     """The transformers configuration that the GGUF file `name` describes."""
-    config = AutoConfig.from_pretrained(**_file(name), **options)
+    with _undamaged(name):
+        config = AutoConfig.from_pretrained(**_file(name), **options)
     if hasattr(config, "_model_name_or_path"):  # the file's title, which is the name of no folder
         del config._model_name_or_path
     return config
@@ -64,9 +69,9 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     """The dense model of the GGUF file `name`, its weights exactly the file's, rounded to the `dtype` of `options`."""
     options.setdefault("config", load_gguf_config(name))
     # Left to itself, transformers may keep the blocks packed, which can be neither trained nor saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        **_file(name), quantization_config=GgufConfig(dequantize=True), **options
-    )
+    dense = GgufConfig(dequantize=True)
+    with _undamaged(name):
+        model = AutoModelForCausalLM.from_pretrained(**_file(name), quantization_config=dense, **options)
     model.config.name_or_path = model.name_or_path = name
     # PEFT looks for a config.json beside the base model when an adapter is saved, to see whether the vocabulary grew.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
@@ -76,36 +81,51 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
 def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer in the GGUF file `name`, chat template included.
 
-    Text is split, and a beginning-of-sequence token added or not, as the file says.
+    It has the file's tokens and no others, and splits text and adds a beginning-of-sequence token as the file says.
     """
-    tokenizer = AutoTokenizer.from_pretrained(**_file(name))
-    metadata, _ = read_gguf_metadata(name)
-    _settle_splitting(tokenizer, metadata.get("tokenizer.ggml.pre"), name)
+    with _undamaged(name):
+        loaded = AutoTokenizer.from_pretrained(**_file(name))
+        metadata, _ = read_gguf_metadata(name)
+    backend = json.loads(loaded.backend_tokenizer.to_str())
+    # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, known to the model or not.
+    count = metadata["tokenizer.ggml.tokens"]
+    backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
+    backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
-    if adds_bos is not None and tokenizer.bos_token is not None:
-        tokenizer.add_bos_token = adds_bos
-    return tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
+        chat_template=loaded.chat_template,
+        **{key: token for key, token in loaded.special_tokens_map.items() if key.endswith("_token")},
+        **({} if adds_bos is None else {"add_bos_token": adds_bos}),
+    )
 
 
-def _settle_splitting(tokenizer: PreTrainedTokenizerBase, kind: str | None, name: str) -> None:
-    """Split text as the vocabulary's merges were learned, where transformers does not know `kind`.
+def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
+    """How text is split before tokenisation: as the vocabulary's merges were learned.
 
-    It then splits like GPT-2, which for some kinds gives other tokens around spaces and digits.
+    Where transformers does not know `kind` it splits like GPT-2, which for some gives other tokens around spaces and
+    digits.
     """
-    backend = tokenizer.backend_tokenizer
-    used = json.loads(backend.to_str())["pre_tokenizer"]
     if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
-        return
+        return used
     if kind in _SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        return
+        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
     warnings.warn(
         f"{name} splits text before tokenisation as {kind!r} does, which is not known here: it is split like GPT-2, "
         "and some tokens may be others than the model was trained on. Set tokenizer_config to the model's own "
         "tokenizer to be sure.",
         stacklevel=4,
     )
+    return used
+
+
+@contextmanager
+def _undamaged(name: str) -> Iterator[None]:
+    """Errors of reading past the end of the file are ModelErrors that say so."""
+    try:
+        yield
+    except (struct.error, IndexError, KeyError) as error:
+        raise ModelError(f"{name} is cut off or damaged ({error}). Download or convert it again.") from error
 
 
 def _files_in(folder: Path) -> list[str]:

