@@ -1,5 +1,6 @@
 """What many tests share: a small tokenizer and a tiny random model, saved as a user would have them."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -73,3 +74,20 @@ def tiny_gguf(tiny_llama_dir, tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     write_gguf(path, model, AutoTokenizer.from_pretrained(tiny_llama_dir))
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real pretrained model of `ebft fetch smollm2-135m`, fetched now if need be.
+
+    Where it cannot be had, the tests that need it are skipped; in continuous integration that is a failure.
+    """
+    from ebft.errors import FetchError
+    from ebft.fetch.convert import fetch_model
+
+    try:
+        return fetch_model("smollm2-135m")
+    except FetchError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"the pretrained model is not here: {error}")

@@ -1,0 +1,39 @@
+"""The real model of `ebft fetch`: its tokens are the published tokenizer's, and its answers end where they should."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+CODE = (
+    'def total(xs):\n    """Add up, naïvely 🙂."""\n    return sum(\n        [\n            1, 22,  333,\n\t]\n    )\n'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir):
+    return AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+def test_tokens(tokenizer, tmp_path):
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert len(tokenizer) == 49152
+    assert tokenizer.tokenize("\n    12") == ["ĊĠĠĠĠ", "1", "2"]  # digits are alone, and leave the spaces together
+    ids = tokenizer(CODE)["input_ids"]
+    assert tokenizer.bos_token_id not in ids and tokenizer.decode(ids) == CODE
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(CODE)["input_ids"] == ids
+
+
+def test_answers_end_with_the_end_of_turn(smollm2_dir, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
+    assert model.dtype == torch.float32
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

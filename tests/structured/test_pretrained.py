@@ -1,0 +1,68 @@
+"""A pretrained model on real conversations: rewards, and a step's loss and gradients, against the naive oracle."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ebft import FeatureMatchingReward
+from tests.structured.conftest import lora
+from tests.structured.test_reward import LAYERS, expected
+from tests.structured.test_trainer import USER, make, one_step, oracle_loss
+
+pytestmark = pytest.mark.slow
+SYSTEM = {"role": "system", "content": "Be brief."}  # shorter than the template's own
+QUESTIONS = {
+    "2+2?": ("2 + 2 is 4.", [" 4<|im_end|>", "It is five, I think", "2 + 2 is 4.<|im_end|>"]),
+    "Name a colour of the rainbow, please.": ("Green", ["Red<|im_end|>", "", "Violet, or indigo"]),
+}
+
+
+@pytest.fixture
+def model(smollm2_dir):
+    return AutoModelForCausalLM.from_pretrained(smollm2_dir).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir):
+    return AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+def test_rewards(model, tokenizer):
+    prompts, truths, ids = [], [], []
+    for question, (truth, completions) in QUESTIONS.items():
+        for text in completions:
+            prompts.append([SYSTEM, USER(question)])
+            truths.append(truth)
+            ids.append(tokenizer(text)["input_ids"] or [tokenizer.eos_token_id])
+    options = {"feature_layers": LAYERS, "embed_method": "concat"}
+    for whitening in (None, "feature"):
+        space = {} if whitening is None else {"use_whitening": True, "whitening_space": whitening}
+        reward = FeatureMatchingReward(model, tokenizer, num_generations=3, **options, **space)
+        found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
+        wanted = expected(model, tokenizer, prompts, truths, ids, 3, "concat", whitening=whitening)
+        assert (found - wanted).abs().max() < (1e-5 if whitening is None else 1e-3)
+        assert wanted.std() > 3e-3
+
+
+def test_loss_and_gradients(model, tokenizer, tmp_path):
+    rows = [
+        {"prompt": [SYSTEM, USER(question)], "ground_truth": truth, "remaining_turns": []}
+        for question, (truth, _) in QUESTIONS.items()
+    ]
+    policy = lora(copy.deepcopy(model))
+    twin = copy.deepcopy(policy).eval()
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options = {"max_completion_length": 8, "ce_coef": 0.3, "use_whitening": True, "temperature": 1.0}
+    trainer = make(policy, tokenizer, tmp_path, Dataset.from_list(rows), **settings, **options)
+    loss, gradients, rollouts, batch = one_step(trainer)
+    wanted = oracle_loss(twin, model, tokenizer, rollouts, batch, trainer.args)
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), abs=1e-4)
+    theirs = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    assert theirs.keys() == gradients.keys() and len(theirs) > 400
+    scale = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+    for name, gradient in theirs.items():
+        assert (gradients[name] - gradient).norm() <= 1e-3 * max(gradient.norm(), 0.02 * scale), name
