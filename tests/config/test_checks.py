@@ -24,6 +24,12 @@ def warned(make, **keys):
         ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
         ({**LORA, "rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, "no effect with an adapter"),
         ({"load_in_4bit": True}, "Set adapter: qlora"),
+        ({**LORA, "load_in_8bit": True, "gguf_file": "a.gguf"}, "`ebft fetch some/model/a.gguf --to DIR`, and set"),
+        ({**LORA, "load_in_8bit": True, "base_model": "b/a.gguf"}, "`ebft fetch b/a.gguf --to DIR`, and set"),
+        (
+            {"gguf_file": "a.gguf", "rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": "managed"}},
+            "some/model/a.gguf is a GGUF file, and vLLM serves a folder of safetensors",
+        ),
         ({**LORA, "load_in_4bit": True}, "Set adapter: qlora"),
         ({"load_in_8bit": True}, "Set adapter: lora"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "Keep one"),

@@ -192,5 +192,5 @@ def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
 
 
 def test_4_bits_are_refused(make_gguf_config):
-    with pytest.raises(ConfigError, match="gguf_file is loaded as dense weights"):
+    with pytest.raises(ConfigError, match="A GGUF file is loaded as dense weights"):
         make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})

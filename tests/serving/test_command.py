@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, ModelError
+from ebft.fetch.models import MARK, MODELS, cached_folder
 from ebft.serving.command import server_command
 
 PYTHON = "/env/bin/python"
@@ -122,6 +123,23 @@ def test_a_local_model_is_named_by_its_absolute_path(make_config, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     made = command(make_config(base_model="model", tokenizer_config="./model"))
     assert value(made, "--model") == made.model == value(made, "--tokenizer") == str(tmp_path / "model")
+
+
+def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="Type `ebft fetch smollm2-135m` first"):
+        command(make_config(base_model="smollm2-135m"))
+    folder = cached_folder("smollm2-135m")
+    folder.mkdir(parents=True)
+    (folder / MARK).write_text(json.dumps(MODELS["smollm2-135m"].origin))
+    assert value(command(make_config(base_model="smollm2-135m")), "--model") == str(folder)
+
+
+@pytest.mark.parametrize("keys", [{"gguf_file": "a.gguf"}, {"base_model": "nowhere/model/a.gguf"}])
+def test_a_gguf_file_is_refused(make_config, keys):
+    config = make_config(**keys, trl={"vllm_mode": "server"})  # trains with a server of another name
+    with pytest.raises(ConfigError, match="vLLM serves a folder.*`ebft fetch nowhere/model/a.gguf --to DIR`"):
+        command(config)
 
 
 def test_the_users_environment_wins(make_config):

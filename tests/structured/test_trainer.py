@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
 from ebft.errors import ModelError, NonFiniteLossError
@@ -289,6 +290,17 @@ def test_other_rewards_see_the_conversation(chat_tokenizer, tmp_path):
 def test_dropout_is_off_unless_asked_for(chat_tokenizer, tmp_path):
     with pytest.warns(UserWarning, match="lora_dropout 0.1 is not applied"):
         make(lora(chat_model(chat_tokenizer), lora_dropout=0.1), chat_tokenizer, tmp_path)
+
+
+def test_a_gguf_file_is_the_name_of_model_and_tokenizer(tiny_gguf, tmp_path):
+    dataset = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": "so " * (1 + i)} for i in range(4)])
+    args = arguments(tmp_path, num_generations=2, per_device_train_batch_size=2, max_steps=1)
+    trainer = EBFTTrainer(str(tiny_gguf), args, train_dataset=dataset)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.processing_class.eos_token == "<|end|>"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.lm_head.weight, trainer.model.lm_head.weight)
 
 
 def test_a_reward_that_is_not_finite_stops_the_run(chat_tokenizer, tmp_path):

@@ -23,7 +23,7 @@ from ebft.config.options import (
 )
 from ebft.config.transforms import counterpart, trains_on
 from ebft.errors import ConfigError
-from ebft.fetch.models import as_folder
+from ebft.fetch.models import as_folder, is_gguf
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -72,13 +72,14 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
 
 
 def _gguf(config: "RunConfig") -> Iterator[str]:
-    if config.gguf_file is None:
+    file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
+    if not is_gguf(file):
         return
-    way_out = as_folder(f"{config.base_model}/{config.gguf_file}")
+    way_out = as_folder(file)
     if config.load_in_4bit or config.load_in_8bit:
-        yield f"gguf_file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {way_out}"
+        yield f"A GGUF file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {way_out}"
     if config.is_structured and config.trl.use_vllm and config.trl.vllm_mode != "server":
-        yield f"gguf_file: vLLM serves a folder of safetensors here. {way_out}"
+        yield f"{file} is a GGUF file, and vLLM serves a folder of safetensors here. {way_out}"
 
 
 def _precision(config: "RunConfig") -> Iterator[str]:
