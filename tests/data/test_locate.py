@@ -71,6 +71,12 @@ def test_hub_that_says_no(hub, error, message):
         locate("owner/name", "dataset", "datasets.path")
 
 
+def test_name_like_one_to_fetch_is_told(hub):
+    hub(HFValidationError("bad id"))
+    with pytest.raises(ModelError, match=r"taken as a hub id \(`ebft fetch` has smollm2-135m\), and the hub has no such"):
+        locate("smollm2-135", "model", "base_model")
+
+
 def test_offline_mode_leaves_the_cache_to_the_library(hub, monkeypatch):
     asked = hub(None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

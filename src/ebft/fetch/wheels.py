@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from ebft.errors import FetchError
 from ebft.fetch.cache import cache_dir, locked
 
 RETRIES = 2
+_BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)")
 
 
 def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None) -> Path:
@@ -85,5 +87,5 @@ def _reason(output: str) -> str:
     """The lines of pip's output that say what went wrong, or its last one."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
-    connection = [line for line in lines if line.startswith("WARNING: Retrying")][-1:]
-    return "\n".join([*connection, *(told or lines[-1:] or ["pip said nothing."])])
+    broken = [match[1] for line in lines if (match := _BROKEN_CONNECTION.search(line))]
+    return "\n".join([*broken[-1:], *(told or lines[-1:] or ["pip said nothing."])])
