@@ -73,7 +73,7 @@ def test_hub_that_says_no(hub, error, message):
 
 def test_name_like_one_to_fetch_is_told(hub):
     hub(HFValidationError("bad id"))
-    with pytest.raises(ModelError, match=r"taken as a hub id \(`ebft fetch` has smollm2-135m\), and the hub has no such"):
+    with pytest.raises(ModelError, match=r"a hub id \(`ebft fetch` has smollm2-135m\), and the hub has no such"):
         locate("smollm2-135", "model", "base_model")
 
 
