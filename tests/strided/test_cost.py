@@ -4,24 +4,28 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from ebft.models.causal_lm import decoder_layers
+from ebft.models.recording import is_replayed
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import make_trainer, unequal_batch, with_lora
 
 
 def count_tokens(layers):
+    """Tokens that each layer multiplies its weights by; what is replayed is multiplied once."""
     counts = [0] * len(layers)
 
     def counter(index):
-        def hook(module, args, kwargs):
-            hidden = args[0] if args else kwargs["hidden_states"]
-            counts[index] += hidden.shape[:2].numel()
+        def hook(module, args, output):
+            counts[index] += 0 if is_replayed(output) else output.shape[:-1].numel()
 
         return hook
 
     for i, layer in enumerate(layers):
-        layer.register_forward_pre_hook(counter(i), with_kwargs=True)
+        projection = layer.self_attn.q_proj
+        linear = projection if isinstance(projection, nn.Linear) else projection.base_layer
+        linear.register_forward_hook(counter(i))
     return counts
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.recording import is_replayed
 
 
 class FlopMeter:
@@ -64,7 +65,7 @@ class FlopMeter:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         flops = 2 * weight_size(module) * _rows(module, inputs)
-        self.flops += flops
+        self.flops += 0 if isinstance(output, Tensor) and is_replayed(output) else flops
         outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
         if outputs:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)

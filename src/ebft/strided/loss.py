@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.logps import Head, token_logps
-from ebft.strided.policy import backbone_states, head_of, run_inside, vocab_size
+from ebft.strided.policy import backbone_states, head_of, run_inside
 
 
 def score(
@@ -64,22 +64,22 @@ def _score_part(
     documents, layout = part.documents, part.layout
     m, n, g = rollouts.shape
     s = len(documents.tokens)
-    head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
+    head = head_of(causal_lm)
     run = StridedPass(layout, "score", documents.positions, steps=g - 1, apply_dropout=apply_dropout)
     states = backbone_states(causal_lm, torch.cat([documents.tokens, rollouts[..., :-1].flatten()]), run)
     text, rollout = states[:s], states[s:]
     # A rollout's first token follows document position a_b - 1; each later one its own predecessor.
-    first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature, vocabulary)
-    later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature, vocabulary)
+    first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature)
+    later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature)
     logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
     with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
-        return logps, text_logps(text, documents, head, vocabulary)
+        return logps, text_logps(text, documents, head)
 
 
-def text_logps(states: Tensor, documents: Documents, head: Head, vocabulary: int) -> Tensor:
+def text_logps(states: Tensor, documents: Documents, head: Head) -> Tensor:
     """Log-probabilities of the text's own predicted tokens (those of `ce_mask`) from hidden states (S, D)."""
     predicted = documents.ce_mask.nonzero().squeeze(1)
-    return token_logps(states[predicted - 1], documents.tokens[predicted, None], head, 1.0, vocabulary).squeeze(-1)
+    return token_logps(states[predicted - 1], documents.tokens[predicted, None], head, 1.0).squeeze(-1)
 
 
 def policy_gradient_loss(advantages: Tensor, logps: Tensor, num_tokens: Tensor | int) -> Tensor:

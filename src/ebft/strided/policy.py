@@ -126,12 +126,15 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
 
 def head_of(causal_lm: PreTrainedModel) -> Head:
     """From hidden states (P, D) to logits (P, V), as the model's own forward does it."""
-    return lambda states: _head(causal_lm, states)
-
-
-def vocab_size(causal_lm: PreTrainedModel) -> int:
-    """How many logits a row has."""
-    return causal_lm.config.get_text_config().vocab_size
+    of_backbone = {id(parameter) for parameter in backbone_of(causal_lm).parameters()}
+    own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
+    tied = causal_lm.get_output_embeddings().parameters()  # with the token embeddings, which are the backbone's
+    trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
+    return Head(
+        logits=lambda states: _head(causal_lm, states),
+        vocab_size=causal_lm.config.get_text_config().vocab_size,
+        trained=tuple(trained.values()),
+    )
 
 
 # What stands between hidden states and logits (scaling, soft-capping, a projection, a bias) differs by model and is

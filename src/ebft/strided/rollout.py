@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft.models.recording import Recording
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, Part, StridedLayout, split
-from ebft.strided.logps import chosen_logps
+from ebft.strided.logps import Head, Scored, Softmax, choose_tokens, with_gradient
 from ebft.strided.loss import text_logps
-from ebft.strided.policy import backbone_states, check_length, head_of, run_inside, vocab_size
+from ebft.strided.policy import backbone_states, check_length, head_of, run_inside
+
+# Neighbouring tokens that sampling takes together at first.
+_RUN = 512
+_BELOW_ONE = 1 - 2**-52  # times a float64 is less than it
 
 
 @dataclass
@@ -75,66 +81,126 @@ def _sample_part(
     text_gradient: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`sample_rollouts` for the blocks of a part, inside the model's forward: the fields of `Rollouts`."""
-    documents, layout = part.documents, part.layout
+    documents, head = part.documents, head_of(causal_lm)
+    if not torch.is_grad_enabled():
+        drawn = _draw(causal_lm, head, part, temperature, top_p, noise, None)
+        logps = torch.stack([scored.logps.view(noise.shape[:2]) for scored in drawn.scored], -1)
+        text = None if text_gradient is None else text_logps(drawn.text, documents, head)
+        return drawn.tokens, drawn.entropy, logps, text
     m, n, g = noise.shape
-    head, vocabulary = head_of(causal_lm), vocab_size(causal_lm)
-    tokens, entropies, logps = [], [], []
+    recording = Recording(len(documents.tokens), m * n, g - 1)
+    with torch.no_grad():
+        drawn = _draw(causal_lm, head, part, temperature, top_p, noise, recording)
+    torch.clear_autocast_cache()  # of weights that were converted without a graph
+    run = StridedPass(part.layout, "score", documents.positions, steps=g - 1)
+    with recording.replayed():
+        states = backbone_states(causal_lm, torch.cat([documents.tokens, drawn.tokens[..., :-1].flatten()]), run)
+    text, rollout = states.split([len(documents.tokens), m * n * (g - 1)])
+    first = with_gradient(text[part.layout.block_index - 1], drawn.scored[0], head, temperature or 1.0)
+    later = with_gradient(rollout, _in_order(drawn.scored[1:]), head, temperature or 1.0) if g > 1 else first[:0]
+    logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
+    if text_gradient is None:
+        return drawn.tokens, drawn.entropy, logps, None
+    with torch.set_grad_enabled(text_gradient):
+        return drawn.tokens, drawn.entropy, logps, text_logps(text, documents, head)
 
-    def draw(states: Tensor, noise: Tensor) -> None:
-        """Draw the next token of every rollout from the states (R, D) before it, with noise (R, K)."""
 
-        def choose(logp: Tensor, rows: slice) -> Tensor:
+def _in_order(steps: list[Scored]) -> Scored:
+    """What was scored token by token (M * N rows each), rollout by rollout (M * N * steps rows)."""
+    return Scored(*(None if x[0] is None else torch.stack(x, 1).flatten(0, 1) for x in zip(*steps)))
+
+
+@dataclass
+class _Drawn:
+    """Tokens and entropy (M, N, G), what was scored for each of the G, and the documents' last hidden states."""
+
+    tokens: Tensor
+    entropy: Tensor
+    scored: list[Scored]
+    text: Tensor
+
+
+def _draw(
+    causal_lm: PreTrainedModel,
+    head: Head,
+    part: Part,
+    temperature: float,
+    top_p: float,
+    noise: Tensor,
+    recording: Recording | None,
+) -> _Drawn:
+    """Prefill the documents, then draw token after token. With a recording, for a forward that takes gradients."""
+    layout, positions = part.layout, part.documents.positions
+    m, n, g = noise.shape
+    entropies, scored = [], []
+
+    def draw(states: Tensor, noise: Tensor) -> Tensor:
+        """The next token of every rollout (M * N,), from the states (R, D) before it, with noise (R, K)."""
+
+        def choose(softmax: Softmax, rows: slice) -> Tensor:
             if temperature == 0:
                 entropies.append(torch.zeros_like(noise[rows]))
-                return logp.argmax(-1, keepdim=True).expand_as(noise[rows])
-            probabilities = logp.exp()
-            entropies.append(_entropy(logp, probabilities).expand_as(noise[rows]))
-            return sample_tokens(probabilities, noise[rows], top_p)
+                return softmax.most_likely().expand_as(noise[rows])
+            entropies.append(softmax.entropy().expand_as(noise[rows]))
+            return sample_tokens(softmax.weights, noise[rows], top_p)
 
-        drawn, logp = chosen_logps(states, choose, head, temperature or 1.0, vocabulary)
-        tokens.append(drawn.view(m, n))
-        logps.append(logp.view(m, n))
+        slopes = recording is not None and not head.trained and noise.shape[-1] == 1
+        scored.append(choose_tokens(states, choose, head, temperature or 1.0, slopes))
+        return scored[-1].tokens.flatten()
 
-    prefill = StridedPass(layout, "prefill", documents.positions)
-    text = backbone_states(causal_lm, documents.tokens, prefill)
-    draw(text[layout.block_index - 1], noise[..., 0])
+    prefill = StridedPass(layout, "prefill", positions)
+    with recording.of_documents() if recording is not None else nullcontext():
+        text = backbone_states(causal_lm, part.documents.tokens, prefill)
+    tokens = [draw(text[layout.block_index - 1], noise[..., 0])]
     for t in range(g - 1):
-        step = StridedPass(layout, "decode", documents.positions, steps=1, first_step=t, cache=prefill.cache)
-        draw(backbone_states(causal_lm, tokens[-1].flatten(), step), noise[..., t + 1].reshape(-1, 1))
+        step = StridedPass(layout, "decode", positions, steps=1, first_step=t, cache=prefill.cache)
+        with recording.of_step(t) if recording is not None else nullcontext():
+            states = backbone_states(causal_lm, tokens[-1], step)
+        tokens.append(draw(states, noise[..., t + 1].reshape(-1, 1)))
     entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
-    sampled = torch.stack(tokens, -1), entropy, torch.stack(logps, -1)
-    if text_gradient is None:
-        return *sampled, None
-    with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
-        return *sampled, text_logps(text, documents, head, vocabulary)
+    return _Drawn(torch.stack(tokens, -1).view(m, n, g), entropy, scored, text)
 
 
-def _entropy(logp: Tensor, probabilities: Tensor) -> Tensor:
-    """Entropy (R, 1) of distributions (R, V)."""
-    # The floor keeps 0 * log(0) at 0 where a model masks part of its vocabulary.
-    finite = logp.clamp_min(torch.finfo(logp.dtype).min)
-    return -(probabilities.unsqueeze(-2) @ finite.unsqueeze(-1)).squeeze(-1)
-
-
-def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
-    """Tokens (R, K) from probabilities (R, V), by inverting their distribution function at noise (R, K).
+def sample_tokens(weights: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
+    """Tokens (R, K) in proportion to weights (R, V), by inverting their distribution function at noise (R, K).
 
     With top_p < 1 only the smallest set of most likely tokens whose mass reaches top_p is kept. Uniform numbers
     in and tokens out: the same noise gives the same tokens however rows are batched.
     """
     if top_p < 1:
-        probabilities = _nucleus(probabilities, top_p)
-    # float64, because a float32 running sum over a large vocabulary loses the tail's small steps.
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    target = noise.double() * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp_max(probabilities.shape[-1] - 1)
+        weights = _nucleus(weights, top_p)
+    # First a run of neighbouring tokens, then one of them: the running sums are short, and in float64, because those of
+    # float32 lose the tail's small steps.
+    vocabulary = weights.shape[-1]
+    runs = vocabulary // _RUN
+    sums = weights[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
+    sums = torch.cat([sums, weights[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
+    run, rest = _invert(sums, noise)
+    index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=weights.device)  # (R, K, _RUN)
+    inside = weights.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
+    token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
+    return run * _RUN + token.squeeze(-1)
 
 
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Where noise (..., K) in [0, 1) falls among weights (..., V), and how far between there and the next, in [0, 1).
+
+    What has no weight is never found.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = noise * cumulative[..., -1:]
+    found = torch.searchsorted(cumulative, target, right=True).clamp_max(weights.shape[-1] - 1)
+    weight = weights.gather(-1, found).double()
+    below = cumulative.gather(-1, found) - weight
+    return found, ((target - below) / weight).clamp(0.0, _BELOW_ONE)
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
     """Zero all but the smallest set of most likely tokens whose mass reaches top_p (at least one)."""
-    ordered, index = probabilities.sort(-1, descending=True)
+    ordered, index = weights.sort(-1, descending=True)
     mass_before = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(probabilities).scatter(-1, index, ordered.masked_fill(mass_before >= top_p, 0.0))
+    dropped = mass_before >= top_p * ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(-1, index, ordered.masked_fill(dropped, 0.0))
 
 
 class DocumentNoise:

@@ -1,0 +1,137 @@
+"""What the linear layers computed while rollouts were sampled, given to the training forward instead of new products.
+
+Rollouts are sampled without gradients, token by token. The training forward then runs over [documents | rollouts] at
+once: where it multiplies by a weight that the sampling passes multiplied the same rows by, it takes their products and
+computes only what backward needs. So no product is computed twice, and backward has one product of all rows for each
+gradient instead of one for each decoded token.
+
+    S  document tokens    R  rollouts    T  rollout tokens that a forward reads    P = S + R * T    I, O  features
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class _Product:
+    """Rows of one weight's products in the order of the training forward: (1, P, O), of which `rows` are there."""
+
+    weight: Tensor  # kept, so that no other tensor takes its place in memory
+    values: Tensor
+    rows: int
+
+
+class Recording:
+    """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout."""
+
+    def __init__(self, document_tokens: int, rollouts: int, steps: int):
+        self.document_tokens, self.rollouts, self.steps = document_tokens, rollouts, steps
+        self._products: dict[int, _Product] = {}
+        self._refused: set[int] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.document_tokens + self.rollouts * self.steps
+
+    def of_documents(self) -> TorchFunctionMode:
+        """Inside the block, record what linear layers compute for the documents."""
+        return _Record(self, slice(self.document_tokens), self.document_tokens)
+
+    def of_step(self, step: int) -> TorchFunctionMode:
+        """Inside the block, record what linear layers compute for one token of every rollout."""
+        return _Record(self, slice(self.document_tokens + step, None, self.steps), self.rollouts)
+
+    def replayed(self) -> TorchFunctionMode:
+        """Inside the block, linear layers over all tokens return what was recorded, once each."""
+        return _Replay(self)
+
+    def keep(self, weight: Tensor, rows: slice, values: Tensor) -> None:
+        """Keep the products (1, rows, O) of some rows."""
+        if id(weight) in self._refused:
+            return
+        product = self._products.get(id(weight))
+        if product is None:
+            product = _Product(weight, values.new_empty(1, self.num_tokens, values.shape[2]), 0)
+            self._products[id(weight)] = product
+        product.values[:, rows] = values
+        product.rows += values.shape[1]
+
+    def refuse(self, weight: Tensor) -> None:
+        """Forget a weight and record it no more."""
+        self._products.pop(id(weight), None)
+        self._refused.add(id(weight))
+
+    def take(self, weight: Tensor) -> Tensor | None:
+        """All products (1, P, O) with a weight, which are forgotten here; None where they are not complete."""
+        product = self._products.pop(id(weight), None)
+        return product.values if product is not None and product.rows == self.num_tokens else None
+
+
+class _Record(TorchFunctionMode):
+    def __init__(self, recording: Recording, rows: slice, count: int):
+        super().__init__()
+        self.recording, self.rows, self.count = recording, rows, count
+        self._seen: set[int] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear and args[0].shape[:-1] == (1, self.count):
+            weight = args[1]
+            if id(weight) in self._seen:  # a layer that runs twice in a pass: which product is whose is not known
+                self.recording.refuse(weight)
+            else:
+                self._seen.add(id(weight))
+                self.recording.keep(weight, self.rows, result)
+        return result
+
+
+class _Replay(TorchFunctionMode):
+    def __init__(self, recording: Recording):
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and args[0].shape[:-1] == (1, self.recording.num_tokens):
+            values = self.recording.take(args[1])
+            if values is not None:
+                output = Replayed.apply(*args[:2], args[2] if len(args) > 2 else None, (values,))
+                output.__dict__["replayed"] = True
+                return output
+        return func(*args, **(kwargs or {}))
+
+
+def is_replayed(output: Tensor) -> bool:
+    """Whether a linear layer returned `output` from a recording, so that it multiplied nothing."""
+    return "replayed" in output.__dict__
+
+
+class Replayed(torch.autograd.Function):
+    """`linear(x, weight, bias)` of x (1, P, I) whose values (1, P, O) are known: backward alone computes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, known):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return known[0]  # in a tuple, as an output that is an input would be a view of it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        grad = grad[0]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.to(grad.dtype)).to(x_dtype)[None]
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad.mT @ x[0].to(grad.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=bias_dtype)
+        return grad_x, grad_weight, grad_bias, None

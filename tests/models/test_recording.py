@@ -1,0 +1,111 @@
+"""Linear layers that give their recorded products: no product twice, and the gradients of the layers themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from ebft.models.recording import Recording
+
+DOCUMENTS, ROLLOUTS, STEPS, WIDTH = 5, 3, 2, 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6, bias=False), nn.Linear(6, WIDTH)
+
+    def forward(self, x):
+        return self.second(F.silu(self.first(x)))
+
+
+def record(net, x):
+    """Record the rows of x (1, P, WIDTH) as sampling computes them: the documents, then step by step."""
+    recording = Recording(DOCUMENTS, ROLLOUTS, STEPS)
+    with torch.no_grad():
+        with recording.of_documents():
+            net(x[:, :DOCUMENTS])
+        for step in range(STEPS):
+            with recording.of_step(step):
+                net(x[:, DOCUMENTS + step :: STEPS])
+    return recording
+
+
+def tokens():
+    torch.manual_seed(0)
+    return torch.randn(1, DOCUMENTS + ROLLOUTS * STEPS, WIDTH, requires_grad=True)
+
+
+@pytest.mark.parametrize("frozen", [None, "first", "second"])
+def test_values_and_gradients_are_those_of_the_layers(frozen):
+    net, x = Net(), tokens()
+    if frozen:
+        net.get_submodule(frozen).requires_grad_(False)
+    plain = copy.deepcopy(net)
+    recording = record(net, x)
+    with FlopCounterMode(display=False) as counter, recording.replayed():
+        found = net(x)
+    assert counter.get_total_flops() == 0
+    expected = plain(x)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    (found * weight).sum().backward()
+    grad, x.grad = x.grad, None
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(grad, x.grad)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_product_is_given_once():
+    net, x = Net(), tokens()
+    recording = record(net, x)
+    with recording.replayed():
+        net(x)
+        with FlopCounterMode(display=False) as counter:
+            torch.testing.assert_close(net(2 * x), Net.forward(net, 2 * x))
+    assert counter.get_total_flops() > 0
+
+
+def test_layers_used_twice_in_a_pass_are_computed():
+    """Which of two products belongs to which use is not known, so none is given."""
+
+    class Twice(Net):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    net, x = Twice(), tokens()
+    recording = record(net, x)
+    with recording.replayed():
+        torch.testing.assert_close(net(x), net(x))
+
+
+def test_incomplete_products_are_computed():
+    net, x = Net(), tokens()
+    recording = Recording(DOCUMENTS, ROLLOUTS, STEPS)
+    with torch.no_grad(), recording.of_documents():
+        net(x[:, :DOCUMENTS])
+    with recording.replayed():
+        torch.testing.assert_close(net(x), net(x))
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_under_autocast(weights):
+    """Products are in the type of autocast, gradients in that of the weights."""
+    net, x = Net().to(weights), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        recording = record(net, x)
+        torch.clear_autocast_cache()
+        with recording.replayed():
+            found = net(x)
+        expected = net(x)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(y.float().square().sum(), [x, *net.parameters()]) for y in (found, expected)]
+    for ours, theirs, given in zip(*grads, [x, *net.parameters()]):
+        assert ours.dtype == theirs.dtype == given.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
