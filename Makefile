@@ -50,10 +50,11 @@ bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
 	$(BIN)/python -m benchmarks.overlap --vllm-python $(VLLM_VENV)/bin/python
 
-# About an hour on two cores; a stopped run goes on where it was. With an accelerator: make study SIZE=large
-SIZE ?= small
+# Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no further run after two hours; MODEL=tiny takes
+# minutes.
+MODEL ?= smollm2
 study: $(STAMP)
-	$(BIN)/python studies/stdlib-code/run.py --size $(SIZE)
+	$(BIN)/python studies/smollm2/run.py --scale $(MODEL) $(if $(HOURS),--hours $(HOURS))
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

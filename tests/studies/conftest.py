@@ -1,10 +1,10 @@
-"""Makes the parts of the study in studies/stdlib-code importable, as running its run.py does."""
+"""Makes the parts of the study in studies/smollm2 importable, as running its run.py does."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "studies" / "stdlib-code"
+STUDY = ROOT / "studies" / "smollm2"
 
 for folder in (STUDY, ROOT / "examples"):
     if str(folder) not in sys.path:

@@ -1,0 +1,83 @@
+"""How large the study is: `smollm2` on the real model, `tiny` for its own test."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Everything that is not in configs/, and the overrides that change those. Lengths are in tokens."""
+
+    name: str
+    base_model: str  # what a config's `base_model` names; for `tiny` it is made by the study itself
+    rows: dict[str, int]  # of a task, by part
+    long_tokens: dict[str, int]  # least tokens of a completion of `long` documents (raw: of the text), by task
+    max_files: int | None = None  # of the standard library, instead of all of it and the installed packages
+    prompt: int = 96  # longest prompt
+    shortest: int = 16  # completion
+    longest: int = 72  # completion
+    piece: int = 120  # of raw text
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[float, ...] = ()  # that `--sweep` tries
+    sweep_steps: int = 40
+    steps: int = 200
+    warm_steps: int = 60
+    humaneval: dict[str, int] = field(default_factory=dict)  # problems, samples, max_new_tokens
+    sampling: dict[str, int] = field(default_factory=dict)  # documents, samples, max_new_tokens
+    methods: dict[str, tuple[str, ...]] = field(default_factory=dict)  # overrides of a method's config
+    shape: dict[str, Any] | None = None  # of the tiny Llama
+    vocab_size: int = 0
+
+    def longest_rollout(self, task: str) -> int:
+        """Tokens of the rollouts of `long` documents: the largest power of two that these have room for."""
+        room = self.long_tokens[task] - (64 if task == "raw" else 0)
+        return 2 ** (max(8, room).bit_length() - 1)
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.shape is not None
+
+
+_TINY = ("micro_batch_size=2", "warmup_steps=1", "logging_steps=1", "max_steps=2", "save_steps=1", "lora_r=2")
+
+SCALES = {
+    "smollm2": Scale(
+        name="smollm2",
+        base_model="smollm2-135m",
+        rows={"train": 3240, "warm": 970, "validation": 200, "test": 200, "long": 48},
+        long_tokens={"functions": 128, "raw": 208, "translation": 64},
+        rates=(1e-4, 3e-4, 1e-3),
+        humaneval={"problems": 164, "samples": 16, "max_new_tokens": 192},
+        sampling={"documents": 96, "samples": 4, "max_new_tokens": 96},
+    ),
+    "tiny": Scale(
+        name="tiny",
+        base_model="",
+        rows={"train": 12, "warm": 4, "validation": 4, "test": 4, "long": 2},
+        long_tokens={"functions": 64, "raw": 64, "translation": 24},
+        max_files=120,
+        prompt=160,
+        longest=160,
+        seeds=(0,),
+        rates=(2e-3,),
+        sweep_steps=2,
+        steps=2,
+        warm_steps=2,
+        humaneval={"problems": 2, "samples": 2, "max_new_tokens": 8},
+        sampling={"documents": 4, "samples": 2, "max_new_tokens": 8},
+        shape={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        vocab_size=512,
+        methods={
+            "sft": _TINY,
+            "ebft": _TINY,
+            "rlvr": (*_TINY, "micro_batch_size=4", "trl.num_generations=2", "trl.max_completion_length=8"),
+            "evaluation": ("micro_batch_size=4", "sequence_len=512", "evaluation.bootstrap=0"),
+        },
+    ),
+}

@@ -1,0 +1,89 @@
+"""From a cell to the config that trains it and the configs that measure it: YAML files and overrides, nothing else.
+
+Every path of a run is in a Place, so that overrides without one (`changes`) say what a result depends on.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import project
+from cells import Cell
+from scale import Scale
+
+# A method's config file; the warm start is an SFT run.
+CONFIG_OF = {"sft": "sft", "sft_flops": "sft", "ebft": "ebft", "rlvr": "rlvr", "evaluation": "evaluation"}
+RAW_ROWS = "ebft_pretrain.transform"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study keeps its data and models, and its pretrained model."""
+
+    output: Path
+    base_model: str  # a folder, or a name that configs know
+
+    def data(self, task: str, part: str) -> Path:
+        """A part of a task's data."""
+        return self.output / "data" / f"{task}_{part}.jsonl"
+
+    def warm(self, task: str) -> Path:
+        """The adapter of a task's warm start."""
+        return self.output / f"warm-{task}"
+
+    def model(self, cell: Cell) -> Path:
+        """Where a cell's adapter goes."""
+        return self.output / "models" / cell.name
+
+    def start(self, cell: Cell) -> str:
+        """What a cell's training starts from, as `--model` of `ebft evaluate` names it."""
+        return self.base_model if cell.start == "base" else str(self.warm(cell.task))
+
+
+def config_file(method: str) -> Path:
+    """The YAML file of a method."""
+    return project.CONFIGS / f"{CONFIG_OF[method]}.yaml"
+
+
+def warm_overrides(place: Place, scale: Scale, task: str) -> list[str]:
+    """Overrides of sft.yaml for the warm start of a task."""
+    paths = [*_paths(place, task, "warm"), f"output_dir={place.warm(task)}"]
+    return [*paths, *_rows(task), *scale.methods.get("sft", ()), f"max_steps={scale.warm_steps}"]
+
+
+def cell_overrides(place: Place, scale: Scale, cell: Cell, steps: int, rate: float | None) -> list[str]:
+    """Overrides of the config of a cell's method, paths and all."""
+    paths = [*_paths(place, cell.task, "train"), f"output_dir={place.model(cell)}"]
+    paths += [f"lora_model_dir={place.warm(cell.task)}"] if cell.start == "warm" else []
+    return [*paths, *changes(scale, cell, steps, rate)]
+
+
+def changes(scale: Scale, cell: Cell, steps: int, rate: float | None) -> list[str]:
+    """Overrides of a cell's config that are no paths; `rate` is None for the config's own."""
+    found = [*_rows(cell.task), *scale.methods.get(CONFIG_OF[cell.method], ()), f"max_steps={steps}"]
+    found += [] if rate is None else [f"learning_rate={rate:g}"]
+    return [*found, *cell.overrides, f"seed={cell.seed}"]
+
+
+def evaluation_overrides(place: Place, scale: Scale, task: str, part: str) -> list[str]:
+    """Overrides of evaluation.yaml, paths and all, to measure on `part`: test, validation or long."""
+    paths = [*_paths(place, task, "train"), f"test_datasets.0.path={place.data(task, part)}"]
+    return [*paths, f"output_dir={place.output / 'evaluation'}", *evaluation_changes(scale, task, part)]
+
+
+def evaluation_changes(scale: Scale, task: str, part: str) -> list[str]:
+    """Overrides of evaluation.yaml that are no paths: `long` has one long rollout of each document."""
+    found = [*_rows(task), *([f"test_datasets.0.type={RAW_ROWS}"] if task == "raw" else [])]
+    found += scale.methods.get("evaluation", ())
+    if part != "long":
+        return found
+    longest = scale.longest_rollout(task)
+    found += [f"ebft.generate_max_len={longest}", "ebft.stride=100000"]
+    return [*found, *(["ebft.context_length=64"] if task == "raw" and not scale.is_tiny else [])]
+
+
+def _paths(place: Place, task: str, part: str) -> list[str]:
+    return [f"base_model={place.base_model}", f"datasets.0.path={place.data(task, part)}"]
+
+
+def _rows(task: str) -> list[str]:
+    return [f"datasets.0.type={RAW_ROWS}"] if task == "raw" else []

@@ -1,0 +1,92 @@
+"""What all cells share, made once: the base model of `tiny`, the data, and a warm start for each task."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import project
+import settings
+import sources
+import stored
+from cells import TASKS
+from corpus import PARTS, read_rows, token_counter, write_corpus, write_rows
+from quickstart.phases import console, fingerprint, make_once
+from run_cell import without_paths
+from scale import Scale
+from settings import Place
+
+MAKERS = ("corpus.py", "python_code.py", "catalogs.py", "sources.py", "verifiers.py")
+
+
+def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
+    """Base model and data; the fingerprints of both, by the names of files ("base" is the model's)."""
+    data = place.output / "data"
+    if scale.is_tiny:
+        place = Place(place.output, str(place.output / "base"))
+        make_once(place.output / "base", [scale.shape, scale.vocab_size], lambda: make_tiny(place, scale))
+    made_from = [(project.HERE / name).read_text(encoding="utf-8") for name in MAKERS]
+    made_from += [sys.version, [version(name) for name in sources.PACKAGES if not scale.is_tiny]]
+    console.print("[bold]Data: installed Python sources, French catalogs, HumanEval")
+    make_once(data, [*made_from, str(scale)], lambda: write_corpus(data, scale, token_counter(tokenizer_of(place))))
+    names = ["humaneval", *(f"{task}_{part}" for task in TASKS for part in PARTS)]
+    found = {name: fingerprint((data / f"{name}.jsonl").read_text(encoding="utf-8")) for name in names}
+    write_documents(data, results)
+    return place, {**found, "base": weights_fingerprint(place)}
+
+
+def write_documents(data: Path, results: Path) -> None:
+    """The source of every document that models are measured on, which intervals need, beside the results."""
+    found = {"humaneval": [problem["task_id"] for problem in read_rows(data / "humaneval.jsonl")]}
+    for task in TASKS:
+        for part in ("validation", "test", "long"):
+            found[f"{task}_{part}"] = [row["file"] for row in read_rows(data / f"{task}_{part}.jsonl")]
+    found["rows"] = {path.stem: len(read_rows(path)) for path in sorted(data.glob("*.jsonl"))}
+    if stored.read(results / "documents.json") != found:
+        stored.write_json(results / "documents.json", found)
+
+
+def make_warm(place: Place, scale: Scale, task: str, made_from: dict[str, str]) -> None:
+    """The adapter of a task's warm start: SFT on rows that nothing else is trained on."""
+    from ebft import load_config, train
+
+    mark = [made_from["base"], made_from[f"{task}_warm"], without_paths("sft"), scale.warm_steps]
+    config = load_config(settings.config_file("sft"), settings.warm_overrides(place, scale, task))
+    console.print(f"[bold]Warm start: SFT, {task}")
+    make_once(place.warm(task), mark, lambda: train(config))
+
+
+def make_tiny(place: Place, scale: Scale) -> None:
+    """A tokenizer and random weights for `tiny`."""
+    from python_code import python_files
+    from quickstart.base_model import save_random_model
+
+    texts = place.output / "base" / "texts.jsonl"
+    write_rows(texts, [{"text": text} for text in python_files(scale.max_files).values()])
+    save_random_model(place.output / "base", texts, scale, positions=1024)
+
+
+def tokenizer_of(place: Place) -> Any:
+    """The base model's tokenizer."""
+    from ebft import load_config
+    from ebft.models import load_tokenizer
+
+    return load_tokenizer(load_config(settings.config_file("sft"), [f"base_model={place.base_model}"]))
+
+
+def weights_fingerprint(place: Place) -> str:
+    """Of the base model's weights in bfloat16, in which they are used, whatever type they are stored in."""
+    import torch
+
+    from ebft import load_config
+    from ebft.models import load_base_model
+
+    config = load_config(settings.config_file("sft"), [f"base_model={place.base_model}"])
+    found = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(load_base_model(config, tokenizer_of(place)).state_dict().items()):
+        found.update(name.encode())
+        found.update(weight.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return found.hexdigest()

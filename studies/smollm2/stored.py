@@ -1,0 +1,90 @@
+"""Results as files: a small JSON for each cell, one for the documents that they were measured on, one for the rates."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+CELLS, SWEEP = "cells", "sweep"  # folders of results
+
+
+def write_cell(folder: Path, result: dict[str, Any]) -> Path:
+    """Write a cell's result, numbers with six digits; returns its file."""
+    path = folder / f"{result['cell']['name']}.json"
+    body = {key: value for key, value in result.items() if key != "per_document"}
+    lines = [f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in body.items()]
+    parts = [f"{json.dumps(name)}: {json.dumps(rounded(part))}" for name, part in result["per_document"].items()]
+    lines.append('"per_document": {\n' + ",\n".join(parts) + "\n}")
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def packed(part: dict[str, list]) -> dict[str, Any]:
+    """A metric of each document, with what is all documents, or all of one weight, said once."""
+    documents, weights = part["document"], part["weight"]
+    is_range = documents == list(range(len(documents)))
+    return {
+        "document": len(documents) if is_range else documents,
+        "sum": part["sum"],
+        "weight": weights[0] if len(set(weights)) == 1 else weights,
+    }
+
+
+def unpacked(part: dict[str, Any]) -> dict[str, list]:
+    """What `packed` was given."""
+    count = len(part["sum"])
+    documents, weights = part["document"], part["weight"]
+    return {
+        "document": documents if isinstance(documents, list) else list(range(count)),
+        "sum": part["sum"],
+        "weight": weights if isinstance(weights, list) else [weights] * count,
+    }
+
+
+def load_cells(results: Path) -> list[dict[str, Any]]:
+    """Every stored cell, with `sums`, `weights` and `files` by metric: a number, and a source, for each document."""
+    sources = read(results / "documents.json") or {}
+    found = []
+    for path in sorted((results / CELLS).glob("*.json")):
+        cell = read(path)
+        parts = {name: unpacked(part) for name, part in cell.pop("per_document").items()}
+        files = {name: sources[cell["measured_on"][name]] for name in parts}
+        cell["sums"] = {name: part["sum"] for name, part in parts.items()}
+        cell["weights"] = {name: part["weight"] for name, part in parts.items()}
+        cell["files"] = {name: [files[name][number] for number in part["document"]] for name, part in parts.items()}
+        found.append(cell)
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """A JSON value with six significant digits of each number."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON to read."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def read(file: Path) -> Any | None:
+    """The value in a JSON file; None where there is no file. Raises ValueError where it cannot be read."""
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}. Restore it, or delete it and run its cell again.") from error
