@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import project  # noqa: E402
 import settings  # noqa: E402
 import stored  # noqa: E402
-from cells import Cell, all_cells, chosen, needs  # noqa: E402
+from cells import all_cells, chosen, needs  # noqa: E402
 from quickstart.phases import console  # noqa: E402
 from run_cell import Job, finished, run_cell  # noqa: E402
 from scale import SCALES  # noqa: E402

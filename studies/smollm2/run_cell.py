@@ -7,17 +7,16 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import measure
-import project
 import settings
 import stored
 import yaml
 from budget import cost_of, matched_steps
-from cells import MAIN_SETTINGS, Cell, ebft
+from cells import Cell, flops_of
 from filelock import FileLock
 from quickstart.phases import fingerprint
 from scale import Scale
@@ -52,20 +51,13 @@ class Job:
     def steps(self) -> int:
         """Optimizer steps. Raises ValueError where they follow from the costs of cells without result."""
         if self.cell.method == "sft_flops":
-            others = (
-                replace(self.cell, method="sft"),
-                ebft(*self._place, MAIN_SETTINGS[self.cell.task][0], self.cell.seed),
-            )
+            others = flops_of(self.cell)
             found = [stored.read(self.folder / f"{cell.name}.json") for cell in others]
             missing = [cell.name for cell, result in zip(others, found) if result is None]
             if missing:
                 raise ValueError(f"its steps follow from the FLOPs of {' and '.join(missing)}: run these first")
             return matched_steps(*([result["cost"]] for result in found))
         return self.scale.sweep_steps if self.cell.measures == "sweep" else self.scale.steps
-
-    @property
-    def _place(self) -> tuple[str, str]:
-        return self.cell.task, self.cell.start
 
     @property
     def stamp(self) -> str:
@@ -108,6 +100,7 @@ def run_cell(job: Job) -> dict[str, Any]:
     trained = clock.time("train", lambda: train_cell(job)) if job.cell.method != "none" else {}
     model = str(job.place.model(job.cell)) if trained else job.place.start(job.cell)
     found = measured(job, model, clock)
+    found["documents"] = {file: job.made_from[file] for file in set(found["measured_on"].values())}
     cell = {**asdict(job.cell), "group": job.cell.group, "name": job.cell.name}
     about = {"cell": cell, "stamp": stamp, "machine": card, "command": command_of(job), "seconds": clock.seconds}
     result = {**about, **(trained if job.cell.measures != "humaneval" else {}), **found}
@@ -181,16 +174,10 @@ def train_cell(job: Job) -> dict[str, Any]:
 
 def started_anew(folder: Path, job: Job) -> None:
     """Empty a folder whose checkpoints are of other settings, data or models than the job's."""
-    files = [made for name, made in sorted(job.made_from.items()) if name in job._read_files() and "test" not in name]
-    cell = job.cell
-    mark = fingerprint(
-        [
-            job.made_from["base"],
-            files,
-            without_paths(cell.method),
-            settings.changes(job.scale, cell, job.steps, job.rate),
-        ]
-    )
+    cell, made_from = job.cell, job.made_from
+    data = [made_from[f"{cell.task}_{part}"] for part in ("train", *(["warm"] if cell.start == "warm" else []))]
+    changes = settings.changes(job.scale, cell, job.steps, job.rate)
+    mark = fingerprint([made_from["base"], data, without_paths(cell.method), changes])
     stamp = folder / "made_from.txt"
     if not stamp.is_file() or stamp.read_text() != mark:
         shutil.rmtree(folder)

@@ -117,9 +117,7 @@ def package_files(name: str) -> dict[str, str]:
     try:
         files = distribution(name).files or []
     except PackageNotFoundError:
-        raise ValueError(
-            f"{name} is not installed, and the study reads its source. Install all: make install"
-        ) from None
+        raise ValueError(f"{name} is not installed, and the study reads its source. Run: make install") from None
     found = {}
     for file in sorted(files, key=str):
         parts = {part.lower() for part in file.parts}

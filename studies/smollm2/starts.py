@@ -34,17 +34,17 @@ def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[st
     make_once(data, [*made_from, str(scale)], lambda: write_corpus(data, scale, token_counter(tokenizer_of(place))))
     names = ["humaneval", *(f"{task}_{part}" for task in TASKS for part in PARTS)]
     found = {name: fingerprint((data / f"{name}.jsonl").read_text(encoding="utf-8")) for name in names}
-    write_documents(data, results)
+    write_documents(data, results, found)
     return place, {**found, "base": weights_fingerprint(place)}
 
 
-def write_documents(data: Path, results: Path) -> None:
-    """The source of every document that models are measured on, which intervals need, beside the results."""
-    found = {"humaneval": [problem["task_id"] for problem in read_rows(data / "humaneval.jsonl")]}
-    for task in TASKS:
-        for part in ("validation", "test", "long"):
-            found[f"{task}_{part}"] = [row["file"] for row in read_rows(data / f"{task}_{part}.jsonl")]
-    found["rows"] = {path.stem: len(read_rows(path)) for path in sorted(data.glob("*.jsonl"))}
+def write_documents(data: Path, results: Path, made_from: dict[str, str]) -> None:
+    """The source of every document that models are measured on, which intervals need, and how many rows there are."""
+    sources_of = {"humaneval": [problem["task_id"] for problem in read_rows(data / "humaneval.jsonl")]}
+    for name in [f"{task}_{part}" for task in TASKS for part in ("validation", "test", "long")]:
+        sources_of[name] = [row["file"] for row in read_rows(data / f"{name}.jsonl")]
+    rows = {path.stem: len(read_rows(path)) for path in sorted(data.glob("*.jsonl"))}
+    found = {"rows": rows, "made_from": {name: made_from[name] for name in sources_of}, "sources": sources_of}
     if stored.read(results / "documents.json") != found:
         stored.write_json(results / "documents.json", found)
 

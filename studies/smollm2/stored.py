@@ -44,16 +44,21 @@ def unpacked(part: dict[str, Any]) -> dict[str, list]:
 
 
 def load_cells(results: Path) -> list[dict[str, Any]]:
-    """Every stored cell, with `sums`, `weights` and `files` by metric: a number, and a source, for each document."""
-    sources = read(results / "documents.json") or {}
+    """Every stored cell, with `sums`, `weights` and `files` by metric: a number, and a source, for each document.
+
+    Cells that were measured on other documents than those of documents.json are left out.
+    """
+    documents = read(results / "documents.json") or {"made_from": {}, "sources": {}}
     found = []
     for path in sorted((results / CELLS).glob("*.json")):
         cell = read(path)
+        if not cell["documents"].items() <= documents["made_from"].items():
+            continue
         parts = {name: unpacked(part) for name, part in cell.pop("per_document").items()}
-        files = {name: sources[cell["measured_on"][name]] for name in parts}
+        sources = {name: documents["sources"][cell["measured_on"][name]] for name in parts}
         cell["sums"] = {name: part["sum"] for name, part in parts.items()}
         cell["weights"] = {name: part["weight"] for name, part in parts.items()}
-        cell["files"] = {name: [files[name][number] for number in part["document"]] for name, part in parts.items()}
+        cell["files"] = {name: [sources[name][number] for number in part["document"]] for name, part in parts.items()}
         found.append(cell)
     return found
 

@@ -7,7 +7,6 @@ test part is not looked at. Settings of EBFT that differ in `ce_coef` alone shar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import settings
 from cells import SETTINGS, TASKS, Cell

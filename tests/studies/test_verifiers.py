@@ -142,12 +142,30 @@ def test_the_code_sees_an_empty_folder_and_the_names_of_its_module():
     assert found[2]["raised"] == "ZeroDivisionError: division by zero\n"
 
 
-def test_rewards_score_each_completion_with_its_own_prompt_and_reference():
+def test_the_reward_scores_each_completion_with_its_own_prompt_and_reference():
     completions = ["\n    return len(x)\n", "\n    return (\n", "\n    return x\n"]
-    prompts = [PROMPT] * 3
-    assert rewards.parses(completions, prompts, other=[1, 2, 3]) == [1.0, 0.0, 1.0]
     references = ["\n    return len(x)\n", "\n    return len(x)\n", "\n    return x\n"]
-    assert rewards.uses_names(completions, prompts, references) == [1.0, 0.0, None]
+    assert rewards.substance(completions, [PROMPT] * 3, references, other=[1, 2, 3]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "score"),
+    [
+        ("\n    return sorted(x.items())\n", 1.0),
+        ("\n    return sorted(x)\n", 2 / 3),  # one of two names
+        ("\n    return sorted(x.items(), key=len(print(x)))\n", 2 * 2 / 6),  # names that the reference has not
+        ("\n    pass\n", 0.0),
+        ("\n    ...\n", 0.0),
+        ("\n    return None\n", 0.0),
+        ("\n    return x\n", 0.0),
+        ("\n    raise NotImplementedError(sorted(x.items()))\n", 0.0),
+        ("\n    return sorted(x.items()\n", 0.0),
+    ],
+)
+def test_a_trivial_body_gets_no_reward(body, score):
+    row = {"output": "\n    return sorted(x.items())\n"}
+    assert verifiers.substance(PROMPT, [body], row) == pytest.approx(score)
+    assert verifiers.substance(PROMPT, [body], {"output": "\n    return x\n"}) is None
 
 
 @pytest.mark.parametrize("answer", ["os.write(3, b'\\xff')", "os.write(3, b'[' * 50000); os._exit(0)"])
