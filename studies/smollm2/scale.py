@@ -38,7 +38,15 @@ class Scale:
         return self.shape is not None
 
 
-_TINY = ("micro_batch_size=2", "warmup_steps=1", "logging_steps=1", "max_steps=2", "save_steps=1", "lora_r=2")
+_TINY = (
+    "micro_batch_size=2",
+    "gradient_accumulation_steps=1",
+    "warmup_steps=1",
+    "logging_steps=1",
+    "max_steps=2",
+    "save_steps=1",
+    "lora_r=2",
+)
 
 SCALES = {
     "smollm2": Scale(
