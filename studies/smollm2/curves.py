@@ -1,12 +1,11 @@
-"""Training curves of stored results, as pictures: means over seeds of the values that the runs logged."""
+"""Pictures of stored results: training curves, and the feature-matching loss of rollouts by their length."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from cells import CENTRE
-from tables import groups_of, label
+from tables import groups_of, label, of_group
 
 PANELS = {
     "ebft/alignment": "alignment of rollouts",
@@ -14,66 +13,68 @@ PANELS = {
     "ebft/diversity": "similarity of rollouts",
     "ebft/ce_loss": "cross-entropy of the reference",
 }
-
 ROLLOUT_PANELS = {
     "cfm_loss": ("feature-matching loss, unbiased", "tokens of the rollout"),
-    "rollout_nll_base": ("cross-entropy of rollouts by the base model", "position in the rollout"),
+    "rollout_nll_base": ("cross-entropy of rollouts by the pretrained model", "position in the rollout"),
 }
 
 
-def draw(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
+def draw_training(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
     """The curves of the EBFT runs of a task and start; False where there is nothing to draw, or no matplotlib."""
     pyplot = _pyplot()
     groups = [group for group in groups_of(cells, task, start) if "-ebft-" in group]
-    if pyplot is None or not any(curve(cells, group, metric) for group in groups for metric in PANELS):
+    if pyplot is None or not any(logged(cells, group, metric) for group in groups for metric in PANELS):
         return False
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(17, 4), layout="constrained")
     for axis, (metric, title) in zip(axes, PANELS.items()):
         for group in groups:
-            points = curve(cells, group, metric)
+            points = logged(cells, group, metric)
             if points:
                 axis.plot(*zip(*points), label=label(group), linewidth=1.3)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("optimizer step")
-        axis.grid(alpha=0.3)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
-    scales = "Runs that differ in whitening, pooling or temperature are not on one scale"
-    figure.suptitle(f"EBFT, {task}, from {start}; means over seeds. {scales}")
+        _finish(axis, title, "optimizer step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.suptitle(f"EBFT, {task}, {start}; means over seeds. Whitening, pooling and temperature change the scale")
     return _save(figure, path)
 
 
 def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
-    """Where rollouts drift: feature-matching loss by length, and how well the base model predicts each token."""
+    """Where long rollouts drift: feature-matching loss by length, and how well the pretrained model predicts them."""
     pyplot = _pyplot()
-    is_shown = lambda group: "-ebft-" not in group or group.endswith(f"-ebft-{CENTRE}")
-    groups = [group for group in groups_of(cells, task, start) if is_shown(group)]
+    groups = [group for group in groups_of(cells, task, start) if rollouts(cells, group, "cfm_loss")]
     if pyplot is None or not groups:
         return False
-    figure, axes = pyplot.subplots(1, len(ROLLOUT_PANELS), figsize=(11, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, len(ROLLOUT_PANELS), figsize=(12, 4), layout="constrained")
     for axis, (name, (title, label_x)) in zip(axes, ROLLOUT_PANELS.items()):
         for group in groups:
-            found = [dict(map(tuple, cell["rollouts"][name])) for cell in cells if cell["cell"]["group"] == group]
-            shared = sorted(set.intersection(*map(set, found)))
-            points = [(x, sum(values[x] for values in found) / len(found)) for x in shared]
-            axis.plot(*zip(*points), label=label(group), linewidth=1.3, marker=".")
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(label_x)
-        axis.grid(alpha=0.3)
+            points = rollouts(cells, group, name)
+            axis.plot(*zip(*points), label=label(group), linewidth=1.3, marker="." if name == "cfm_loss" else "")
+        _finish(axis, title, label_x)
+    axes[0].set_xscale("log", base=2)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"Rollouts on test documents, {task}, from {start}; means over seeds")
+    figure.suptitle(f"Long rollouts on test documents, {task}, {start}; means over seeds")
     return _save(figure, path)
 
 
-def curve(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[int, float]]:
+def logged(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[int, float]]:
     """[(step, mean over seeds)] of a logged metric, at the steps that every seed logged."""
-    logs = [
-        dict(map(tuple, cell["log"][metric]))
-        for cell in cells
-        if cell["cell"]["group"] == group and metric in cell.get("log", {})
-    ]
-    steps = sorted(set.intersection(*map(set, logs))) if logs else []
-    return [(step, sum(log[step] for log in logs) / len(logs)) for step in steps]
+    return _mean([cell["log"][metric] for cell in of_group(cells, group) if metric in cell.get("log", {})])
+
+
+def rollouts(cells: list[dict[str, Any]], group: str, name: str) -> list[tuple[int, float]]:
+    """[(length or position, mean over seeds)] of what changes along a long rollout."""
+    return _mean([cell["rollouts"][name] for cell in of_group(cells, group) if "rollouts" in cell])
+
+
+def _mean(curves: list[list[list[float]]]) -> list[tuple[int, float]]:
+    found = [dict(map(tuple, curve)) for curve in curves]
+    shared = sorted(set.intersection(*map(set, found))) if found else []
+    return [(x, sum(values[x] for values in found) / len(found)) for x in shared]
+
+
+def _finish(axis: Any, title: str, label_x: str) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(label_x)
+    axis.grid(alpha=0.3)
 
 
 def _pyplot() -> Any | None:
@@ -90,6 +91,6 @@ def _pyplot() -> Any | None:
 
 def _save(figure: Any, path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=90, metadata={"Software": None})
     _pyplot().close(figure)
     return True

@@ -75,9 +75,9 @@ def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str)
 
 
 def by_seed(cells: list[dict[str, Any]], group: str, metric: str) -> dict[int, Measured]:
-    """The metric of each seed of a group of cells, those without it left out."""
+    """The metric of each seed of a group of cells, those without it left out; two cells may measure one model."""
     return {
-        cell["cell"]["seed"]: Measured(cell["sums"][metric], cell["weights"][metric], cell["files"])
+        cell["cell"]["seed"]: Measured(cell["sums"][metric], cell["weights"][metric], cell["files"][metric])
         for cell in cells
         if cell["cell"]["group"] == group and metric in cell["sums"]
     }

@@ -1,24 +1,53 @@
-"""The metrics of the report."""
+"""The metrics of the report: name -> heading with the direction that is better."""
 
-# Metric -> heading with the direction that is better.
-COLUMNS = {
-    "raw": {
-        "ce_loss": "cross-entropy ↓",
-        "cfm_loss": "CFM loss ↓",
-        "alignment": "alignment ↑",
-        "diversity": "diversity ↓",
-    },
+FEATURES = {
+    "ce_loss": "cross-entropy ↓",
+    "cfm_loss": "CFM loss ↓",
+    "cfm_loss_long": "CFM loss, long ↓",
+    "alignment": "alignment ↑",
+    "diversity": "diversity ↓",
+}
+SAMPLES = {
+    "pair_distance": "distance of samples ↑",
+    "distinct": "distinct samples ↑",
+    "distinct_2": "distinct-2 ↑",
+}
+# Of whole completions, by task; those of SAMPLES follow.
+COMPLETIONS = {
     "functions": {
-        "ce_loss": "cross-entropy ↓",
-        "cfm_loss": "CFM loss ↓",
-        "alignment": "alignment ↑",
-        "diversity": "diversity ↓",
+        "humaneval_greedy": "HumanEval, greedy ↑",
+        "humaneval_pass@1": "HumanEval, pass@1 ↑",
+        "humaneval_pass@N": "HumanEval, pass@16 ↑",
         "parses_pass@1": "parses ↑",
         "parses_greedy": "parses, greedy ↑",
-        "parses_pass@N": "parses, one of N ↑",
-        "uses_names_pass@1": "names ↑",
-        "uses_names_greedy": "names, greedy ↑",
-        "passes_doctest_pass@1": "doctest ↑",
-        "passes_doctest_pass@N": "doctest, one of N ↑",
+        "substance_pass@1": "names ↑",
+        "substance_greedy": "names, greedy ↑",
+        "passes_doctest_greedy": "doctest, greedy ↑",
+        "passes_doctest_pass@N": "doctest, one of 4 ↑",
+        **SAMPLES,
     },
+    "translation": {
+        "chrf_greedy": "chrF, greedy ↑",
+        "chrf_pass@1": "chrF ↑",
+        "chrf_pass@N": "chrF, best of 4 ↑",
+        **SAMPLES,
+    },
+    "raw": {},
 }
+# Of a corpus as a whole, so that a mean over seeds is all that is known of them.
+CORPUS = {
+    "corpus_bleu_greedy": "BLEU, greedy ↑",
+    "corpus_chrf_greedy": "corpus chrF, greedy ↑",
+    "corpus_bleu_pass@1": "BLEU ↑",
+    "corpus_chrf_pass@1": "corpus chrF ↑",
+}
+
+
+def columns(task: str) -> dict[str, str]:
+    """Every metric of a task that has an interval."""
+    return FEATURES | COMPLETIONS[task]
+
+
+def is_better_higher(metric: str) -> bool:
+    """The direction of a metric."""
+    return (FEATURES | COMPLETIONS["functions"] | COMPLETIONS["translation"])[metric].endswith("↑")

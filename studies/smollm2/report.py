@@ -1,19 +1,117 @@
-"""README.md of the study, from results/ alone; what is missing is listed."""
+"""README.md of the study, from results/ and report_text.py alone. What has no result yet is listed as missing."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import curves
+import report_text as text
 import stored
-from cells import all_cells
-from scale import SCALES
+import tables
+import verdicts
+from cells import STARTS, TASKS, all_cells
+from metrics import COMPLETIONS, FEATURES
+from scale import SCALES, Scale
+from sweep import chosen_rate, rate_place
+
+Cells = list[dict[str, Any]]
 
 
-def write_report(results: Path, readme: Path) -> Path:
-    """Write the report on the cells that have results; returns its path."""
-    done = {cell["cell"]["name"] for cell in stored.load_cells(results)}
-    lines = ["# EBFT, SFT and RLVR on SmolLM2-135M-Instruct"]
-    for cell in all_cells(SCALES["smollm2"].seeds):
-        lines.append(f"- {cell.name}{'' if cell.name in done else ': missing'}")
-    readme.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_report(results: Path, readme: Path, scale: Scale) -> Path:
+    """Write the report on the cells that have results; returns its path. Raises ValueError where there is none."""
+    names = [cell.name for cell in all_cells(scale.seeds)]
+    cells = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in names]
+    if not cells:
+        raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['run']}")
+    check_rates(cells, results)
+    parts = [
+        text.head(scale),
+        "## Results",
+        text.state(cells, names),
+        text.documents(stored.read(results / "documents.json")),
+    ]
+    lines = verdicts.headlines(cells)
+    parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in lines) or text.NO_HEADLINES]
+    parts += ["### Claims", text.CLAIMS, text.counts(verdicts.verdict_counts(cells))]
+    parts += [verdicts.summary_table(cells), "Each trial:", verdicts.claim_table(cells)]
+    parts += ["### Models", text.INTERVALS]
+    for task in TASKS:
+        for start in STARTS:
+            if tables.groups_of(cells, task, start):
+                parts += [f"#### {text.TASK_TITLES[task]}, from {text.START_TITLES[start]}"]
+                parts += place_part(cells, task, start, results, readme.parent)
+    parts += ["### Learning rates", *sweep_part(results)]
+    readme.write_text("\n\n".join([*parts, text.TAIL]) + "\n", encoding="utf-8")
     return readme
+
+
+def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path) -> list[str]:
+    """Tables, curves and samples of one task and start."""
+    found = [tables.model_table(cells, task, start, FEATURES)]
+    if COMPLETIONS[task]:
+        found += ["Whole completions:", tables.model_table(cells, task, start, COMPLETIONS[task])]
+    if task == "translation":
+        found += [text.CORPUS, tables.corpus_table(cells, task, start)]
+    found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
+    found += picture(cells, task, start, results, folder, "rollouts", curves.draw_rollouts)
+    for other in ("sft", "none"):
+        if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
+            found += [tables.difference_table(cells, task, start, other, FEATURES)]
+            if COMPLETIONS[task]:
+                found += [tables.difference_table(cells, task, start, other, COMPLETIONS[task])]
+    found += ["Costs:", tables.cost_table(cells, task, start)]
+    found += picture(cells, task, start, results, folder, "training", curves.draw_training)
+    return [*found, *samples(cells, task, start)]
+
+
+def picture(cells: Cells, task: str, start: str, results: Path, folder: Path, name: str, draw: Any) -> list[str]:
+    """A picture of the results, drawn anew, as a line of the report."""
+    path = results / f"{task}-{start}-{name}.png"
+    if not draw(cells, task, start, path):
+        return []
+    return [f"![{name} of {task} from {start}]({Path(os.path.relpath(path, folder)).as_posix()})"]
+
+
+def samples(cells: Cells, task: str, start: str) -> list[str]:
+    """Greedy completions of the documents that every model completes, beside the references."""
+    shown = {}
+    for group in tables.groups_of(cells, task, start):
+        of_group = [cell for cell in tables.of_group(cells, group) if "shown" in cell]
+        if of_group:
+            shown[tables.label(group)] = min(of_group, key=lambda cell: cell["cell"]["seed"])["shown"]
+    if not shown:
+        return []
+    parts = ["<details><summary>Completions of test prompts</summary>"]
+    for number, example in enumerate(next(iter(shown.values()))):
+        parts += [text.fenced("prompt", example["input"]), text.fenced("reference", example["output"])]
+        for name, completions in shown.items():
+            parts.append(text.fenced(f"{name}, greedy", completions[number]["greedy"]))
+            parts.append(text.fenced(f"{name}, sample at temperature 1", completions[number]["sample"]))
+    return [*parts, "</details>"]
+
+
+def check_rates(cells: Cells, results: Path) -> None:
+    """Raise ValueError where a cell was not trained at the learning rate that is chosen for it now."""
+    by_name = {cell.name: cell for cell in all_cells(SCALES["smollm2"].seeds)}
+    for result in cells:
+        cell = by_name[result["cell"]["name"]]
+        rate = chosen_rate(results, cell)
+        if rate is not None and result.get("learning_rate", rate) != rate:
+            raise ValueError(
+                f"{cell.name} was trained at a learning rate of {result['learning_rate']:g}, and {rate:g} is chosen "
+                f"for {rate_place(cell)} now. Run it again: {result['command']}"
+            )
+
+
+def sweep_part(results: Path) -> list[str]:
+    """How the learning rates were chosen."""
+    found = stored.read(results / "sweep.json")
+    if found is None:
+        return [text.NO_SWEEP]
+    edges = verdicts.sweep_edges(found)
+    parts = [text.SWEEP.format(**found), verdicts.sweep_table(found)]
+    parts += [text.EDGES.format(", ".join(edges)) if edges else text.NO_EDGES]
+    by_hand = [f"- {place}: {rate:g}, {reason}" for place, (rate, reason) in found["by_hand"].items()]
+    return [*parts, *([text.BY_HAND, "\n".join(by_hand)] if by_hand else [])]

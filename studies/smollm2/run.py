@@ -44,7 +44,7 @@ def main() -> int:
         if not arguments.sweep and not arguments.list:
             from report import write_report
 
-            console.print(f"Report: {write_report(arguments.results, arguments.readme)}")
+            console.print(f"Report: {write_report(arguments.results, arguments.readme, SCALES[arguments.scale])}")
     except KeyboardInterrupt:
         console.print("\n[yellow]Stopped. What is finished is kept: run the same command to go on.")
         return 130
