@@ -54,7 +54,7 @@ SCALES = {
         base_model="smollm2-135m",
         rows={"train": 3240, "warm": 970, "validation": 200, "test": 200, "long": 48},
         long_tokens={"functions": 128, "raw": 208, "translation": 64},
-        rates=(1e-4, 3e-4, 1e-3),
+        rates=(3e-4, 1e-3, 3e-3),
         humaneval={"problems": 164, "samples": 16, "max_new_tokens": 192},
         sampling={"documents": 96, "samples": 4, "max_new_tokens": 96},
     ),

@@ -50,7 +50,6 @@ def tried(scale: Scale, results: Path) -> dict[str, dict[str, dict[str, float]]]
     """{place: {rate: {"objective", "ce_loss", "cfm_loss"}}} of the stored runs."""
     from ebft import load_config
 
-    ce_coef = load_config(settings.config_file("ebft")).ebft.ce_coef
     found: dict[str, dict[str, dict[str, float]]] = {}
     for cell in sweep_cells(scale):
         stored = read(results / SWEEP / f"{cell.name}.json")
