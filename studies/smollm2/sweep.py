@@ -57,6 +57,7 @@ def tried(scale: Scale, results: Path) -> dict[str, dict[str, dict[str, float]]]
             metrics = stored["metrics"]
             rates = found.setdefault(rate_place(cell), {})
             values = {name: metrics[name] for name in ("ce_loss", "cfm_loss")}
+            ce_coef = load_config(settings.config_file("ebft"), list(cell.overrides)).ebft.ce_coef
             rates[cell.setting.rpartition(" ")[2]] = {"objective": objective(cell.method, metrics, ce_coef), **values}
     return found
 
