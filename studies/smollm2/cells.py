@@ -13,8 +13,8 @@ TASKS = ("functions", "translation", "raw")
 STARTS = ("base", "warm")
 
 # Settings of EBFT: what each changes in configs/ebft.yaml, whose settings are the paper's. `mean` has what gives the
-# policy gradient the largest share of signal at 16 documents a step (signal.py), and a cross-entropy weight at which
-# the two terms of the loss have gradients of like size.
+# policy gradient the largest share of signal at 16 documents a step (gradient_signal.py), and a cross-entropy weight
+# at which the two terms of the loss have gradients of like size.
 MEAN = (
     "ebft.embed_method=mean_pooling",
     "ebft.whitening_space=feature",
