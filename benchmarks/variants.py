@@ -73,7 +73,7 @@ VARIANTS: dict[str, Variant] = {
     "pieces of 64 rows": patched("attention._ROWS_PER_PIECE", {"cpu": 64, "other": 64}),
     "pieces of 1024 rows": patched("attention._ROWS_PER_PIECE", {"cpu": 1024, "other": 1024}),
     "documents in pieces too": patched("attention._is_plain", lambda *args: False),
-    "logits of 2**20 numbers at a time": patched("logps.LOGITS_PER_CHUNK", 2**20),
+    "logits of 2**20 numbers at a time": patched("logps.LOGITS_PER_CHUNK", {"cpu": 2**20, "other": 2**20}),
 }
 
 

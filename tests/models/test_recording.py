@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebft.models.recording import Recording
 
-DOCUMENTS, ROLLOUTS, STEPS, WIDTH = 5, 3, 2, 4
+DOCUMENTS, ROLLOUTS, STEPS, WIDTH = 5, 3, 2, 64
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 6, bias=False), nn.Linear(6, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 70, bias=False), nn.Linear(70, WIDTH)
 
     def forward(self, x):
         return self.second(F.silu(self.first(x)))
@@ -92,6 +92,16 @@ def test_incomplete_products_are_computed():
         net(x[:, :DOCUMENTS])
     with recording.replayed():
         torch.testing.assert_close(net(x), net(x))
+
+
+def test_products_of_few_features_are_computed():
+    """An adapter's second matrix: the first is replayed."""
+    net, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)), tokens()
+    recording = record(net, x)
+    with FlopCounterMode(display=False) as counter, recording.replayed():
+        found = net(x)
+    assert counter.get_total_flops() == 2 * x.shape[1] * 4 * WIDTH
+    torch.testing.assert_close(found, net(x))
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

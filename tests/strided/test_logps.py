@@ -25,7 +25,7 @@ class Capped(nn.Module):
 @pytest.fixture(params=[1, 2**25], ids=["chunks", "whole"])
 def chunks(request, monkeypatch):
     """16 rows at a time, the least, in pieces of one row; or everything at once."""
-    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", request.param)
+    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": request.param})
     monkeypatch.setattr(logps, "_SOFTMAX_PER_PIECE", {"cpu": request.param})
 
 
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, c
 
 
 def test_a_head_that_drops_out_runs_again_with_the_same_dropout(monkeypatch):
-    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", 1)
+    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(HIDDEN, VOCAB))
     states, targets, weight = inputs(2)
     wanted = [states, *module.parameters()]
@@ -72,7 +72,7 @@ def test_a_head_that_drops_out_runs_again_with_the_same_dropout(monkeypatch):
 
 def test_a_frozen_head_runs_once(monkeypatch):
     """Also where a gradient is wanted, which runs two products for each row: the logits and the states' gradient."""
-    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", 1)
+    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})
     module = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
     rows = []
     module.register_forward_hook(lambda module, args, out: rows.append(len(out)))
@@ -91,8 +91,8 @@ def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, frozen
 
     def choose(softmax, rows):
         seen.extend(range(ROWS)[rows])
-        assert not softmax.weights.requires_grad
-        return softmax.weights.argmax(-1, keepdim=True)
+        assert not softmax.probabilities.requires_grad
+        return softmax.probabilities.argmax(-1, keepdim=True)
 
     scored = logps.choose_tokens(states.detach(), choose, head, 0.7, slopes=frozen)
     assert seen == list(range(ROWS))

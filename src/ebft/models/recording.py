@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ebft.models.products import product
+
 
 @dataclass
 class _Product:
@@ -74,6 +76,10 @@ class Recording:
         return product.values if product is not None and product.rows == self.num_tokens else None
 
 
+# Features below which a product takes less time than to keep it and give it back: an adapter's second matrix.
+_FEWEST_FEATURES = 32
+
+
 class _Record(TorchFunctionMode):
     def __init__(self, recording: Recording, rows: slice, count: int):
         super().__init__()
@@ -82,7 +88,7 @@ class _Record(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is F.linear and args[0].shape[:-1] == (1, self.count):
+        if func is F.linear and args[0].shape[:-1] == (1, self.count) and args[0].shape[-1] >= _FEWEST_FEATURES:
             weight = args[1]
             if id(weight) in self._seen:  # a layer that runs twice in a pass: which product is whose is not known
                 self.recording.refuse(weight)
@@ -129,9 +135,9 @@ class Replayed(torch.autograd.Function):
         grad = grad[0]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.to(grad.dtype)).to(x_dtype)[None]
+            grad_x = product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad.mT @ x[0].to(grad.dtype)).to(weight.dtype)
+            grad_weight = product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=bias_dtype)
         return grad_x, grad_weight, grad_bias, None

@@ -12,6 +12,7 @@ queries are taken in pieces of neighbours, and a piece reads only the keys that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -156,6 +157,8 @@ class StridedPass:
     phase "prefill": documents alone, keys and values kept in the cache.
     phase "decode":  one token (step `first_step`) of every rollout, against the cache, which grows by it.
     phase "score":   [documents | rollout tokens 0..steps), all at once, with gradients where enabled.
+
+    `recording` is entered while the layers run, to record their products or to replay them.
     """
 
     layout: StridedLayout
@@ -165,6 +168,7 @@ class StridedPass:
     first_step: int = 0
     cache: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     apply_dropout: bool = False
+    recording: AbstractContextManager | None = None
     layers_seen: set[int] = field(default_factory=set)
     previous_implementation: list[str] = field(default_factory=list)
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# Logits held at once: 2**25 float32 numbers are 128 MiB.
-LOGITS_PER_CHUNK = 2**25
+# Logits held at once: on CPU little enough (32 MiB in float32) for the allocator to use the same memory again, else it
+# is taken from the system anew for every chunk.
+LOGITS_PER_CHUNK = {"cpu": 2**23, "other": 2**25}
 # Numbers of a softmax that are worked on at once: on CPU what stays in the processor's cache.
-_SOFTMAX_PER_PIECE = {"cpu": 2**18, "other": LOGITS_PER_CHUNK}
+_SOFTMAX_PER_PIECE = {"cpu": 2**18, "other": 2**25}
 
 Choose = Callable[["Softmax", slice], Tensor]  # of some rows -> tokens (rows, K)
 
@@ -30,14 +31,15 @@ class Head:
     vocab_size: int
     trained: tuple[Tensor, ...]
 
-    def rows_per_chunk(self) -> int:
-        return max(16, LOGITS_PER_CHUNK // self.vocab_size)
+    def rows_per_chunk(self, device: torch.device) -> int:
+        """How many rows of logits are made at once."""
+        return max(16, _of_device(LOGITS_PER_CHUNK, device) // self.vocab_size)
 
 
 class Softmax:
     """softmax(logits / temperature) of logits (R, V), in float32: what is sampled is what is scored.
 
-    `weights` (R, V) are the probabilities times `total` (R, 1).
+    probabilities (R, V) are the softmax itself.
     """
 
     def __init__(self, logits: Tensor, temperature: float):
@@ -47,17 +49,17 @@ class Softmax:
         scores -= scores.amax(-1, keepdim=True)
         # Where a model rules a token out with minus infinity, its weight is 0 and so is its share of the entropy.
         self._scores = scores.clamp_min_(torch.finfo(torch.float32).min)
-        self.weights = self._scores.exp()
-        self.total = self.weights.sum(-1, keepdim=True)
+        self.probabilities = self._scores.softmax(-1)  # one pass of PyTorch's, several times as fast as exp and a sum
+        # The largest score is 0, so the largest probability is 1 / sum(exp(scores)).
+        self._log_sum = -self.probabilities.amax(-1, keepdim=True).log()
 
     def logps(self, tokens: Tensor) -> Tensor:
         """Log-probabilities of tokens (R, K)."""
-        return self._scores.gather(-1, tokens) - self.total.log()
+        return self._scores.gather(-1, tokens) - self._log_sum
 
     def entropy(self) -> Tensor:
         """In nats: (R, 1)."""
-        mean = (self.weights.unsqueeze(-2) @ self._scores.unsqueeze(-1)).squeeze(-1) / self.total
-        return self.total.log() - mean
+        return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)
 
     def most_likely(self) -> Tensor:
         """The most likely token: (R, 1)."""
@@ -78,7 +80,7 @@ def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float)
         scored = choose_tokens(states.detach(), _those(targets), head, temperature, slopes=True)
         return with_gradient(states, scored, head, temperature)
     logps = []
-    for rows in _slices(len(states), head.rows_per_chunk()):
+    for rows in _slices(len(states), head.rows_per_chunk(states.device)):
 
         def chunk_logps(chunk: Tensor, rows=rows) -> Tensor:
             return _Logps.apply(head.logits(chunk), targets[rows], temperature)
@@ -98,7 +100,7 @@ def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float
     at hand, so that neither the head nor the softmax is needed in backward; for K = 1 and a frozen head.
     """
     found = []
-    for chunk in _slices(len(states), head.rows_per_chunk()):
+    for chunk in _slices(len(states), head.rows_per_chunk(states.device)):
         x = states[chunk]
         with torch.set_grad_enabled(slopes):
             x = x.detach().requires_grad_() if slopes else x
@@ -136,7 +138,7 @@ def _all_grad_logits(logits: Tensor, tokens: Tensor, grad: Tensor, temperature: 
 def _grad_logits(softmax: Softmax, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
     """The same by the logits' softmax, which is used up."""
     grad = grad / temperature
-    result = softmax.weights.mul_(-grad.sum(-1, keepdim=True) / softmax.total)
+    result = softmax.probabilities.mul_(-grad.sum(-1, keepdim=True))
     return result.scatter_add_(-1, tokens, grad.to(result.dtype))
 
 
@@ -178,7 +180,7 @@ class _RunInBackward(torch.autograd.Function):
         head, temperature, (enabled, dtype) = ctx.rest
         grad_states = torch.empty_like(states)
         grads = [torch.zeros_like(parameter) for parameter in trained]
-        for rows in _slices(len(states), head.rows_per_chunk()):
+        for rows in _slices(len(states), head.rows_per_chunk(states.device)):
             x = states[rows].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(x.device.type, dtype, enabled):
                 logits = head.logits(x)
@@ -211,8 +213,11 @@ def _those(targets: Tensor) -> Choose:
 
 
 def _pieces(logits: Tensor) -> list[slice]:
-    size = _SOFTMAX_PER_PIECE["cpu" if logits.device.type == "cpu" else "other"]
-    return _slices(len(logits), max(1, size // logits.shape[-1]))
+    return _slices(len(logits), max(1, _of_device(_SOFTMAX_PER_PIECE, logits.device) // logits.shape[-1]))
+
+
+def _of_device(sizes: dict[str, int], device: torch.device) -> int:
+    return sizes["cpu" if device.type == "cpu" else "other"]
 
 
 def _slices(count: int, size: int) -> list[slice]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
+from ebft.models.products import fast_products
 from ebft.strided.attention import IMPLEMENTATION, StridedPass
 from ebft.strided.logps import Head
 
@@ -108,14 +109,19 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
     """Last hidden states (P, D) of tokens (P,) as the pass lays them out. To be called inside a program."""
     input_ids = tokens[None]
     run.layers_seen.clear()
-    states = backbone_of(causal_lm)(
-        input_ids=input_ids,
-        # All ones: keeps transformers from reading jumps in the positions as packed sequences.
-        attention_mask=torch.ones_like(input_ids),
-        position_ids=run.position_ids(),
-        use_cache=False,
-        strided=run,
-    )[0]
+    with ExitStack() as products:
+        if not torch.is_grad_enabled():  # layers that gradient checkpointing runs again would not find them
+            products.enter_context(fast_products())
+        if run.recording is not None:
+            products.enter_context(run.recording)
+        states = backbone_of(causal_lm)(
+            input_ids=input_ids,
+            # All ones: keeps transformers from reading jumps in the positions as packed sequences.
+            attention_mask=torch.ones_like(input_ids),
+            position_ids=run.position_ids(),
+            use_cache=False,
+            strided=run,
+        )[0]
     depth = len(decoder_layers(causal_lm))
     if len(run.layers_seen) != depth:
         raise ModelError(
@@ -171,7 +177,8 @@ def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     backbone = causal_lm._modules[name]
     causal_lm._modules[name] = _GivenStates()
     try:
-        return causal_lm._plain_forward(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        with fast_products():
+            return causal_lm._plain_forward(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules[name] = backbone
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -92,9 +91,8 @@ def _sample_part(
     with torch.no_grad():
         drawn = _draw(causal_lm, head, part, temperature, top_p, noise, recording)
     torch.clear_autocast_cache()  # of weights that were converted without a graph
-    run = StridedPass(part.layout, "score", documents.positions, steps=g - 1)
-    with recording.replayed():
-        states = backbone_states(causal_lm, torch.cat([documents.tokens, drawn.tokens[..., :-1].flatten()]), run)
+    run = StridedPass(part.layout, "score", documents.positions, steps=g - 1, recording=recording.replayed())
+    states = backbone_states(causal_lm, torch.cat([documents.tokens, drawn.tokens[..., :-1].flatten()]), run)
     text, rollout = states.split([len(documents.tokens), m * n * (g - 1)])
     first = with_gradient(text[part.layout.block_index - 1], drawn.scored[0], head, temperature or 1.0)
     later = with_gradient(rollout, _in_order(drawn.scored[1:]), head, temperature or 1.0) if g > 1 else first[:0]
@@ -142,42 +140,41 @@ def _draw(
                 entropies.append(torch.zeros_like(noise[rows]))
                 return softmax.most_likely().expand_as(noise[rows])
             entropies.append(softmax.entropy().expand_as(noise[rows]))
-            return sample_tokens(softmax.weights, noise[rows], top_p)
+            return sample_tokens(softmax.probabilities, noise[rows], top_p)
 
         slopes = recording is not None and not head.trained and noise.shape[-1] == 1
         scored.append(choose_tokens(states, choose, head, temperature or 1.0, slopes))
         return scored[-1].tokens.flatten()
 
-    prefill = StridedPass(layout, "prefill", positions)
-    with recording.of_documents() if recording is not None else nullcontext():
-        text = backbone_states(causal_lm, part.documents.tokens, prefill)
+    of_documents = None if recording is None else recording.of_documents()
+    prefill = StridedPass(layout, "prefill", positions, recording=of_documents)
+    text = backbone_states(causal_lm, part.documents.tokens, prefill)
     tokens = [draw(text[layout.block_index - 1], noise[..., 0])]
     for t in range(g - 1):
-        step = StridedPass(layout, "decode", positions, steps=1, first_step=t, cache=prefill.cache)
-        with recording.of_step(t) if recording is not None else nullcontext():
-            states = backbone_states(causal_lm, tokens[-1], step)
-        tokens.append(draw(states, noise[..., t + 1].reshape(-1, 1)))
+        of_step = None if recording is None else recording.of_step(t)
+        step = StridedPass(layout, "decode", positions, 1, first_step=t, cache=prefill.cache, recording=of_step)
+        tokens.append(draw(backbone_states(causal_lm, tokens[-1], step), noise[..., t + 1].reshape(-1, 1)))
     entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
     return _Drawn(torch.stack(tokens, -1).view(m, n, g), entropy, scored, text)
 
 
-def sample_tokens(weights: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
-    """Tokens (R, K) in proportion to weights (R, V), by inverting their distribution function at noise (R, K).
+def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
+    """Tokens (R, K) from probabilities (R, V), by inverting their distribution function at noise (R, K).
 
     With top_p < 1 only the smallest set of most likely tokens whose mass reaches top_p is kept. Uniform numbers
     in and tokens out: the same noise gives the same tokens however rows are batched.
     """
     if top_p < 1:
-        weights = _nucleus(weights, top_p)
+        probabilities = _nucleus(probabilities, top_p)
     # First a run of neighbouring tokens, then one of them: the running sums are short, and in float64, because those of
     # float32 lose the tail's small steps.
-    vocabulary = weights.shape[-1]
+    vocabulary = probabilities.shape[-1]
     runs = vocabulary // _RUN
-    sums = weights[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
-    sums = torch.cat([sums, weights[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
+    sums = probabilities[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
+    sums = torch.cat([sums, probabilities[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
     run, rest = _invert(sums, noise)
-    index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=weights.device)  # (R, K, _RUN)
-    inside = weights.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
+    index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
+    inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
     token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
     return run * _RUN + token.squeeze(-1)
 
