@@ -72,6 +72,7 @@ def all_cells(seeds: Iterable[int]) -> list[Cell]:
         for task in TASKS:
             cells += [Cell(task, "base", "sft", seed)]
             cells += [ebft(task, "base", name, seed) for name in MAIN_SETTINGS[task]]
+        cells += [Cell("functions", "base", "rlvr", seed)]
     cells += [Cell(task, "base", "sft_flops", first) for task in TASKS]
     for task in TASKS:
         others = [name for name in SETTINGS if name not in MAIN_SETTINGS[task]]

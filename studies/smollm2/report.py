@@ -11,25 +11,25 @@ import report_text as text
 import stored
 import tables
 import verdicts
-from cells import STARTS, TASKS, all_cells
+from cells import STARTS, TASKS, Cell, all_cells
 from metrics import COMPLETIONS, FEATURES
-from scale import SCALES, Scale
-from sweep import chosen_rate, rate_place
+from scale import Scale
+from sweep import chosen_rate
 
 Cells = list[dict[str, Any]]
 
 
 def write_report(results: Path, readme: Path, scale: Scale) -> Path:
     """Write the report on the cells that have results; returns its path. Raises ValueError where there is none."""
-    names = [cell.name for cell in all_cells(scale.seeds)]
-    cells = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in names]
+    planned = {cell.name: cell for cell in all_cells(scale.seeds)}
+    found = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in planned]
+    cells = [cell for cell in found if has_chosen_rate(cell, planned[cell["cell"]["name"]], results)]
     if not cells:
         raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['run']}")
-    check_rates(cells, results)
     parts = [
         text.head(scale),
         "## Results",
-        text.state(cells, names),
+        text.state(cells, list(planned)),
         text.documents(stored.read(results / "documents.json")),
     ]
     lines = verdicts.headlines(cells)
@@ -92,17 +92,10 @@ def samples(cells: Cells, task: str, start: str) -> list[str]:
     return [*parts, "</details>"]
 
 
-def check_rates(cells: Cells, results: Path) -> None:
-    """Raise ValueError where a cell was not trained at the learning rate that is chosen for it now."""
-    by_name = {cell.name: cell for cell in all_cells(SCALES["smollm2"].seeds)}
-    for result in cells:
-        cell = by_name[result["cell"]["name"]]
-        rate = chosen_rate(results, cell)
-        if rate is not None and result.get("learning_rate", rate) != rate:
-            raise ValueError(
-                f"{cell.name} was trained at a learning rate of {result['learning_rate']:g}, and {rate:g} is chosen "
-                f"for {rate_place(cell)} now. Run it again: {result['command']}"
-            )
+def has_chosen_rate(result: dict[str, Any], cell: Cell, results: Path) -> bool:
+    """Whether a cell was trained at the learning rate that is chosen for it now; others count as missing."""
+    rate = chosen_rate(results, cell)
+    return rate is None or result.get("learning_rate", rate) == rate
 
 
 def sweep_part(results: Path) -> list[str]:

@@ -76,14 +76,15 @@ wherever both of its sides were run. The difference is the first side's metric m
 document, with its 95% interval over training seeds and test files. A claim *holds* where the whole interval is on its
 side of 0, *does not hold* where it is on the other, and is *not decided* in between; a rate does *as well* where the
 whole interval is above -0.05, not as well where it is below, and neither where both rates are below 0.05. Trials with
-one seed, which says nothing of others, are *not decided*. The verdicts follow from that rule alone. Trials of one claim are not independent, and of trials in which nothing is different, up to one in twenty seems decided
-by chance: intervals err to the wide side."""
+one seed, which says nothing of others, are *not decided*. The verdicts follow from that rule alone. Trials of one claim
+are not independent, and of trials in which nothing is different, up to one in twenty seems decided by chance: intervals
+err to the wide side."""
 IN_SHORT = """EBFT's two main settings against the others: differences whose 95% interval leaves out 0."""
 NO_HEADLINES = "No comparison has an interval yet: that takes two seeds."
 INTERVALS = """Mean ± half of the 95% interval: over training seeds by Student's t, and over test files by the spread of
-their values (documents of one file count as one draw), added in quadrature. ¹ marks one seed, with an interval over files
-alone, and so does the row of a start, which is one model. Methods are measured on the same documents with the same noise,
-which largely cancel in differences; what seeds change does not. Intervals of rates know no bounds."""
+their values (documents of one file count as one draw), added in quadrature. ¹ marks one seed, with an interval over
+files alone, and so does the row of a start, which is one model. Methods are measured on the same documents with the
+same noise, which largely cancel in differences; what seeds change does not. Intervals of rates know no bounds."""
 LENGTHS = {
     "functions": "Feature-matching loss of long rollouts, by the number of their tokens that count:",
     "translation": "Feature-matching loss of long rollouts, by the number of their tokens that count:",
@@ -136,7 +137,7 @@ def state(cells: list[dict[str, Any]], names: list[str]) -> str:
         "process hours of training and measuring."
     ]
     if missing:
-        lines.append("Missing: " + ", ".join(f"`{name}`" for name in missing) + ".")
+        lines.append("Missing, or of other data or learning rates: " + ", ".join(f"`{name}`" for name in missing) + ".")
     return "\n\n".join(lines)
 
 

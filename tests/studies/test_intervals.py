@@ -11,7 +11,12 @@ def cell(group: str, seed: int, weights: tuple[float, ...] = (1.0, 3.0), **sums:
     task, start, method = group.split("-", 2)
     place = {"task": task, "start": start, "group": group, "seed": seed, "method": method}
     files = [f"{number}.py" for number in range(len(weights))]
-    return {"cell": place, "sums": sums, "weights": dict.fromkeys(sums, list(weights)), "files": files}
+    return {
+        "cell": place,
+        "sums": sums,
+        "weights": dict.fromkeys(sums, list(weights)),
+        "files": dict.fromkeys(sums, files),
+    }
 
 
 def measured(sums, weights=None, files=None) -> Measured:
