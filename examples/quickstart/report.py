@@ -1,15 +1,17 @@
-"""What the run leaves behind: the table on the screen, summary.json and curves.png."""
+"""What the run found out: the table on the screen, summary.json and curves.png."""
 
 import json
 import math
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ebft.config import RunConfig
@@ -37,11 +39,12 @@ PANELS = (
 
 
 def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) -> Table:
-    """Each metric before and after, and its change with the standard error over groups of windows."""
-    table = Table(caption="change ± its standard error over groups of windows", caption_justify="left")
-    table.add_column("held out")
+    """Each metric before and after, and its change with the standard error over groups of documents."""
+    caption = "change ± its standard error over groups of documents"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("held out", no_wrap=True)
     for column in ("before", "after", "change", "wanted", ""):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
     spread = {name: error for name, _, error in changes(before, after)}
     for name, wanted in METRICS:
@@ -61,7 +64,7 @@ def _verdict(change: float, error: float, wanted: str) -> str:
     return "[green]better" if (change > 0) == (wanted == "up") else "[red]worse"
 
 
-def save_curves(log_history: list[dict[str, float]], path: Path, seed: int) -> None:
+def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> None:
     """The training curves of one run: every logged value in grey, their running mean in colour."""
     from matplotlib import pyplot
 
@@ -76,7 +79,7 @@ def save_curves(log_history: list[dict[str, float]], path: Path, seed: int) -> N
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")
     axes[0, 0].legend(frameon=False)
-    figure.suptitle(f"Energy-based fine-tuning of a small model of Python code, seed {seed}")
+    figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -116,6 +119,7 @@ def save_summary(
     before: list[dict[str, float]],
     after: list[dict[str, float]],
     configs: dict[str, RunConfig],
+    samples: Iterable[dict[str, str]],
     seconds: dict[str, float],
 ) -> None:
     """Write everything that the run found out, and what it depends on, as one JSON object."""
@@ -125,6 +129,7 @@ def save_summary(
         "before": means(before),
         "after": means(after),
         "change_standard_error": {name: error for name, _, error in changes(before, after)},
+        "samples": list(samples),
         "config": {name: dict(changed_keys(config)) for name, config in configs.items()},
         "seconds": seconds,
     }

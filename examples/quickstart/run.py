@@ -1,0 +1,34 @@
+"""What each kind of quickstart hands to the part that they share: one fine-tuning run that is ready to start."""
+
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ebft.config import RunConfig
+from quickstart.phases import console
+
+CONFIGS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config file with overrides, and how it is measured.
+
+    `groups` is the number of groups of held-out documents, `earlier` the configs of runs that made the base model.
+    """
+
+    config_file: Path
+    overrides: list[str]
+    groups: int
+    earlier: dict[str, RunConfig] = field(default_factory=dict)
+
+
+def command_line(command: str, config_file: Path, overrides: list[str]) -> str:
+    """The `ebft` command that does what this script does in its own process."""
+    return shlex.join(["ebft", command, os.path.relpath(config_file), *overrides])
+
+
+def show_command(config_file: Path, overrides: list[str]) -> None:
+    """Print the command that is equivalent to a phase."""
+    console.print("[dim]the same as:[/]", command_line("train", config_file, overrides), style="bold", highlight=False)

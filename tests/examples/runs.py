@@ -1,0 +1,17 @@
+"""Runs the quickstart as a user does, at the size of a test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_quickstart(*arguments: str, status: int = 0, **variables: str) -> str:
+    """What examples/quickstart.py prints; `variables` of its environment, and the exit status that it must have."""
+    command = [sys.executable, "examples/quickstart.py", "--scale", "test", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
