@@ -20,6 +20,7 @@ Count = Callable[[str], int]  # tokens of a text
 
 STANDARD = "stdlib/"
 FILES_OF_A_PACKAGE = 300
+PATIENCE = 10  # seconds of CPU for a doctest, so that no busy machine decides what the data are
 LONGEST = 4000  # characters of a function, with its docstring
 # Bodies of functions that do nothing: a doctest that one of them passes decides nothing.
 NOTHING_DONE = ("\n    return None\n", "\n    raise NotImplementedError\n")
@@ -88,7 +89,7 @@ def has_doctest(function: dict[str, Any]) -> bool:
     """
     if ">>>" not in function["input"] or not function["file"].startswith(STANDARD):
         return False
-    passes = lambda body: verifiers.examples_pass(function["input"], body, function["module"])
+    passes = lambda body: verifiers.examples_pass(function["input"], body, function["module"], PATIENCE)
     return passes(function["output"]) and not any(map(passes, NOTHING_DONE))
 
 

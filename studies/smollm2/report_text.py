@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import sources
+from cells import SETTINGS
 from scale import Scale
 
 COMMANDS = {
@@ -61,10 +62,10 @@ How to read it:
 - **distance of samples** is 1 - chrF, on average over the pairs of samples of a prompt; **distinct samples** and
   **distinct-2** are shares of samples that differ, and of pairs of adjacent words that do.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT.
-- EBFT's setting *paper* whitens, samples at temperature 0.6, pools the last token and has `ce_coef` 0.03; *mean* pools
-  the mean, unwhitened, at temperature 1, which is the space that models are measured in. Others change `ce_coef`.
+- EBFT's settings change [configs/ebft.yaml](configs/ebft.yaml): {settings}.
 
-The pretrained model has very likely seen much of this source code, as any model of its kind has: differences between
+Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
+anew. The pretrained model has very likely seen much of this source code, as any model of its kind has: differences between
 methods count here, not levels.
 
 Sources. Python files: the standard library, and the installed packages {packages}, at the versions of
@@ -79,7 +80,7 @@ whole interval is above -0.05, not as well where it is below, and neither where 
 one seed, which says nothing of others, are *not decided*. The verdicts follow from that rule alone. Trials of one claim
 are not independent, and of trials in which nothing is different, up to one in twenty seems decided by chance: intervals
 err to the wide side."""
-IN_SHORT = """EBFT's two main settings against the others: differences whose 95% interval leaves out 0."""
+IN_SHORT = """EBFT's settings *mean* and *paper* against the others: differences whose 95% interval leaves out 0."""
 NO_HEADLINES = "No comparison has an interval yet: that takes two seeds."
 INTERVALS = """Mean ± half of the 95% interval: over training seeds by Student's t, and over test files by the spread of
 their values (documents of one file count as one draw), added in quadrature. ¹ marks one seed, with an interval over
@@ -120,10 +121,17 @@ def head(scale: Scale) -> str:
         **COMMANDS,
         documents=scale.steps * 16,
         steps=scale.steps,
+        settings="; ".join(map(setting, SETTINGS)),
         packages=", ".join(sources.PACKAGES),
         applications=listed,
         humaneval=f"{own.name} {own.version} ({own.licence})",
     )
+
+
+def setting(name: str) -> str:
+    """One of EBFT's settings with what it changes."""
+    changed = ", ".join(f"`{key.removeprefix('ebft.')}`" for key in SETTINGS[name])
+    return f"*{name}* has {changed}" if changed else f"*{name}* is that file itself"
 
 
 def state(cells: list[dict[str, Any]], names: list[str]) -> str:

@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 CPU_SECONDS = 2
-WALL_SECONDS = 12.0  # several processes may share a core
+WALL_SECONDS = 6  # for each second of CPU, as several processes may share a core
 MEMORY_BYTES = 512 * 2**20
 
 # What the child runs: limits first, then the code, then its examples. Events that change files, start processes or open
@@ -71,13 +71,14 @@ def run_examples(
     """What each of `examples` printed and raised after `code`; fewer entries where it never got that far.
 
     The code finds the names of `module`, as where it was taken from. An entry is {"printed": text, "raised": text or
-    None}. Empty when the code fails, ends the process, or exceeds its seconds of CPU, 12 s in all or 512 MiB.
+    None}. Empty when the code fails, ends the process, or exceeds `cpu_seconds`, six times as long by the clock, or
+    512 MiB.
     """
     key = secrets.token_hex(16)  # what does not hold it was not written by the child's own last lines
     task = {"key": key, "code": code, "module": module, "examples": examples}
     limits = {"cpu_seconds": cpu_seconds, "memory_bytes": MEMORY_BYTES}
     with tempfile.TemporaryDirectory() as folder:
-        answer = _run_child(json.dumps({**task, **limits}), folder)
+        answer = _run_child(json.dumps({**task, **limits}), folder, cpu_seconds * WALL_SECONDS)
     try:
         found = json.loads(answer)
     except (ValueError, RecursionError):
@@ -85,7 +86,7 @@ def run_examples(
     return found["examples"] if isinstance(found, dict) and found.get("key") == key else []
 
 
-def _run_child(task: str, folder: str) -> str:
+def _run_child(task: str, folder: str, timeout: float) -> str:
     """The child's answer; empty after the time limit. Whatever it started is ended with it."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-B", "-c", CHILD],
@@ -99,7 +100,7 @@ def _run_child(task: str, folder: str) -> str:
         errors="replace",
     )
     try:
-        return child.communicate(task, timeout=WALL_SECONDS)[0]
+        return child.communicate(task, timeout=timeout)[0]
     except subprocess.TimeoutExpired:
         return ""
     finally:

@@ -62,7 +62,7 @@ def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:
 
 def headlines(cells: list[dict[str, Any]]) -> list[str]:
     """One sentence for each main comparison and metric: where the difference is decided, and how large it is."""
-    triples = [(method, other, metric) for method in (PAPER, MEAN) for other in OTHERS for metric in METRICS]
+    triples = [(method, other, metric) for method in (MEAN, PAPER) for other in OTHERS for metric in METRICS]
     return [sentence for triple in triples if (sentence := headline(cells, *triple)) is not None]
 
 

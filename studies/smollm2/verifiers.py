@@ -103,7 +103,7 @@ def names_used(function: ast.AST) -> set[str]:
     return names | {called.id for called in calls if isinstance(called, ast.Name)}
 
 
-def examples_pass(prompt: str, completion: str, module: str = "") -> bool:
+def examples_pass(prompt: str, completion: str, module: str = "", cpu_seconds: int = sandbox.CPU_SECONDS) -> bool:
     """Whether the function passes every example of its docstring; False where it has none.
 
     What the examples should print is compared here, out of the reach of the code that runs.
@@ -117,7 +117,8 @@ def examples_pass(prompt: str, completion: str, module: str = "") -> bool:
         return False
     if all(example.options.get(doctest.SKIP) for example in examples):
         return False
-    found = sandbox.run_examples(function_text(prompt, completion), [example.source for example in examples], module)
+    code, tried = function_text(prompt, completion), [example.source for example in examples]
+    found = sandbox.run_examples(code, tried, module, cpu_seconds)
     return len(found) == len(examples) and all(map(_as_wanted, examples, found))
 
 

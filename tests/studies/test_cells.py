@@ -30,7 +30,7 @@ def test_every_cell_has_a_name_of_its_own():
 
 def test_methods_by_task():
     cells = [cell for cell in all_cells((0, 1, 2)) if cell.measures == "task"]
-    assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}
+    assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}, "others have no verifier"
     seeds = Counter((cell.task, cell.method, cell.setting) for cell in cells if cell.start == "base")
     for task in TASKS:
         assert seeds[task, "sft", ""] == 3 and seeds[task, "none", ""] == seeds[task, "sft_flops", ""] == 1

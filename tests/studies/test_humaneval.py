@@ -49,7 +49,7 @@ def test_broken_solutions_fail(body):
 def test_an_endless_loop_ends():
     started = time.monotonic()
     assert not humaneval.passes(PROBLEMS[0], "\n    while True:\n        pass\n")
-    assert time.monotonic() - started < sandbox.WALL_SECONDS + 5
+    assert time.monotonic() - started < humaneval.SECONDS * sandbox.WALL_SECONDS + 5
 
 
 def test_scores_of_samples():

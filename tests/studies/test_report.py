@@ -15,17 +15,17 @@ CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers":
 FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"], "humaneval": ["HumanEval/0", "HumanEval/1"]}
 DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x", "humaneval": "y"}, "sources": FILES}
 METRICS = {"ce_loss": 4.0, "cfm_loss": 0.3, "cfm_loss_long": 0.3, "alignment": 1.3, "substance_pass@1": 0.5}
-SETTINGS = (("sft", ""), ("rlvr", ""), ("ebft", "paper"), ("ebft", "mean"))
+SETTINGS = (("sft", ""), ("rlvr", ""), ("ebft", "mean"))
 SHOWN = [{"input": "def f():", "output": "\n    g()\n", "greedy": "\n    greedy()\n", "sample": "\n    sampled()\n"}]
 
 
 def write_results(folder, gain: float, noise: float = 0.001, seeds=(0, 1, 2)) -> None:
-    """Results in which EBFT's first setting is `gain` better than the others, with seeds that differ by `noise`."""
+    """Results in which EBFT is `gain` better than the others, with seeds that differ by `noise`."""
     stored.write_json(folder / "documents.json", DOCUMENTS)
     write_cell(folder, "none", 0, METRICS)
     for seed in seeds:
         for method, setting in SETTINGS:
-            better = (gain if setting == "paper" else 0.0) + noise * (seed - 1) * (1 if setting == "paper" else -1)
+            better = (gain if setting == "mean" else 0.0) + noise * (seed - 1) * (1 if setting == "mean" else -1)
             lower = {name: METRICS[name] - better for name in ("ce_loss", "cfm_loss", "cfm_loss_long")}
             metrics = {**METRICS, **lower, "substance_pass@1": 0.5 + better}
             write_cell(folder, method, seed, metrics, setting)
@@ -82,21 +82,21 @@ def verdict_of(report: str, claim: str, metric: str) -> str:
 @pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0005, OPEN)])
 def test_verdicts_follow_the_numbers(tmp_path, gain, expected):
     report = made_up(tmp_path, gain)
-    better = "EBFT, paper, does better downstream than SFT on as many documents"
+    better = "EBFT, mean, does better downstream than SFT on as many documents"
     assert verdict_of(report, better, "substance_pass@1") == expected
-    assert verdict_of(report, "EBFT, paper, has a lower cross-entropy than RLVR", "ce_loss") == expected
-    assert verdict_of(report, "EBFT, paper, lowers the feature-matching loss", "cfm_loss") == expected
-    assert verdict_of(report, "EBFT, paper, has a lower one than SFT on long rollouts", "cfm_loss_long") == expected
+    assert verdict_of(report, "EBFT, mean, has a lower cross-entropy than RLVR", "ce_loss") == expected
+    assert verdict_of(report, "EBFT, mean, lowers the feature-matching loss", "cfm_loss") == expected
+    assert verdict_of(report, "EBFT, mean, has a lower one than SFT on long rollouts", "cfm_loss_long") == expected
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0005, HOLDS)])
 def test_as_well_as_rlvr_means_not_lower_by_much(tmp_path, gain, expected):
-    claim = "EBFT, paper, does as well downstream as RLVR"
+    claim = "EBFT, mean, does as well downstream as RLVR"
     assert verdict_of(made_up(tmp_path, gain), claim, "substance_pass@1") == expected
 
 
 def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
-    claim = "EBFT, paper, has a lower cross-entropy than RLVR"
+    claim = "EBFT, mean, has a lower cross-entropy than RLVR"
     assert verdict_of(made_up(tmp_path / "wide", 0.2, noise=1.0), claim, "ce_loss") == OPEN
     report = made_up(tmp_path / "one", 0.2, seeds=(0,))
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
@@ -161,7 +161,7 @@ def test_the_report_has_machine_costs_completions_and_pictures(tmp_path):
     for name in ("rollouts", "training"):
         picture = re.search(rf"!\[{name} of functions from base\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
-    assert "| EBFT, paper | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
+    assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
 
 
 def test_without_results_there_is_no_report(tmp_path):
@@ -182,7 +182,7 @@ def test_runs_at_other_learning_rates_count_as_missing(tmp_path):
 
 def test_headlines_say_where_a_difference_is_decided(tmp_path):
     summary = made_up(tmp_path / "one", 0.2).split("### In short")[1].split("###")[0]
-    line = next(line for line in summary.splitlines() if "EBFT, paper − SFT on as many documents, names" in line)
+    line = next(line for line in summary.splitlines() if "EBFT, mean − SFT on as many documents, names" in line)
     assert "+0.2" in line and "better (functions, base)" in line
     summary = made_up(tmp_path / "two", 0.0005).split("### In short")[1].split("###")[0]
     assert "undecided in" in summary

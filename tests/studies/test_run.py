@@ -60,7 +60,7 @@ def test_every_kind_of_cell_is_measured(first_run):
 
 def test_sft_at_equal_flops_spends_what_ebft_spends(first_run):
     cost = {name: cell.get("cost") for name, cell in results(first_run).items()}
-    matched, ebft = cost["functions-base-sft_flops-seed0"], cost["functions-base-ebft-paper-seed0"]
+    matched, ebft = cost["functions-base-sft_flops-seed0"], cost["functions-base-ebft-mean-seed0"]
     assert matched["documents"] > cost["functions-base-sft-seed0"]["documents"]
     assert matched["flops"] == pytest.approx(ebft["flops"], rel=0.4), "steps are whole, and rows of many lengths"
 
@@ -83,7 +83,7 @@ def test_the_report_is_made_of_the_results(first_run):
 
 def test_a_stopped_run_goes_on_where_it_was(first_run):
     """A lost result is measured again on the model that is there, and nothing else runs."""
-    folder, lost = first_run / "results" / "cells", "functions-base-ebft-paper-seed0"
+    folder, lost = first_run / "results" / "cells", "functions-base-ebft-mean-seed0"
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     old = json.loads((folder / f"{lost}.json").read_text())
     (folder / f"{lost}.json").write_text("{")

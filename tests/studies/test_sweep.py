@@ -45,16 +45,18 @@ def test_the_reward_that_is_measured_is_one_minus_the_feature_matching_loss():
 
 def test_the_best_rate_of_each_place_is_chosen_once_all_are_tried(tmp_path):
     for cell in sweep_cells(SCALE):
-        if cell.task == "raw" and cell.method == "sft" and cell.setting.endswith("0.001"):
+        if cell.task == "raw" and cell.method == "sft" and cell.setting == f"rate {SCALE.rates[0]:g}":
             continue
-        best = cell.overrides[-1] == "learning_rate=0.0003"
+        best = cell.overrides[-1] == f"learning_rate={SCALE.rates[1]:g}"
         result = {"cell": {"name": cell.name}, "metrics": {**METRICS, "ce_loss": 3.0 if best else 4.0}}
         write_cell(tmp_path / SWEEP, {**result, "per_document": {}})
     run.store_rates(SCALE, tmp_path)
     found = stored.read(tmp_path / "sweep.json")
-    assert found["tried"]["raw-ebft-mean"]["0.0003"] == {"objective": 0.41, "ce_loss": 3.0, "cfm_loss": 0.5}
-    assert found["chosen"]["raw-ebft-paper"] == found["chosen"]["functions-sft"] == 0.0003
-    assert len(found["tried"]["raw-sft"]) == 2 and "raw-sft" not in found["chosen"]
+    best = SCALE.rates[1]
+    values = found["tried"]["raw-ebft-paper"][f"{best:g}"]
+    assert values == {"objective": pytest.approx(0.5 - 0.03 * 3.0), "ce_loss": 3.0, "cfm_loss": 0.5}
+    assert found["chosen"]["raw-ebft-paper"] == found["chosen"]["functions-sft"] == best
+    assert len(found["tried"]["raw-sft"]) == len(SCALE.rates) - 1 and "raw-sft" not in found["chosen"]
     assert best_rates(tried(SCALE, tmp_path), SCALE.rates) == found["chosen"]
 
 
