@@ -16,6 +16,7 @@ from types import MethodType
 from typing import TypeVar
 
 import torch
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -109,11 +110,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
     """Last hidden states (P, D) of tokens (P,) as the pass lays them out. To be called inside a program."""
     input_ids = tokens[None]
     run.layers_seen.clear()
-    with ExitStack() as products:
-        if not torch.is_grad_enabled():  # layers that gradient checkpointing runs again would not find them
-            products.enter_context(fast_products())
-        if run.recording is not None:
-            products.enter_context(run.recording)
+    with _cheaply(causal_lm, run):
         states = backbone_of(causal_lm)(
             input_ids=input_ids,
             # All ones: keeps transformers from reading jumps in the positions as packed sequences.
@@ -128,6 +125,24 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
             f"{type(causal_lm).__name__}: {len(run.layers_seen)} of {depth} layers used strided attention. {_WAY_OUT}"
         )
     return states[0]
+
+
+@contextmanager
+def _cheaply(causal_lm: PreTrainedModel, run: StridedPass) -> Iterator[None]:
+    """Inside the block, layers run as a pass allows, with the same numbers: see `ebft.models.products` and `recording`.
+
+    Not the layers of a forward that gradient checkpointing may run again, which would find another graph than it left.
+    """
+    with ExitStack() as stack:
+        if not torch.is_grad_enabled():
+            stack.enter_context(fast_products())
+        if not torch.is_grad_enabled() or run.recording is not None:
+            # PEFT converts inputs to the adapter's float32, and autocast converts them back.
+            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type)
+            stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
+        if run.recording is not None:
+            stack.enter_context(run.recording)
+        yield
 
 
 def head_of(causal_lm: PreTrainedModel) -> Head:
