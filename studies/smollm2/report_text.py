@@ -65,8 +65,8 @@ How to read it:
 - EBFT's settings change [configs/ebft.yaml](configs/ebft.yaml): {settings}.
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
-anew. The pretrained model has very likely seen much of this source code, as any model of its kind has: differences between
-methods count here, not levels.
+anew. The pretrained model has very likely seen much of this source code, as any model of its kind has: differences
+between methods count here, not levels.
 
 Sources. Python files: the standard library, and the installed packages {packages}, at the versions of
 `constraints.txt`, under their own licences. French catalogs, read from wheels of the package index: {applications}.
