@@ -8,10 +8,8 @@ problems go into humaneval.jsonl: a test for the task functions that nothing is 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ import sources
 from python_code import Count
 from quickstart.corpus import number_of, part_of
 from quickstart.phases import console
+from rows import Row, read_rows, spread, unique, write_rows
 from scale import Scale
 
-Row = dict[str, Any]
 PARTS = ("train", "warm", "validation", "test", "long")
 SHARES = {"train": 62, "validation": 10, "test": 28}  # of the Python files, in percent; `warm` is of the first
-# Rows of one source file, so that no large one stands for all; and of one package, by the first part of its path.
+# Rows of one source file, so that no large one stands for all.
 MOST_OF_A_FILE = {"train": 16, "validation": 2, "test": 2, "long": 2}
-MOST_OF_A_PACKAGE = 0.5  # of the rows of a part
 TINY = project.HERE / "tiny"
 
 
@@ -140,48 +137,6 @@ def chosen_parts(found: dict[str, list[Row]], scale: Scale) -> dict[str, list[Ro
     return {**chosen, "warm": trained[:warm], "train": trained[warm:]}
 
 
-def spread(rows: list[Row], wanted: int, most: int) -> list[Row]:
-    """`wanted` rows, at most `most` of a file and half of a package, in an order that only texts decide."""
-    of_file: dict[str, int] = {}
-    of_package: dict[str, int] = {}
-    chosen = []
-    for row in sorted(rows, key=digest):
-        package = row["file"].partition("/")[0]
-        if of_file.get(row["file"], 0) < most and of_package.get(package, 0) < max(1, MOST_OF_A_PACKAGE * wanted):
-            of_file[row["file"]] = of_file.get(row["file"], 0) + 1
-            of_package[package] = of_package.get(package, 0) + 1
-            chosen.append(row)
-        if len(chosen) == wanted:
-            break
-    return chosen
-
-
-def unique(rows: Iterable[Row], column: str) -> list[Row]:
-    """The rows, those with the same text in a column once."""
-    return list({row[column]: row for row in rows}.values())
-
-
-def digest(row: Row) -> str:
-    """A number of a row's text alone."""
-    return hashlib.blake2b((row.get("input", "") + row.get("text", "")).encode(), digest_size=8).hexdigest()
-
-
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
     """Tokens of a text by a tokenizer, without special ones."""
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def count_rows(folder: Path) -> dict[str, int]:
-    """Rows of each file."""
-    return {path.stem: len(read_rows(path)) for path in sorted(folder.glob("*.jsonl"))}
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """One JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

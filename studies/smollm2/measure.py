@@ -13,7 +13,7 @@ import sampling
 import settings
 import translation
 import verifiers
-from corpus import read_rows
+from rows import read_rows
 from scale import Scale
 from settings import Place
 

@@ -28,9 +28,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import project  # noqa: E402
 import settings  # noqa: E402
 import stored  # noqa: E402
-from cells import all_cells, chosen, needs  # noqa: E402
+from cells import TASKS, all_cells, chosen, needs  # noqa: E402
+from job import Job, finished  # noqa: E402
 from quickstart.phases import console  # noqa: E402
-from run_cell import Job, finished, run_cell  # noqa: E402
+from run_cell import run_cell  # noqa: E402
 from scale import SCALES  # noqa: E402
 from sweep import BY_HAND, best_rates, sweep_cells, tried  # noqa: E402
 from workers import run_all  # noqa: E402
@@ -135,7 +136,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="smollm2", help="the real model, or a tiny random one")
     parser.add_argument("--model", help="folder of the pretrained model (default: as `ebft fetch` keeps it)")
     parser.add_argument("--only", nargs="+", default=[], metavar="GLOB", help="only cells of these names")
-    parser.add_argument("--task", nargs="+", default=[], help="only cells of these tasks")
+    parser.add_argument("--task", nargs="+", default=[], choices=TASKS, help="only cells of these tasks")
     parser.add_argument("--hours", type=float, help="start no further cell after so many hours")
     parser.add_argument("--output", type=Path, help="folder of data, models and logs (default outputs/study/SCALE)")
     parser.add_argument("--workers", type=int, help="processes; 0 is this one (default: cores, or 0 with accelerator)")

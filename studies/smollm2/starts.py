@@ -13,13 +13,14 @@ import settings
 import sources
 import stored
 from cells import TASKS
-from corpus import PARTS, read_rows, token_counter, write_corpus, write_rows
+from corpus import PARTS, token_counter, write_corpus
+from job import without_paths
 from quickstart.phases import console, fingerprint, make_once
-from run_cell import without_paths
+from rows import read_rows, write_rows
 from scale import Scale
 from settings import Place
 
-MAKERS = ("corpus.py", "python_code.py", "catalogs.py", "sources.py", "verifiers.py")
+MAKERS = ("corpus.py", "rows.py", "python_code.py", "catalogs.py", "sources.py", "verifiers.py")
 
 
 def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
@@ -56,7 +57,12 @@ def make_warm(place: Place, scale: Scale, task: str, made_from: dict[str, str]) 
     mark = [made_from["base"], made_from[f"{task}_warm"], without_paths("sft"), scale.warm_steps]
     config = load_config(settings.config_file("sft"), settings.warm_overrides(place, scale, task))
     console.print(f"[bold]Warm start: SFT, {task}")
-    make_once(place.warm(task), mark, lambda: train(config))
+
+    def make() -> None:
+        stored.empty_unless(place.warm(task), fingerprint(mark), "training.txt")
+        train(config)
+
+    make_once(place.warm(task), mark, make)
 
 
 def make_tiny(place: Place, scale: Scale) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def write_whole(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
+
+
+def empty_unless(folder: Path, mark: str, name: str = "made_from.txt") -> None:
+    """Empty a folder whose checkpoints are not of what `mark` says, so that no training goes on from them."""
+    stamp = folder / name
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != mark:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        stamp.write_text(mark, encoding="utf-8")
 
 
 def read(file: Path) -> Any | None:

@@ -9,7 +9,7 @@ import stored
 from budget import cost_of, matched_steps
 from cells import MAIN_SETTINGS, SETTINGS, TASKS, Cell, all_cells, chosen, needs
 from corpus import PARTS
-from run_cell import Job, finished
+from job import Job, finished
 from scale import SCALES
 from settings import Place, cell_overrides, config_file, evaluation_overrides
 

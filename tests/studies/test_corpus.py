@@ -8,7 +8,8 @@ from collections import Counter
 import corpus
 import pytest
 import python_code
-from corpus import PARTS, spread, write_corpus
+from corpus import PARTS, write_corpus
+from rows import read_rows, spread, write_rows
 from scale import SCALES
 from verifiers import function_of, function_text, is_trivial
 
@@ -20,7 +21,7 @@ SCALE = SCALES["tiny"]
 def rows(tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("data")
     write_corpus(folder, SCALE, lambda text: len(text) // 2)
-    return {path.stem: corpus.read_rows(path) for path in folder.glob("*.jsonl")}
+    return {path.stem: read_rows(path) for path in folder.glob("*.jsonl")}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -136,6 +137,6 @@ def test_pieces_are_whole_lines_of_like_length():
 
 def test_rows_are_read_as_they_were_written(tmp_path):
     rows = [{"text": "a\u2028b\nc"}, {"text": "é"}]
-    corpus.write_rows(tmp_path / "x.jsonl", rows)
-    assert corpus.read_rows(tmp_path / "x.jsonl") == rows
+    write_rows(tmp_path / "x.jsonl", rows)
+    assert read_rows(tmp_path / "x.jsonl") == rows
     assert json.loads((tmp_path / "x.jsonl").read_text(encoding="utf-8").split("\n")[1]) == rows[1]

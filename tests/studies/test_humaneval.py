@@ -7,10 +7,11 @@ import humaneval
 import pytest
 import sandbox
 import sources
+from rows import read_rows
 
 from ebft.errors import FetchError
 
-PROBLEMS = corpus.read_rows(corpus.TINY / "problems.jsonl")
+PROBLEMS = read_rows(corpus.TINY / "problems.jsonl")
 
 
 def test_canonical_solutions_pass():

@@ -49,3 +49,13 @@ def test_a_broken_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="x.json cannot be read"):
         stored.read(tmp_path / "x.json")
     assert stored.read(tmp_path / "y.json") is None
+
+
+def test_checkpoints_of_something_else_are_removed(tmp_path):
+    folder = tmp_path / "model"
+    stored.empty_unless(folder, "one")
+    (folder / "checkpoint-1").mkdir()
+    stored.empty_unless(folder, "one")
+    assert (folder / "checkpoint-1").is_dir()
+    stored.empty_unless(folder, "two")
+    assert not (folder / "checkpoint-1").exists()
