@@ -54,7 +54,6 @@ bench: $(STAMP) $(VLLM_STAMP)
 
 # Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no further run after two hours; MODEL=tiny takes
 # minutes.
-MODEL ?= smollm2
 study: $(STAMP)
 	$(BIN)/python studies/smollm2/run.py --scale $(MODEL) $(if $(HOURS),--hours $(HOURS))
 
