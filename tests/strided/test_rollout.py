@@ -150,3 +150,11 @@ def test_entropy_of_each_sampled_distribution(temperature):
             expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
             torch.testing.assert_close(drawn.entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
     assert drawn.tokens.ne(2).all()
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 1300])
+def test_a_diverged_model_still_samples_tokens_of_its_vocabulary(vocabulary):
+    """What is not a number is reported where the loss is, not by an index that does not exist."""
+    probabilities = torch.full((3, vocabulary), float("nan"))
+    tokens = sample_tokens(probabilities, torch.tensor([[0.0], [0.4], [0.99]], dtype=torch.float64))
+    assert tokens.shape == (3, 1) and 0 <= tokens.min() and tokens.max() < vocabulary

@@ -176,7 +176,8 @@ def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> T
     index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
     inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
     token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
-    return run * _RUN + token.squeeze(-1)
+    # Probabilities that are not numbers find the end; the loss that follows names the model as diverged.
+    return (run * _RUN + token.squeeze(-1)).clamp_max(vocabulary - 1)
 
 
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
