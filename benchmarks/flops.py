@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import nn
@@ -32,9 +33,14 @@ def counted_flops(step: Callable[[], object]) -> int:
     fused kernel is counted, and only the pairs that a causal mask leaves.
     """
     formulas = {getattr(torch.ops.aten, name): _attention_formula(name) for name in _FUSED}
+    formulas[torch.ops.mkldnn._linear_pointwise] = _onednn_formula
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         step()
     return counter.get_total_flops()
+
+
+def _onednn_formula(x: tuple[int, ...], weight: tuple[int, ...], *args, **kwargs) -> int:
+    return 2 * prod(x) * weight[0]
 
 
 def _attention_formula(name: str) -> Callable[..., int]:
