@@ -1,6 +1,7 @@
 """Every field of StridedOutput, and the gradient of the loss, against the naive oracle."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -269,3 +270,19 @@ def test_bfloat16_stays_near_float32(tmp_path):
     assert 0 < ours.mean() < 1.5 * plain_bf16.mean() and ours.max() < 2 * plain_bf16.max()
     assert out.logps.dtype == torch.float32
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_conversions_that_are_left_out_change_no_bit(tmp_path, monkeypatch):
+    """A float32 adapter on bfloat16 weights under autocast: loss and gradients with PEFT's conversions and without."""
+    runs = []
+    for casts in (False, True):
+        if casts:
+            monkeypatch.setattr(
+                "ebft.strided.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext()
+            )
+        model = with_lora(tiny_model("llama").to(torch.bfloat16))
+        trainer = make_trainer(model, tmp_path, bf16=True)
+        loss = trainer.compute_loss(trainer.accelerator.prepare_model(trainer.model), unequal_batch()[0])
+        loss.backward()
+        runs.append((loss, *(p.grad for p in model.parameters() if p.requires_grad)))
+    assert all(a.equal(b) for a, b in zip(*runs))

@@ -22,8 +22,8 @@ def make_inputs(sinks):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def in_pieces(scores, query, key, value, own_key, own_value, sinks=None):
-    return attend(query, key, value, Own(own_key, own_value, OWN_HIDDEN), PIECES, scores, sinks)
+def in_pieces(scores, query, key, value, own_key, own_value, sinks=None, pieces=PIECES):
+    return attend(query, key, value, Own(own_key, own_value, OWN_HIDDEN), pieces, scores, sinks)
 
 
 def dense(scores, query, key, value, own_key, own_value, sinks=None):

@@ -25,12 +25,16 @@ from ebft.errors import ModelError
 from ebft.strided import flex
 from ebft.strided.layout import StridedLayout
 from ebft.strided.pieces import Own, Piece, Scores, attend
+from ebft.strided.stacks import Stack, stack_up
 
 IMPLEMENTATION = "ebft_strided"
 
 # Query rows of one piece (query heads that share a key head count apart): enough to keep the matrix products busy,
 # few enough that scores stay in the processor's cache and keys beyond a block's own anchor stay a small share.
 _ROWS_PER_PIECE = {"cpu": 256, "other": 4096}
+
+# Tokens of documents that are attended to in stacked pieces.
+_SHORT = 256
 
 # What attention layers may be handed besides query, key and value. The first row is honoured below. The second
 # repeats what the query, key and mask already contain. Anything else that is set changes the scores in a way this
@@ -75,13 +79,15 @@ class MaskPattern:
         zero = torch.zeros((), dtype=torch.long, device=key_position.device)
         return self.function(zero, zero, query_position, key_position)
 
-    def document_pieces(self, layout: StridedLayout, heads: int) -> list[Piece]:
-        """The document tokens of the batch, `heads` rows each, with the keys that they see."""
-        return self._keep(("document", heads), lambda: list(self._document_pieces(layout, heads)))
+    def document_pieces(self, layout: StridedLayout, heads: int, key_heads: int | None) -> list[Piece | Stack]:
+        """The document tokens of the batch, `heads` rows each, with the keys that they see; stacked for `key_heads`."""
+        make = lambda: stack_up(list(self._document_pieces(layout, heads)), key_heads)
+        return self._keep(("document", heads, key_heads), make)
 
-    def rollout_pieces(self, run: StridedPass, heads: int) -> list[Piece]:
-        """The rollout tokens of a pass, block by block, with the keys of their documents that they see."""
-        return self._keep(("rollout", heads), lambda: list(self._rollout_pieces(run, heads)))
+    def rollout_pieces(self, run: StridedPass, heads: int, key_heads: int | None) -> list[Piece | Stack]:
+        """The rollout tokens of a pass, block by block, with the keys of their documents that they see; stacked."""
+        make = lambda: stack_up(list(self._rollout_pieces(run, heads)), key_heads)
+        return self._keep(("rollout", heads, key_heads), make)
 
     def own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
         """Which own keys (M, N, heads * T, U) a rollout token must not see: later ones, and what the pattern hides."""
@@ -240,7 +246,7 @@ def _cached(run, layer, key, value):
 def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tensor:
     """Causal attention among the tokens of each document: query (K, Q, S, D) -> (S, H, D)."""
     k, q, s, d = query.shape
-    if _is_plain(pattern, scores, sinks):
+    if _is_plain(pattern, scores, sinks) and not _are_short(run.layout, scores):
         documents = []
         for start, end in run.layout.spans:
             part = F.scaled_dot_product_attention(
@@ -255,7 +261,8 @@ def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tenso
             documents.append(part[0].transpose(0, 1))
         return torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
-    output = attend(rows, key, value, None, pattern.document_pieces(run.layout, q), scores, _sink_rows(sinks, k, q, 1))
+    pieces = pattern.document_pieces(run.layout, q, _stacked(k, sinks))
+    output = attend(rows, key, value, None, pieces, scores, _sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
 
 
@@ -269,7 +276,7 @@ def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Ten
     t = run.steps
     rows = query.unflatten(2, (-1, t)).transpose(1, 2).reshape(k, -1, d)  # (K, M * N * Q * T, D)
     hidden = pattern.own_hidden(run, q, own[0].shape[2]).flatten(0, 1)
-    pieces = pattern.rollout_pieces(run, q)
+    pieces = pattern.rollout_pieces(run, q, _stacked(k, sinks))
     output = attend(rows, *document, Own(*own, hidden), pieces, scores, _sink_rows(sinks, k, q, t))
     return output.view(k, -1, q, t, output.shape[-1]).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
 
@@ -277,6 +284,17 @@ def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Ten
 def _is_plain(pattern, scores, sinks) -> bool:
     """Whether PyTorch's own fused attention computes it."""
     return pattern.is_causal and scores.softcap is None and sinks is None
+
+
+def _are_short(layout: StridedLayout, scores: Scores) -> bool:
+    """Whether documents are so many and short, on CPU, that stacked pieces take less time than a kernel for each."""
+    longest = max(end - start for start, end in layout.spans)
+    return layout.device.type == "cpu" and len(layout.spans) > 1 and longest <= _SHORT and not scores.dropout
+
+
+def _stacked(key_heads: int, sinks: Tensor | None) -> int | None:
+    """Key heads to stack pieces for; None where sinks, which repeat along the rows of a piece, leave them apart."""
+    return key_heads if sinks is None else None
 
 
 def _sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:

@@ -28,6 +28,39 @@ class Piece:
     keys: slice
     hidden: Tensor
 
+    @property
+    def width(self) -> int:
+        """How many shared keys it has."""
+        return self.keys.stop - self.keys.start
+
+    def take_rows(self, x: Tensor) -> Tensor:
+        """Its rows of x (K, R, X)."""
+        return x[:, self.rows]
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Rows as they lie in (K, R, X): here as they are."""
+        return rows
+
+    def take_keys(self, x: Tensor, behind: int = 0) -> Tensor:
+        """Its shared keys of x (K, S, X), with so many of those behind them."""
+        return x[:, self.keys.start : self.keys.stop + behind]
+
+    def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
+        """Write the products of weights (K, rows, keys) with its part of keys (K, S, X) to its rows of output."""
+        torch.bmm(weights, self.take_keys(keys), out=self.take_rows(output))
+
+    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """Add the products of weights (K, rows, keys), transposed, with its rows to its part of total (K, S, X)."""
+        total[:, self.keys] += weights.mT @ self.take_rows(rows)
+
+    def hide(self, shared: Tensor) -> None:
+        """Set scores (K, rows, keys) of what a row must not see to minus infinity."""
+        shared[..., self.width - self.hidden.shape[-1] :].masked_fill_(self.hidden, float("-inf"))
+
+    def hide_own(self, own: Tensor, hidden: Tensor) -> None:
+        """The same for scores of own keys (K, rows, U), by hidden (R, U)."""
+        own.masked_fill_(hidden[self.rows], float("-inf"))
+
 
 @dataclass(frozen=True)
 class Own:
@@ -58,10 +91,12 @@ def attend(
 ) -> Tensor:
     """Attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
 
-    `pieces` cover the rows in order. One softmax, in float32, runs over a row's shared and own keys. `sinks`
-    (K, P), repeated along the rows, are logits that take part in it and have no value.
+    `pieces` cover the rows in order; without sinks they may be stacked, see stacks.py. One softmax, in float32, runs
+    over a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits that take part in it and have
+    no value.
     """
-    if own is not None and max(piece.keys.stop for piece in pieces) + own.key.shape[2] > key.shape[1]:
+    last_key = max((piece.keys.stop for piece in pieces if isinstance(piece, Piece)), default=0)
+    if own is not None and last_key + own.key.shape[2] > key.shape[1]:
         raise ValueError("shared keys must reach beyond every piece by as many keys as a row has of its own")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
@@ -80,8 +115,8 @@ class _Attention(torch.autograd.Function):
         for piece in pieces:
             weights, _ = weigh(piece)
             shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
-            torch.bmm(shared, value[:, piece.keys], out=output[:, piece.rows])
-            own_weights.append(own)
+            piece.put(output, shared, value)
+            own_weights.append(piece.in_order(own))
         if own_key is not None:
             output += (weigh.by_owner(torch.cat(own_weights, 1)) @ own_value).view_as(output)
         ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, sinks)
@@ -102,7 +137,6 @@ class _Attention(torch.autograd.Function):
         grad_own = None if own_key is None else (weigh.by_owner(grad) @ own_value.mT).flatten(1, 2)
         own_weights, own_grads = [], []
         for piece in pieces:
-            rows, keys = piece.rows, piece.keys
             weights, slope = weigh(piece)
             grad_weights = weigh.products(grad, value, grad_own, 1.0, piece).to(weigh.dtype)
             if sinks is not None:
@@ -115,11 +149,11 @@ class _Attention(torch.autograd.Function):
                 grad_scores *= slope
             grad_shared, grad_of_own = weigh.columns(grad_scores.to(query.dtype), piece)
             shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
-            torch.bmm(grad_shared, key[:, keys], out=grad_query[:, rows])
-            grad_key[:, keys] += grad_shared.mT @ query[:, rows]
-            grad_value[:, keys] += shared.mT @ grad[:, rows]
-            own_weights.append(own)
-            own_grads.append(grad_of_own)
+            piece.put(grad_query, grad_shared, key)
+            piece.add_to_keys(grad_key, grad_shared, query)
+            piece.add_to_keys(grad_value, shared, grad)
+            own_weights.append(piece.in_order(own))
+            own_grads.append(piece.in_order(grad_of_own))
         grad_own_key = grad_own_value = None
         if own_key is not None:
             own_grads = weigh.by_owner(torch.cat(own_grads, 1))
@@ -155,9 +189,9 @@ class _Weights:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
             scores, slope = capped * self.scores.softcap, 1 - capped.square()
         shared, own = self.columns(scores, piece)
-        shared[..., shared.shape[-1] - piece.hidden.shape[-1] :].masked_fill_(piece.hidden, float("-inf"))
+        piece.hide(shared)
         if self.owners:
-            own.masked_fill_(self.own_hidden[piece.rows], float("-inf"))
+            piece.hide_own(own, self.own_hidden)
         if self.sinks is not None:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
@@ -171,18 +205,16 @@ class _Weights:
         The columns of own keys are first computed along, from whatever lies behind the shared keys: a product into a
         whole matrix is faster than one into part of it.
         """
-        keys = slice(piece.keys.start, piece.keys.stop + self.own_width)
-        rows, columns = left[:, piece.rows], right[:, keys].mT
-        products = left.new_empty(len(left), rows.shape[1], columns.shape[2])
+        rows, columns = piece.take_rows(left), piece.take_keys(right, self.own_width).mT
+        products = left.new_empty(len(rows), rows.shape[1], columns.shape[2])
         torch.baddbmm(products, rows, columns, beta=0, alpha=scaling, out=products)
         if own is not None:
-            products[..., -self.own_width :] = own[:, piece.rows]
+            products[..., -self.own_width :] = piece.take_rows(own)
         return products
 
     def columns(self, values: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The columns of the shared keys and of the own keys: views."""
-        shared = piece.keys.stop - piece.keys.start
-        return values[..., :shared], values[..., shared : shared + self.own_width]
+        return values[..., : piece.width], values[..., piece.width : piece.width + self.own_width]
 
     def by_owner(self, rows: Tensor) -> Tensor:
         """(K, R, X) as (K, E, R / E, X)."""
