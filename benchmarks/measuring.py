@@ -20,6 +20,8 @@ from unittest.mock import patch
 
 import torch
 
+from ebft.models.products import product
+
 # Dense bfloat16 FLOP/s from the data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
@@ -27,13 +29,25 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
+class Clock:
+    """What `timed` reads: elapsed seconds, or the CPU seconds of this process, which other work does not add to."""
+
+    seconds: Callable[[], float] = time.perf_counter
+
+    @classmethod
+    def count_cpu_seconds(cls) -> None:
+        """From now on, those of one thread, as more of them count while they wait for each other."""
+        torch.set_num_threads(1)
+        cls.seconds = time.process_time
+
+
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """What `run` returns, and the seconds that it and the work it queued on the device took."""
     synchronise(device)
-    start = time.perf_counter()
+    start = Clock.seconds()
     result = run()
     synchronise(device)
-    return result, time.perf_counter() - start
+    return result, Clock.seconds() - start
 
 
 def synchronise(device: torch.device) -> None:
@@ -113,7 +127,10 @@ def _kib(file: str, name: str) -> int:
 
 
 class GemmRate:
-    """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured."""
+    """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured.
+
+    By the library that our step takes for it, see `ebft.models.products`.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.device = device
@@ -130,8 +147,12 @@ class GemmRate:
         """The median rate over all samples."""
         return 2 * self.size**3 / statistics.median(self._seconds)
 
+    def fastest(self) -> float:
+        """The highest rate of all samples."""
+        return 2 * self.size**3 / min(self._seconds)
+
     def _multiply(self) -> float:
-        return timed(lambda: self._factors[0] @ self._factors[1], self.device)[1]
+        return timed(lambda: product(*self._factors), self.device)[1]
 
 
 def peak_flops(device: torch.device) -> tuple[float, str] | None:
@@ -158,6 +179,7 @@ def machine(device: torch.device) -> dict[str, str | float]:
     return {
         "device": f"{device.type}: {device_name(device)}",
         "threads": torch.get_num_threads(),
+        "seconds": "elapsed" if Clock.seconds is time.perf_counter else "CPU time of the process",
         "load": round(os.getloadavg()[0], 1),  # of the minute before: above 1 or so, other work takes part in the times
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,6 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ebft.models.pretrained import pretrained_model
+
 # The options of both trainers, by our names; theirs are the same behind `ebft_`. What is not here is the default
 # of both: coefficients 1, RLOO, no cross-entropy term.
 OPTIONS = {
@@ -25,7 +27,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A random Llama, how it is fine-tuned, and which lengths are measured unless the command line says otherwise."""
+    """A Llama, how it is fine-tuned, and which lengths are measured unless the command line says otherwise."""
 
     name: str
     shape: dict[str, int]  # of LlamaConfig
@@ -35,6 +37,7 @@ class Preset:
     alone: tuple[int, ...]  # for ours only
     variants: dict[str, dict[str, Any]]  # ours with other settings, see `sides.ours`, beside the others at some lengths
     overhead_steps: int  # of a whole `ebft train` run; 0 for models too large to save and load on the way
+    weights: str | None = None  # the name of a model of this shape to load
 
     @property
     def description(self) -> str:
@@ -42,7 +45,8 @@ class Preset:
         shape = self.shape
         tuning = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full fine-tuning"
         return (
-            f"random Llama, hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}, "
+            f"{self.weights or 'random Llama'}, "
+            f"hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}, "
             f"{shape['num_hidden_layers']} layers, "
             f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads, "
             f"vocabulary {shape['vocab_size']}, {tuning}"
@@ -58,7 +62,7 @@ class Preset:
             "num_key_value_heads": 2,
             "vocab_size": 512,
         }
-        return replace(self, name=f"{self.name}-tiny", shape=shape)
+        return replace(self, name=f"{self.name}-tiny", shape=shape, weights=None)
 
 
 def find_preset(name: str, on_cuda: bool) -> Preset:
@@ -84,6 +88,29 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
             },
             overhead_steps=0,
         )
+    if name == "smollm2":
+        return Preset(
+            name="smollm2",
+            shape={
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "vocab_size": 49152,
+            },
+            lora_rank=None,
+            dtypes=("float32",),
+            lengths=(256, 512),
+            alone=(),
+            variants={
+                "ours bfloat16": {"dtype": "bfloat16"},
+                "ours LoRA": {"lora_rank": 16},
+                "ours LoRA bf16": {"lora_rank": 16, "dtype": "bfloat16"},
+            },
+            overhead_steps=0,
+            weights="smollm2-135m",
+        )
     return Preset(
         name="7m",
         shape={
@@ -106,9 +133,8 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
 def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: str | None = None) -> nn.Module:
     """The preset's model: the same weights in every call. An adapter's own are float32, as `ebft train` has them."""
     torch.manual_seed(0)
-    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    config = LlamaConfig(max_position_embeddings=positions, **special, **preset.shape)
-    model = LlamaForCausalLM(config).to(dtype)
+    model = _random_model(preset, positions) if preset.weights is None else pretrained_model(preset.weights)
+    model = model.to(dtype)
     if attention is not None:
         model.set_attn_implementation(attention)
     if preset.lora_rank is None:
@@ -118,6 +144,11 @@ def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: s
         task_type="CAUSAL_LM", r=preset.lora_rank, lora_alpha=2 * preset.lora_rank, target_modules=targets
     )
     return get_peft_model(model, adapter)
+
+
+def _random_model(preset: Preset, positions: int) -> nn.Module:
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, **special, **preset.shape))
 
 
 def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,10 @@ def ours(
     name: str = "ours",
     attention: str | None = None,
     single_pass: bool | None = None,
+    lora_rank: int | None = None,
 ) -> Side:
     """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise."""
+    preset = preset if lora_rank is None else replace(preset, lora_rank=lora_rank)
     args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS), single_pass=single_pass)
     model = build_model(preset, getattr(torch, dtype), positions, attention)
     trainer = StridedEBFTTrainer(model=model, args=args)

@@ -1,6 +1,7 @@
 """One strided EBFT training step, ours beside axolotl 0.19.0's published trainer, and beside its own arithmetic.
 
     python -m benchmarks.strided_step                       # small model, both trainers and ours alone at more lengths
+    python -m benchmarks.strided_step --preset smollm2      # 135M parameters; first `ebft fetch smollm2-135m`
     python -m benchmarks.strided_step --preset 1b           # 1B parameters with LoRA, for a GPU
     python -m benchmarks.strided_step --tiny --lengths 32   # the same code in seconds
 
@@ -19,13 +20,14 @@ import argparse
 import json
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import published, report
-from benchmarks.measuring import machine, peak_flops, within_free_memory
+from benchmarks.measuring import Clock, machine, peak_flops, within_free_memory
 from benchmarks.presets import OPTIONS, Preset, document, find_preset
 from benchmarks.recompilations import recompilations
 from benchmarks.rounds import Rounds, measure
@@ -80,7 +82,8 @@ def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list
         print(f"axolotl {published.VERSION} is not measured: {reason}")
     others = [ours(plan.preset, dtype, positions, folder, name=f"ours {dtype}") for dtype in plan.dtypes[1:]]
     for name, settings in plan.preset.variants.items():
-        others.append(ours(plan.preset, plan.dtypes[0], positions, folder, name, **settings))
+        settings = {"dtype": plan.dtypes[0], **settings}
+        others.append(ours(plan.preset, positions=positions, folder=folder, name=name, **settings))
     return both, others
 
 
@@ -128,7 +131,9 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
     """What to measure: the command line, and the preset where it is silent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--preset", choices=["7m", "1b"], default="7m", help="the model")
+    add("--preset", choices=["7m", "smollm2", "1b"], default="7m", help="the model")
+    add("--model", help="a folder with the weights of preset smollm2, instead of what `ebft fetch smollm2-135m` got")
+    add("--cpu-time", action="store_true", help="count CPU seconds of one thread: for a machine with other work")
     add("--tiny", action="store_true", help="shrink the model, to try the code")
     add("--lengths", type=int, nargs="+", help="document lengths for both trainers")
     add("--alone", type=int, nargs="*", help="document lengths for ours alone; none where --lengths is given")
@@ -144,6 +149,11 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
 
     on_cuda = torch.cuda.is_available()
     preset = find_preset(plan.preset, on_cuda)
+    if plan.cpu_time:
+        Clock.count_cpu_seconds()
+    if plan.model and preset.weights is None:
+        parser.error(f"--model belongs to --preset smollm2: the weights of preset {preset.name} are random")
+    preset = replace(preset, weights=plan.model) if plan.model else preset
     plan.preset = preset.shrunken() if plan.tiny else preset
     if plan.alone is None:
         plan.alone = [] if plan.lengths else list(preset.alone)
