@@ -157,4 +157,4 @@ def test_a_diverged_model_still_samples_tokens_of_its_vocabulary(vocabulary):
     """What is not a number is reported where the loss is, not by an index that does not exist."""
     probabilities = torch.full((3, vocabulary), float("nan"))
     tokens = sample_tokens(probabilities, torch.tensor([[0.0], [0.4], [0.99]], dtype=torch.float64))
-    assert tokens.shape == (3, 1) and 0 <= tokens.min() and tokens.max() < vocabulary
+    assert tokens.shape == (3, 1) and tokens.min() >= 0 and tokens.max() < vocabulary
