@@ -101,7 +101,7 @@ class StridedOptions(FeatureOptions):
     )
     single_pass: bool | None = Field(
         None,
-        description="Train on the very pass that sampled the rollouts, instead of a second forward; unset: on CPU. Not "
+        description="Train on what was computed while sampling, instead of computing it again; unset: on CPU. Not "
         "with gradient checkpointing, rollout_tokens_per_pass, dropout or FSDP.",
     )
     grad_norms_every: int = Field(

@@ -307,11 +307,11 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return counts.clamp_min(1)
 
     def _trains_on_the_sampling_pass(self) -> bool:
-        """Whether rollouts are sampled with gradients, so that the loss needs no second forward.
+        """Whether the loss comes from what was computed while sampling, instead of a second forward.
 
         The policy has not moved in between and no dropout stands between the two, so they would be equal. Not where
-        the sampling pass has to be thrown away to save memory, nor under FSDP, which would gather the weights anew in
-        the backward of every decode step.
+        what sampling computed has to be thrown away to save memory, nor under FSDP, which gathers weights for each
+        pass anew.
         """
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
