@@ -205,7 +205,7 @@ def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
     trainer.train()
     assert max(differences(trainer.state.log_history)) < AGREE
     after = trainer.evaluate()
-    assert after["eval_alignment"] > before["eval_alignment"] + 0.01
+    assert after["eval_alignment"] > before["eval_alignment"] + 0.02
 
 
 def spaces(completions, **_):
