@@ -15,6 +15,7 @@ import project  # noqa: F401 (makes the quickstart importable)
 import sources
 import verifiers
 from quickstart.corpus import number_of, standard_library
+from quickstart.functions import function_of, function_text
 
 Count = Callable[[str], int]  # tokens of a text
 
@@ -64,9 +65,9 @@ def split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str
     kept = text.split("\n")
     prompt, body = "\n".join(kept[:head]).rstrip(), "\n" + "\n".join(kept[head:]).rstrip() + "\n"
     # The same function must come out of prompt and completion: lines of a text in column 0 would end it early.
-    if not body.strip() or verifiers.function_text(prompt, body) != prompt + body:
+    if not body.strip() or function_text(prompt, body) != prompt + body:
         return None
-    found = verifiers.function_of(prompt, body)
+    found = function_of(prompt, body)
     if found is None or len(found.body) != len(node.body) or verifiers.is_trivial(found):
         return None
     return prompt, body
@@ -74,7 +75,7 @@ def split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str
 
 def body_key(function: dict[str, Any]) -> str:
     """The same text for bodies that differ in layout, comments or texts alone: what counts as a copy."""
-    tree = verifiers.function_of(function["input"], function["output"])
+    tree = function_of(function["input"], function["output"])
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = ""

@@ -20,7 +20,10 @@ from rows import read_rows, write_rows
 from scale import Scale
 from settings import Place
 
-MAKERS = ("corpus.py", "rows.py", "python_code.py", "catalogs.py", "sources.py", "verifiers.py")
+MAKERS = [
+    *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "catalogs", "sources", "verifiers")),
+    project.ROOT / "examples" / "quickstart" / "functions.py",
+]
 
 
 def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
@@ -29,7 +32,7 @@ def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[st
     if scale.is_tiny:
         place = Place(place.output, str(place.output / "base"))
         make_once(place.output / "base", [scale.shape, scale.vocab_size], lambda: make_tiny(place, scale))
-    made_from = [(project.HERE / name).read_text(encoding="utf-8") for name in MAKERS]
+    made_from = [path.read_text(encoding="utf-8") for path in MAKERS]
     made_from += [sys.version, [version(name) for name in sources.PACKAGES if not scale.is_tiny]]
     console.print("[bold]Data: installed Python sources, French catalogs, HumanEval")
     make_once(data, [*made_from, str(scale)], lambda: write_corpus(data, scale, token_counter(tokenizer_of(place))))

@@ -7,30 +7,16 @@ line that starts in column 0, as the stop sequences of HumanEval have it.
 
 import ast
 import doctest
-import warnings
 from typing import Any
 
+import project  # noqa: F401 (makes the quickstart importable)
 import sandbox
+from quickstart.functions import function_of, function_text
 
 
 def parses(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:
     """1 where the completed function is valid Python with a statement behind its docstring, else 0."""
     return float(function_of(prompt, completions[0]) is not None)
-
-
-def uses_names(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:
-    """Share of the names that the reference calls, or reads as attributes, that the completion calls or reads too.
-
-    A share and not all or nothing: small models seldom find every name, and a score that is nearly always 0 separates
-    nothing. 0 where the completion does not parse, so that a heap of names is worth nothing. None where the reference
-    has no such name.
-    """
-    reference = function_of(prompt, row["output"])
-    wanted = names_used(reference) if reference is not None else set()
-    if not wanted:
-        return None
-    function = function_of(prompt, completions[0])
-    return len(wanted & names_used(function)) / len(wanted) if function is not None else 0.0
 
 
 def passes_doctest(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:
@@ -62,30 +48,6 @@ def substance(prompt: str, completions: list[str], row: dict[str, Any]) -> float
         return 0.0
     used = names_used(function)
     return 2 * len(wanted & used) / (len(wanted) + len(used))
-
-
-def function_text(prompt: str, completion: str) -> str:
-    """Prompt and completion up to the function's end: the first line behind the prompt's last that is not indented."""
-    first, *lines = completion.split("\n")
-    kept = [first]
-    for line in lines:
-        if line and not line[0].isspace():
-            break
-        kept.append(line)
-    return prompt + "\n".join(kept).rstrip() + "\n"
-
-
-def function_of(prompt: str, completion: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The completed function; None where it does not parse, has nothing but its docstring, or makes code of that."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # such as invalid escapes, which are no errors
-            body = ast.parse(function_text(prompt, completion)).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    if len(body) != 1 or not isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return None
-    function = body[0]
-    return function if len(function.body) > 1 and ast.get_docstring(function) is not None else None
 
 
 def _does_nothing(statement: ast.stmt) -> bool:

@@ -9,9 +9,10 @@ import corpus
 import pytest
 import python_code
 from corpus import PARTS, write_corpus
+from quickstart.functions import function_of, function_text
 from rows import read_rows, spread, write_rows
 from scale import SCALES
-from verifiers import function_of, function_text, is_trivial
+from verifiers import is_trivial
 
 TASKS = ("functions", "translation", "raw")
 SCALE = SCALES["tiny"]

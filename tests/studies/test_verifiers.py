@@ -46,18 +46,6 @@ def test_parses(completion, score):
     assert verifiers.parses(PROMPT, [completion], {}) == score
 
 
-def test_names_are_those_that_are_called_or_read_as_attributes():
-    prompt = 'def f(self, path):\n    """Read."""'
-    reference = "\n    with open(path) as file:\n        return self.parse(file.read())\n"
-    row = {"output": reference}
-    score = lambda completion: verifiers.uses_names(prompt, [completion], row)
-    assert score(reference) == 1.0
-    assert score("\n    return open(path).read()\n") == pytest.approx(2 / 3)
-    assert score("\n    return path\n") == 0.0
-    assert score("\n    open parse read\n") == 0.0, "names that do not parse are worth nothing"
-    assert verifiers.uses_names(prompt, [reference], {"output": "\n    return path\n"}) is None
-
-
 def test_doctest_of_the_reference_passes_and_a_wrong_function_does_not():
     assert passes("\n    return x + x\n") == 1.0
     assert passes("\n    return 2 * x\n") == 1.0
