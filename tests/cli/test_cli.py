@@ -3,9 +3,11 @@ import resource
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from ebft.cli.train import leave_process_group
 from ebft.config import RunConfig
 from tests.cli.conftest import ENVIRONMENT, plain
 
@@ -120,3 +122,20 @@ def test_check_takes_the_overrides_of_train(ebft, good):
     assert result.exit_code == 2 and "ebft.feature_layers" in plain(result.stderr)
     result = ebft("config", "--check", good, "seed=7")
     assert result.exit_code == 0 and "seed: 7" in plain(result.stdout)
+
+
+def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_path):
+    from torch import distributed
+
+    leave_process_group()  # none there: nothing happens
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", world_size=1, rank=0)
+    leave_process_group()
+    assert not distributed.is_initialized()
+
+
+def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
+    done = []
+    monkeypatch.setattr("ebft.training.train", lambda config: done.append("train") or SimpleNamespace(output_dir="out"))
+    monkeypatch.setattr("ebft.cli.train.leave_process_group", lambda: done.append("leave"))
+    assert ebft("train", str(good)).exit_code == 0
+    assert done == ["train", "leave"]

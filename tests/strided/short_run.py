@@ -3,8 +3,8 @@
 import sys
 
 import torch
-import torch.distributed as dist
 
+from ebft.cli.train import leave_process_group
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import VOCAB, tiny_model
 from tests.strided.test_exactness import with_lora
@@ -60,8 +60,7 @@ def main(path, *options):
             },
             path,
         )
-    if dist.is_initialized():  # left to the interpreter's exit, threads of a busy machine may end in an abort
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

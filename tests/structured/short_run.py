@@ -5,6 +5,7 @@ import sys
 import torch
 
 from ebft import EBFTTrainer
+from ebft.cli.train import leave_process_group
 from ebft.structured.rollouts.sampling import Completion
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.test_trainer import arguments, rows
@@ -40,6 +41,7 @@ def main(path, *options):
     if trainer.is_world_process_zero():
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         torch.save({"logs": logs, "parameters": dict(trainer.model.named_parameters())}, path)
+    leave_process_group()
 
 
 if __name__ == "__main__":

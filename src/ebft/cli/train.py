@@ -41,3 +41,12 @@ def command(
     result = train(run_config)
     if is_main_process():
         typer.echo(f"Model saved in {result.output_dir}")
+    leave_process_group()
+
+
+def leave_process_group() -> None:
+    """End the communication with other processes of a torchrun; left to the interpreter's exit, it may abort there."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
