@@ -26,6 +26,7 @@ from ebft.hub import check_hub, push
 from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
+from ebft.models.precision import warn_of_lost_steps
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
 from ebft.plain import PlainTrainer
 from ebft.serving.managed import await_ready, managed_server
@@ -79,6 +80,7 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     train_data, eval_data = load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
+    warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
