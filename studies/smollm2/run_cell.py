@@ -93,7 +93,7 @@ def train_cell(job: Job) -> dict[str, Any]:
 
     folder = job.place.model(job.cell)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # the whole name: that of a learning rate has a dot
+    with FileLock(job.place.lock(job.cell)):
         empty_unless(folder, training_mark(job))
         overrides = settings.cell_overrides(job.place, job.scale, job.cell, job.steps, job.rate)
         config = load_config(settings.config_file(job.cell.method), overrides)

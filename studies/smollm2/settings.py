@@ -34,6 +34,10 @@ class Place:
         """Where a cell's adapter goes."""
         return self.output / "models" / cell.name
 
+    def lock(self, cell: Cell) -> Path:
+        """The file that whoever trains the cell's model holds. A name may have a dot, in a learning rate."""
+        return Path(f"{self.model(cell)}.lock")
+
     def start(self, cell: Cell) -> str:
         """What a cell's training starts from, as `--model` of `ebft evaluate` names it."""
         return self.base_model if cell.start == "base" else str(self.warm(cell.task))

@@ -1,5 +1,7 @@
 """Learning rates: what is tried, by what it is judged, and that the study takes the best."""
 
+from pathlib import Path
+
 import pytest
 import run
 import stored
@@ -7,7 +9,7 @@ import sweep
 import torch
 from cells import Cell, all_cells
 from scale import SCALES
-from settings import config_file
+from settings import Place, config_file
 from stored import SWEEP, write_cell, write_json
 from sweep import SEED, best_rates, chosen_rate, objective, rate_place, sweep_cells, tried
 
@@ -25,6 +27,11 @@ def test_every_method_is_tried_for_every_task_with_a_seed_of_its_own():
     assert not names & {cell.name for cell in all_cells(SCALE.seeds)}
     assert {cell.seed for cell in cells} == {SEED} and SEED not in SCALE.seeds
     assert {cell.measures for cell in cells} == {"sweep"}
+
+
+def test_models_of_two_rates_are_trained_side_by_side():
+    place, cells = Place(Path("output"), "base"), sweep_cells(SCALE)
+    assert len({place.model(cell) for cell in cells}) == len({place.lock(cell) for cell in cells}) == len(cells)
 
 
 def test_each_method_is_judged_by_what_it_trains_for():
