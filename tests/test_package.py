@@ -1,11 +1,17 @@
 """The public names, imported when first used."""
 
+import ast
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
 import ebft
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ebft.__all__)
@@ -21,3 +27,22 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_importing_the_package_is_cheap():
     code = "import sys, ebft; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {line.split(">=")[0].lower().replace("_", "-") for line in lines}
+    distributions = packages_distributions()
+    for path in (ROOT / "src" / "ebft").rglob("*.py"):
+        for name in imported(path) - {"ebft", "vllm", "deepspeed", "quickstart"} - set(sys.stdlib_module_names):
+            found = {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])}
+            assert found & declared, f"{path} imports {name}, which pyproject.toml does not declare"
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level names of the packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
