@@ -43,6 +43,7 @@ def test_pretrain_columns(run, column, field):
         ({"question": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
         ({"question": "x = 1\n", "answer": None}, None, "x = 1\n"),
         ({"question": "x = 1\n"}, None, "x = 1\n"),
+        ({"prompt": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
         ({"question": "x = 1\n", "answer": "y = 2"}, "question", "x = 1\n"),
         ({"question": "x = 1\n", "answer": "y = 2", "text": "z = 3"}, None, "z = 3"),
     ],
@@ -56,6 +57,8 @@ def test_pretrain_names_the_columns_that_are_there(run):
         DataError, match="row 0: no column with text: looked for text, content, question, the row has body"
     ):
         run("ebft_pretrain.transform", [{"body": "x"}])
+    with pytest.raises(DataError, match="looked for text, content, question, the row has prompt, completion"):
+        run("ebft_pretrain.transform", [{"prompt": "x", "completion": "y"}])
 
 
 def test_pretrain_refuses_other_things_than_text(run):
@@ -74,6 +77,7 @@ def test_completion_ends_with_eos(run, tokenizer):
         {"input": "Say hel", "output": "lo"},
         {"prompt": "Say hel", "completion": "lo"},
         {"question": "Say hel", "answer": "lo"},
+        {"prompt": "Say hel", "answer": "lo"},
         {"instruction": "Say hel", "input": "", "output": "lo"},
     ],
 )

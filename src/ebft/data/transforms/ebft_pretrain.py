@@ -1,7 +1,8 @@
 """Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, every token a label.
 
-The text is the column that the entry's `field` names, else `text`, else `content`, else `question` followed by
-`answer` (the columns that the paper's authors give raw code in). Special tokens are the tokenizer's own (a BOS where it
+The text is the column that the entry's `field` names, else `text`, else `content`, else `question`, followed by
+`answer` where the row has one, else `prompt` and `answer` (the columns that the paper's authors give raw code and pairs
+in). Special tokens are the tokenizer's own (a BOS where it
 adds one). Documents longer than `sequence_len` are later cut into consecutive windows, so no text is lost; only the
 first window starts with BOS.
 """
@@ -14,9 +15,11 @@ def transform(cfg, dataset, **kwargs):
     columns = [dataset.field] if dataset.field else ["text", "content", "question"]
 
     def transform_fn(example, tokenizer=None):
-        column = first_present(example, columns, "text", "Name it with the entry's `field`.")
+        is_pair = not dataset.field and "answer" in example
+        readable = [*columns, "prompt"] if is_pair else columns
+        column = first_present(example, readable, "text", "Name it with the entry's `field`.")
         text = text_of(example, column)
-        if column == "question" and not dataset.field and "answer" in example:
+        if column in ("question", "prompt") and is_pair:
             text += text_of(example, "answer")
         return text_row(encode(tokenizer, text, special=True) if text.strip() else [])
 

@@ -10,6 +10,7 @@ PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
     ("question", "answer"),
+    ("prompt", "answer"),
     ("instruction", "output"),
     ("instruction", "response"),
     ("problem", "solution"),
