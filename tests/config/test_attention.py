@@ -42,6 +42,12 @@ def test_xformers_is_refused_with_the_way_out(make):
     assert make(xformers_attention=False).attn_implementation is None
 
 
+def test_other_names_of_transformers(make):
+    assert make(attn_implementation="flex").attn_implementation == "flex_attention"
+    kernel = "kernels-community/flash-attn2"
+    assert make(attn_implementation=kernel).attn_implementation == kernel
+
+
 def test_an_unknown_implementation(make):
     with pytest.raises(ConfigError, match="'eager'"):
         make(attn_implementation="quick")

@@ -47,16 +47,17 @@ def test_attention_implementation(make_config, tokenizer, implementation):
 
 
 @pytest.mark.parametrize(
-    ("key", "message"),
+    ("keys", "message"),
     [
-        ("flash_attention", "attn_implementation: flash_attention_2 cannot run"),
-        ("flex_attention", "flex_attention trains on CUDA devices only: sdpa is used, with the same results"),
+        ({"flash_attention": True}, "attn_implementation: flash_attention_2 cannot run"),
+        ({"flex_attention": True}, "flex_attention trains on CUDA devices only: sdpa is used, with the same results"),
+        ({"attn_implementation": "kernels-community/flash-attn2"}, "flash-attn2 cannot run .there is no CUDA device"),
     ],
 )
-def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(key, message, make_config, tokenizer, monkeypatch):
+def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(keys, message, make_config, tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match=message) as caught:
-        model = load_model(make_config(**{key: True}), tokenizer)
+        model = load_model(make_config(**keys), tokenizer)
     assert len(caught) == 1
     assert model.config._attn_implementation == "sdpa"
 

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebft.config.section import Section
 
-ATTENTION_IMPLEMENTATIONS = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 class SpecialTokens(Section):
@@ -53,8 +53,11 @@ class ModelKeys(Section):
 class AttentionKeys(Section):
     """Attention implementation; the flags are other names for its values."""
 
-    attn_implementation: ATTENTION_IMPLEMENTATIONS | None = Field(
-        None, description="Attention implementation of the model; unset chooses what fits model and machine."
+    attn_implementation: str | None = Field(
+        None,
+        description="Attention implementation of the model: eager, sdpa, flash_attention_2, flash_attention_3, "
+        "flex_attention (or flex), or a kernel on the hub such as kernels-community/flash-attn2; unset chooses what "
+        "fits model and machine.",
     )
     flash_attention: bool | None = Field(None, description="Same as attn_implementation: flash_attention_2.")
     flex_attention: bool | None = Field(None, description="Same as attn_implementation: flex_attention.")
@@ -63,6 +66,16 @@ class AttentionKeys(Section):
     xformers_attention: bool | None = Field(
         None, description="Not available: transformers has no xformers attention; true is refused."
     )
+
+    @field_validator("attn_implementation")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        """An implementation of transformers, or a kernel on the hub (`owner/name`)."""
+        name = "flex_attention" if name == "flex" else name
+        if name is not None and name not in ATTENTION_IMPLEMENTATIONS and "/" not in name:
+            known = ", ".join(map(repr, ATTENTION_IMPLEMENTATIONS))
+            raise ValueError(f"attn_implementation: {name!r} is unknown; it must be {known}, or a kernel on the hub.")
+        return name
 
 
 class AdapterKeys(Section):

@@ -1,6 +1,7 @@
 """Attention implementations and devices that this machine lacks: one warning, and what runs instead."""
 
 import warnings
+from importlib.util import find_spec
 
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -13,10 +14,14 @@ def usable_attention(wanted: str | None) -> str | None:
     if wanted == "flex_attention" and not torch.cuda.is_available():
         warnings.warn("flex_attention trains on CUDA devices only: sdpa is used, with the same results.", stacklevel=2)
         return "sdpa"
-    available = _FLASH.get(wanted)
+    if wanted is not None and "/" in wanted:
+        available = lambda: find_spec("kernels") is not None
+    else:
+        available = _FLASH.get(wanted)
     if available is None or (torch.cuda.is_available() and available()):
         return wanted
-    lacking = "its package is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+    package = "the package kernels" if "/" in wanted else "its package"
+    lacking = f"{package} is not installed" if torch.cuda.is_available() else "there is no CUDA device"
     warnings.warn(f"attn_implementation: {wanted} cannot run ({lacking}): sdpa is used.", stacklevel=2)
     return "sdpa"
 
