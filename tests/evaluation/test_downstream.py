@@ -38,10 +38,24 @@ def test_max_new_tokens_limits_completions(write_config, models):
 def test_completions_are_limited_by_the_length_of_their_reference(kind, write_config, models):
     path = write_config(kind, evaluation={"metrics": [f"{HERE}.length"], "documents": 4})
     short, long = (
-        evaluate(load_config(path, [f"ebft.gt_length_multiplier={m}", "trl.max_completion_length=40"])).models[0]
+        evaluate(
+            load_config(
+                path, [f"ebft.gt_length_multiplier={m}", "ebft.gt_length_floor=1", "trl.max_completion_length=40"]
+            )
+        ).models[0]
         for m in (0.2, 2.0)
     )
     assert short.metrics["length_pass@1"] < long.metrics["length_pass@1"] / 2
+
+
+def test_completions_of_other_methods_are_not(write_config, models):
+    """A limit by the reference would tell the model when to stop."""
+    path = write_config("strided", evaluation={"metrics": [f"{HERE}.length"], "documents": 4})
+    found = [
+        evaluate(load_config(path, ["rl=", f"ebft.gt_length_multiplier={m}", "ebft.gt_length_floor=1"])).models[0]
+        for m in (0.2, 2.0)
+    ]
+    assert found[0].metrics["length_pass@1"] == found[1].metrics["length_pass@1"]
 
 
 def test_pass_at_k_and_greedy_by_hand():

@@ -53,7 +53,7 @@ STRIDED = {
 }
 STRUCTURED = {
     "rl": "ebft",
-    "ebft": {"mode": "structured", "use_whitening": True},
+    "ebft": {"mode": "structured", "use_whitening": True, "gt_length_floor": 1},
     "trl": {"num_generations": 4, "max_completion_length": 10, "temperature": 0.8},
 }
 

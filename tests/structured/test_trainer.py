@@ -181,16 +181,26 @@ def test_completions_keep_to_their_own_limits(chat_tokenizer, tmp_path):
     policy = chat_model(chat_tokenizer)
     dataset = rows(multi_turn=False)
     lengths = {}
-    for adaptive in (True, False):
-        trainer = make(
-            policy, chat_tokenizer, tmp_path, dataset, adaptive_max_tokens=adaptive, max_completion_length=25
-        )
+    for adaptive, floor in ((True, 1), (True, 20), (False, 1)):
+        options = {"adaptive_max_tokens": adaptive, "gt_length_floor": floor, "max_completion_length": 25}
+        trainer = make(policy, chat_tokenizer, tmp_path, dataset, **options)
         _, _, rollouts, batch = one_step(trainer)
         for rollout, row in zip(rollouts, batch):
-            limit = -(-3 * len(row["ground_truth"]) // 2) if adaptive else 25  # one token per byte here
+            limit = max(floor, -(-3 * len(row["ground_truth"]) // 2)) if adaptive else 25  # one token per byte here
             assert len(rollout.ids) <= min(25, limit)
-            lengths.setdefault(adaptive, []).append(len(rollout.ids) / min(25, limit))
-    assert max(lengths[True]) == max(lengths[False]) == 1.0  # and the limits are what ended some
+            lengths.setdefault((adaptive, floor), []).append(len(rollout.ids) / min(25, limit))
+    assert all(max(found) == 1.0 for found in lengths.values())  # and the limits are what ended some
+
+
+def test_references_do_not_limit_the_completions_of_grpo(chat_tokenizer, tmp_path):
+    args = arguments(tmp_path, RolloutGRPOConfig, max_completion_length=25)
+    spaces = lambda completions, **_: [float(completion.count(" ")) for completion in completions]
+    dataset = Dataset.from_list([{"prompt": f"say {number}", "ground_truth": "a"} for number in range(6)])
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer), spaces, args, train_dataset=dataset, processing_class=chat_tokenizer
+    )
+    _, _, rollouts, _ = one_step(trainer)
+    assert max(len(rollout.ids) for rollout in rollouts) == 25
 
 
 def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, tmp_path):

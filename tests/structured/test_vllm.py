@@ -40,7 +40,7 @@ AGREE = 1e-3  # nats between the server's log-probabilities and the trainer's
 CONFIG = """
 base_model: {base}
 rl: ebft
-ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0}}
+ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0, gt_length_floor: 1}}
 trl:
   num_generations: 4
   max_completion_length: 16
@@ -199,7 +199,7 @@ def test_two_processes_share_the_server(base, port, tmp_path):
 def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
     features = {"embed_method": "completion_mean", "diversity_coef": 0.5}
     # vLLM's noise differs from run to run: 40 steps gave +0.006 once and +0.06 in another run.
-    args = arguments(tmp_path, port, gt_length_multiplier=1.0, max_steps=100, **features)
+    args = arguments(tmp_path, port, gt_length_multiplier=1.0, gt_length_floor=1, max_steps=100, **features)
     trainer = make(base, args, train_dataset=rows_of(base, 400, start=80), eval_dataset=rows_of(base, 80))
     before = trainer.evaluate()
     trainer.train()
@@ -237,6 +237,7 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
         vllm_importance_sampling_mode=mode,
         vllm_importance_sampling_clip_max=1.05,
         gt_length_multiplier=1.0,
+        gt_length_floor=1,
         max_steps=2,
     )
     trainer = make(base, args)

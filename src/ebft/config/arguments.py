@@ -136,9 +136,9 @@ def structured_kwargs(config: RunConfig) -> dict[str, Any]:
         kwargs["vllm_gpu_memory_utilization"] = vllm.gpu_memory_utilization
         kwargs["vllm_max_model_length"] = vllm.max_model_len
         kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
-    options = [*StructuredOptions.model_fields, *DropoutOption.model_fields]
+    options = [*DropoutOption.model_fields]
     if config.rl == "ebft":
-        options += [*FeatureOptions.model_fields, *ThinkingOption.model_fields]
+        options += [*StructuredOptions.model_fields, *FeatureOptions.model_fields, *ThinkingOption.model_fields]
     kwargs |= {name: getattr(config.ebft, name) for name in options}
     if config.eval_batch_size is None:
         groups = math.ceil(config.micro_batch_size / trl.num_generations)

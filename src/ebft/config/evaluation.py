@@ -31,7 +31,7 @@ class EvaluationSection(Section):
     max_new_tokens: Count | None = Field(
         None,
         description="Most tokens of a whole completion; unset is trl.max_completion_length, and the limit by the "
-        "reference's length too (ebft.adaptive_max_tokens).",
+        "reference's length too with rl: ebft (ebft.adaptive_max_tokens).",
     )
     documents: Count | None = Field(None, description="Documents to measure on, the first ones; unset is all.")
     bootstrap: int = Field(

@@ -134,6 +134,9 @@ class StructuredOptions(Section):
     gt_length_multiplier: float = Field(
         1.5, ge=0.1, description="That limit, in lengths of the reference in tokens (structured mode)."
     )
+    gt_length_floor: int = Field(
+        64, ge=1, le=MAX_TOKENS, description="That limit is never below so many tokens (structured mode)."
+    )
 
 
 class ModeOption(Section):

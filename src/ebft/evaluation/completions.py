@@ -40,7 +40,7 @@ class Completions:
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
         positions = getattr(unwrap_adapter(policy).config.get_text_config(), "max_position_embeddings", None)
-        self._limits = Limits(settings.max_new_tokens, settings.limit_by_reference, positions)
+        self._limits = Limits(settings.max_new_tokens, settings.by_reference, positions)
 
     def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
         """The samples of each conversation; the noise belongs to the seed and `name`."""

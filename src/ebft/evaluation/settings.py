@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebft.errors import ConfigError
+from ebft.structured.rollouts.turns import ReferenceLimit
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Settings:
     pass_at: list[int]
     temperature: float
     max_new_tokens: int
-    limit_by_reference: float | None  # lengths of the reference that a completion may have; None: no such limit
+    by_reference: ReferenceLimit | None  # how the reference limits a completion; None: not at all
     batch_size: int  # rows, each with all of its samples
     seed: int
 
@@ -32,13 +33,13 @@ class Settings:
                 f"evaluation.pass_at: pass@{pass_at[-1]} needs as many samples, and there are {samples}. Raise "
                 "evaluation.samples, or lower evaluation.pass_at."
             )
-        adaptive = ebft.adaptive_max_tokens and wanted.max_new_tokens is None
+        adaptive = config.rl == "ebft" and ebft.adaptive_max_tokens and wanted.max_new_tokens is None
         return cls(
             samples=samples,
             pass_at=pass_at,
             temperature=wanted.temperature or (trl.temperature if config.is_structured else 1.0),
             max_new_tokens=wanted.max_new_tokens or trl.max_completion_length,
-            limit_by_reference=ebft.gt_length_multiplier if adaptive else None,
+            by_reference=ReferenceLimit(ebft.gt_length_multiplier, ebft.gt_length_floor) if adaptive else None,
             batch_size=config.eval_batch_size or config.micro_batch_size,
             seed=config.seed,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,18 +60,18 @@ def generate_kwargs() -> set[str]:
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
 
 
-class GRPORolloutOptions(RolloutOptions, StructuredOptions, DropoutOption):
-    """Options of rollouts: where from, how fresh, how long."""
+class GRPORolloutOptions(RolloutOptions, DropoutOption):
+    """Options of rollouts: where from, how fresh."""
 
 
-class EBFTOptions(FeatureOptions, ThinkingOption):
-    """Options of the feature-matching reward and of the cross-entropy beside it."""
+class EBFTOptions(FeatureOptions, ThinkingOption, StructuredOptions):
+    """Options of the feature-matching reward, of the cross-entropy beside it, and of the completions' lengths."""
 
 
 @dataclass
 @with_options(GRPORolloutOptions)
 class RolloutGRPOConfig(GRPOConfig):
-    """TRL's GRPOConfig with ebft's rollouts: `vllm_mode`, `async_prefetch`, `adaptive_max_tokens` and so on."""
+    """TRL's GRPOConfig with ebft's rollouts: `vllm_mode`, `async_prefetch` and so on."""
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16:
@@ -121,6 +122,12 @@ class EBFTConfig(RolloutGRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_options(EBFTOptions, self)
+        if self.num_generations == 2 and self.diversity_coef != 0:
+            warnings.warn(
+                "diversity_coef has no gradient with num_generations: 2: two samples have the same penalty, and the "
+                "mean of the group takes it away. Set num_generations to 3 or more, or diversity_coef to 0.",
+                stacklevel=3,
+            )
 
 
 @dataclass

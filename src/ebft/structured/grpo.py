@@ -40,7 +40,7 @@ from ebft.structured.rollouts.messages import reply_messages
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
 from ebft.structured.rollouts.server import ServerRollouts
-from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
+from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, roll_out
 
 Row = dict[str, Any]
 _CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
@@ -63,9 +63,8 @@ class RolloutJob:
 class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
     """TRL's GRPOTrainer whose completions are rolled out turn by turn, each within its own limit.
 
-    Rows hold `prompt` and whatever the reward functions read; the length of `ground_truth`, where a row has one,
-    limits its completions (`adaptive_max_tokens`), and `remaining_turns` are rolled out in order. `server_failure`
-    tells why a server started for this run is lost for good (None: it is not).
+    Rows hold `prompt` and whatever the reward functions read; `remaining_turns` are rolled out in order.
+    `server_failure` tells why a server started for this run is lost for good (None: it is not).
     """
 
     args: RolloutGRPOConfig
@@ -212,9 +211,13 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         lengths = [self._positions(), self._server.max_model_len if self._server is not None else None]
         return Limits(
             self.max_completion_length,
-            self.args.gt_length_multiplier if self.args.adaptive_max_tokens else None,
+            self._reference_limit(),
             min((length for length in lengths if length is not None), default=None),
         )
+
+    def _reference_limit(self) -> ReferenceLimit | None:
+        """How references limit completions: here not at all, since rewards need no reference."""
+        return None
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's, with the replies of several turns told apart for the reward functions."""

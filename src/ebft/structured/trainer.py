@@ -30,6 +30,7 @@ from ebft.structured.held_out import held_out_values
 from ebft.structured.preflight import check_arguments, check_rows
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.rollouts.turns import ReferenceLimit
 
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means that differ in what they weigh by
 
@@ -37,7 +38,8 @@ HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means that di
 class EBFTTrainer(RolloutGRPOTrainer):
     """Fine-tune a causal LM by structured EBFT (Jelassi et al. 2026, section 2).
 
-    Rows hold `prompt` (text or messages) and `ground_truth` (text), and may hold `remaining_turns` (messages) and
+    Rows hold `prompt` (text or messages) and `ground_truth` (text), whose length limits the completions
+    (`adaptive_max_tokens`), and may hold `remaining_turns` (messages) and
     columns for `reward_funcs`, which add to the feature-matching reward. `args.reward_weights` are those of the
     feature-matching reward and of `reward_funcs`, in this order. The feature network is `model` with its adapter
     disabled, or a frozen copy made here. With `args.ce_coef` the loss adds the mean negative log-likelihood of the
@@ -76,6 +78,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
+
+    def _reference_limit(self) -> ReferenceLimit | None:
+        args = self.args
+        return ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
 
     # Evaluation
 

@@ -5,7 +5,7 @@ import pytest
 from ebft.data.conversation import Conversation, Turn
 from ebft.errors import DataError
 from ebft.structured.rollouts.sampling import Completion
-from ebft.structured.rollouts.turns import Limits, roll_out
+from ebft.structured.rollouts.turns import Limits, ReferenceLimit, roll_out
 
 END = 9
 
@@ -29,7 +29,7 @@ def talk(*turns):
 def test_each_reply_follows_all_that_was_said():
     conversations = [talk(([1, 2], 4)), talk(([3], 2), ([END, 4], 3), ([END, 5], 1))]
     backend = Scripted([6, END], [7, 7], [8, END], [6])
-    limits = Limits(max_completion_length=10, reference_multiplier=1.5, max_length=None)
+    limits = Limits(max_completion_length=10, by_reference=ReferenceLimit(1.5, 1), max_length=None)
     first, second = roll_out(backend, conversations, limits, {END})
     assert backend.asked == [
         ([[1, 2], [3]], [6, 3]),
@@ -44,15 +44,24 @@ def test_each_reply_follows_all_that_was_said():
 
 
 @pytest.mark.parametrize(
-    ("multiplier", "length", "wanted"), [(None, 3, 10), (1.5, 3, 5), (0.1, 3, 1), (2.0, 50, 10), (1.5, 0, 10)]
+    ("by_reference", "length", "wanted"),
+    [
+        (None, 3, 10),
+        (ReferenceLimit(1.5, 1), 3, 5),
+        (ReferenceLimit(0.1, 1), 3, 1),
+        (ReferenceLimit(2.0, 1), 50, 10),
+        (ReferenceLimit(1.5, 1), 0, 10),
+        (ReferenceLimit(1.5, 7), 3, 7),
+        (ReferenceLimit(1.5, 64), 3, 10),
+    ],
 )
-def test_limits_of_a_reply(multiplier, length, wanted):
-    assert Limits(10, multiplier, None).reply(Turn([1], "", [0] * length)) == wanted
+def test_limits_of_a_reply(by_reference, length, wanted):
+    assert Limits(10, by_reference, None).reply(Turn([1], "", [0] * length)) == wanted
 
 
 def test_a_conversation_without_room_ends_early():
     backend = Scripted([7, 7])
-    limits = Limits(max_completion_length=4, reference_multiplier=None, max_length=6)
+    limits = Limits(max_completion_length=4, by_reference=None, max_length=6)
     [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, {END})
     assert backend.asked == [([[1, 2]], [4])] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ebft.data.conversation import Conversation, Turn, end_length
 from ebft.errors import DataError
@@ -40,20 +41,29 @@ class Rollout:
         self.replies.append(ids)
 
 
+class ReferenceLimit(NamedTuple):
+    """Most tokens of a reply, by the length of its own reference: `multiplier` lengths, at least `floor` tokens."""
+
+    multiplier: float
+    floor: int
+
+    def of(self, reference_ids: list[int]) -> int:
+        return max(self.floor, math.ceil(self.multiplier * len(reference_ids)))
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long a reply may be, and how long all of a conversation may be."""
 
     max_completion_length: int
-    reference_multiplier: float | None  # None: the reference's length does not matter
+    by_reference: ReferenceLimit | None  # None: the reference's length does not matter
     max_length: int | None  # positions of model and server; None: no limit
 
     def reply(self, turn: Turn) -> int:
         """Most tokens of a reply to `turn`: by its own reference, where that counts."""
-        if self.reference_multiplier is None or not turn.reference_ids:
+        if self.by_reference is None or not turn.reference_ids:
             return self.max_completion_length
-        wanted = math.ceil(self.reference_multiplier * len(turn.reference_ids))
-        return max(1, min(self.max_completion_length, wanted))
+        return min(self.max_completion_length, self.by_reference.of(turn.reference_ids))
 
     def room(self, length: int) -> int:
         """Tokens that still fit behind `length` tokens."""
