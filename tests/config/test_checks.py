@@ -49,6 +49,7 @@ def warned(make, **keys):
         ({"resume_from_checkpoint": "a", "auto_resume_from_checkpoints": True}, "Keep one"),
         ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and fsdp"),
         ({"fsdp_config": {"version": 2}}, "Add fsdp: true"),
+        ({"model_type": "AutoModelForSequenceClassification"}, "is no causal language model"),
     ],
 )
 def test_a_contradiction_names_the_way_out(make, keys, message):

@@ -78,6 +78,12 @@ def test_missing_keys(write):
         ("stride: 4\n", "'stride'", "'ebft.stride'"),
         ("special_tokens: {bos: x}\n", "'special_tokens.bos'", "'special_tokens.bos_token'"),
         ("unlike_anything: 1\n", "'unlike_anything'", "`ebft config` prints every key"),
+        ("reward_model: a/b\n", "'reward_model'", "It is called 'trl.reward_funcs' here"),
+        ("pretraining_dataset: a\n", "'pretraining_dataset'", "It is called 'datasets' here"),
+        ("num_train_epochs: 2\n", "'num_train_epochs'", "It is called 'num_epochs' here"),
+        ("lora_rank: 8\n", "'lora_rank'", "It is called 'lora_r' here"),
+        ("num_labels: 2\n", "'num_labels'", "`ebft config` prints every key"),
+        ("fsdp_version: 2\n", "'fsdp_version'", "`ebft config` prints every key"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from ebft import EBFTConfig
 from ebft.config import RunConfig, check_runnable
 from ebft.config.arguments import planned_steps, server_address, structured_kwargs
 from ebft.config.machine import Machine, check_machine
@@ -78,6 +79,7 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
         ({"vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm"),
         ({**LORA, "trl": {"use_vllm": True, "vllm_lora_sync": False}}, "vllm_lora_sync: false has no effect"),
         ({"ebft": {"stride": 4}}, "ebft.stride has no effect in structured mode"),
+        ({"rl": "grpo", "ebft": {"gt_length_floor": 8}}, "ebft.gt_length_floor has no effect with rl: grpo"),
     ],
 )
 def test_what_has_no_effect_is_one_warning(keys, message):
@@ -114,7 +116,7 @@ def test_keys_reach_trls_arguments():
     }
     assert {name: kwargs[name] for name in wanted} == wanted
     assert "beta" not in kwargs  # unset: TRL's own default
-    assert "feature_layers" not in structured_kwargs(structured(rl="grpo"))
+    assert not {"feature_layers", "adaptive_max_tokens"} & structured_kwargs(structured(rl="grpo")).keys()
 
 
 def test_the_trainer_connects_to_where_the_server_listens():
@@ -126,6 +128,23 @@ def test_the_trainer_connects_to_where_the_server_listens():
         vllm={"port": 9001}, trl={"use_vllm": True, "vllm_server_host": "gpu", "vllm_server_port": 9002}
     )
     assert server_address(config) == ("gpu", 9002)
+
+
+def test_a_server_that_training_starts_listens_where_the_trainer_connects():
+    trl = {"use_vllm": True, "vllm_mode": "managed", "vllm_server_port": 9001}
+    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001: .* Keep one of them"):
+        structured(vllm={"port": 9002}, trl=trl)
+    structured(vllm={"port": 9001}, trl=trl)
+    structured(trl=trl)
+
+
+def test_two_completions_have_no_diversity_gradient(tmp_path):
+    common = {"output_dir": str(tmp_path), "report_to": "none", "per_device_train_batch_size": 4}
+    with pytest.warns(UserWarning, match="diversity_coef has no gradient with num_generations: 2"):
+        EBFTConfig(**common, num_generations=2)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        EBFTConfig(**common, num_generations=2, diversity_coef=0.0)
+        EBFTConfig(**common, num_generations=4)
 
 
 def test_steps_count_prompts():

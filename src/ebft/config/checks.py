@@ -82,6 +82,25 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
         yield f"{file} is a GGUF file, and vLLM serves a folder of safetensors here. {way_out}"
 
 
+def _ports(config: "RunConfig") -> Iterator[str]:
+    """A server that training starts itself listens where the trainer connects."""
+    ours, theirs = config.vllm.port, config.trl.vllm_server_port
+    is_managed = config.uses_server and config.trl.vllm_mode == "managed"
+    if is_managed and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
+        yield (
+            f"vllm.port: {ours} and trl.vllm_server_port: {theirs}: with vllm_mode: managed the server listens on the "
+            "one and the trainer connects to the other. Keep one of them."
+        )
+
+
+def _model_type(config: "RunConfig") -> Iterator[str]:
+    if config.model_type is not None and not config.model_type.endswith("ForCausalLM"):
+        yield (
+            f"model_type: {config.model_type} is no causal language model, which is what is trained here. Remove it, "
+            "or set AutoModelForCausalLM."
+        )
+
+
 def _precision(config: "RunConfig") -> Iterator[str]:
     if config.bf16 is True and config.fp16:
         yield "bf16 and fp16 are both true. Keep one of them."
@@ -142,6 +161,8 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _feature_device,
     _quantisation,
     _gguf,
+    _ports,
+    _model_type,
     _precision,
     _budget,
     _schedule,
@@ -280,7 +301,7 @@ def _warn_structured(config: "RunConfig") -> None:
 
 def _warn_grpo(config: "RunConfig") -> None:
     """One warning for each key of `ebft:` that GRPO does not read."""
-    read = {*StructuredOptions.model_fields, *DropoutOption.model_fields}
+    read = set(DropoutOption.model_fields)
     if "feature_matching" in (config.trl.reward_funcs or []):
         read |= set(RewardOptions.model_fields)
     for key in sorted(config.ebft.model_fields_set - read):

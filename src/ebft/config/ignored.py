@@ -26,7 +26,10 @@ class CarriedOverKeys(Section):
     )
     save_safetensors: bool = Field(True, description="Without effect: models are always saved as safetensors.")
     strict: bool = Field(True, description="Without effect: unknown keys are always errors.")
-    model_type: str | None = Field(None, description="Without effect: the class follows from the model's own config.")
+    model_type: str | None = Field(
+        None,
+        description="Without effect: the class follows from the model's own config, and must be a causal LM.",
+    )
     tokenizer_type: str | None = Field(
         None, description="Without effect: the class follows from the tokenizer's files."
     )

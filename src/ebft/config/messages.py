@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.unsupported import UNSUPPORTED
+from ebft.config.unsupported import OTHER_NAMES, UNSUPPORTED
 from ebft.errors import ConfigError
 
 _WANTED = {
@@ -26,6 +26,8 @@ _WANTED = {
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
+# Similarity above which a known key is taken for what an unknown one meant: a slip, not another word.
+_SLIP = 0.8
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
@@ -94,7 +96,11 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
     if name in UNSUPPORTED and len(path) == 1:
         return f"{key} is not supported here: {UNSUPPORTED[name]}."
-    near = difflib.get_close_matches(name, names, n=1) or [full for full in names if full.startswith(f"{name}_")]
+    if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):
+        return f"Unknown key {key!r}. It is called {OTHER_NAMES[name]!r} here."
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
+        full for full in names if full.startswith(f"{name}_")
+    ]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
     return f"Unknown key {key!r}. `ebft config` prints every key."

@@ -58,7 +58,7 @@ class SamplingKeys(Section):
         None, description="Arguments of the chat template, such as enable_thinking."
     )
     vllm_guided_decoding_regex: str | None = Field(None, description="Regular expression completions must match.")
-    rollout_func: str | None = Field(None, description="Import path of a function that makes the rollouts.")
+    rollout_func: str | None = Field(None, description="Not supported: the trainer makes the rollouts.")
 
 
 class PolicyLossKeys(Section):
@@ -109,7 +109,9 @@ class RewardKeys(Section):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
         None, description="Order of summing and normalising several rewards."
     )
-    reward_num_workers: Count | None = Field(None, description="Processes that compute rewards.")
+    reward_num_workers: Count | None = Field(
+        None, description="Without effect: reward functions run in the training process."
+    )
 
 
 class RolloutServerKeys(Section):
@@ -131,14 +133,16 @@ class RolloutServerKeys(Section):
     use_data_producer: bool | None = Field(
         None, description="Without effect: every run generates and prefetches in the same way."
     )
-    streaming_partial_batch: bool | None = Field(None, description="Score groups as they arrive.")
-    streaming_min_groups: Count | None = Field(None, description="Fewest groups scored at once.")
-    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(None, description="Groups kept for replay.")
-    replay_recompute_logps: bool | None = Field(None, description="Score replayed groups anew.")
-    reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Share of the run after which failed prompts are tried again."
+    streaming_partial_batch: bool | None = Field(None, description="Without effect: groups are scored one by one.")
+    streaming_min_groups: Count | None = Field(None, description="Without effect, like streaming_partial_batch.")
+    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Not supported above 0: there is no replay buffer."
     )
-    reroll_max_groups: Count | None = Field(None, description="Prompts tried again per batch.")
+    replay_recompute_logps: bool | None = Field(None, description="Without effect: there is no replay buffer.")
+    reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Not supported below 1: failed prompts are not tried again."
+    )
+    reroll_max_groups: Count | None = Field(None, description="Without effect: failed prompts are not tried again.")
     log_completions: bool | None = Field(None, description="Log sample completions.")
     num_completions_to_print: Count | None = Field(None, description="Completions printed per step.")
 
