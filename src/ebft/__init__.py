@@ -6,8 +6,8 @@ from typing import Any
 _EXPORTS = {
     "load_config": "ebft.config",
     "RunConfig": "ebft.config",
-    "train": "ebft.training",
-    "TrainResult": "ebft.training",
+    "train": "ebft.run",
+    "TrainResult": "ebft.run",
     "evaluate": "ebft.evaluation",
     "Evaluation": "ebft.evaluation",
     "StridedEBFTTrainer": "ebft.strided",

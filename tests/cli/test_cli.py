@@ -90,7 +90,7 @@ def test_an_option_with_dashes_says_how_it_is_written(ebft, good):
 
 
 def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
-    from ebft import training
+    from ebft.run import training
 
     def interrupted(config):
         raise training.TrainingInterrupted("Stopped at step 4. Go on with: ebft train CONFIG resume...")
@@ -135,7 +135,9 @@ def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_pat
 
 def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
     done = []
-    monkeypatch.setattr("ebft.training.train", lambda config: done.append("train") or SimpleNamespace(output_dir="out"))
+    monkeypatch.setattr(
+        "ebft.run.training.train", lambda config: done.append("train") or SimpleNamespace(output_dir="out")
+    )
     monkeypatch.setattr("ebft.cli.train.leave_process_group", lambda: done.append("leave"))
     assert ebft("train", str(good)).exit_code == 0
     assert done == ["train", "leave"]

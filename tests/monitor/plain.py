@@ -3,15 +3,15 @@
 from transformers import TrainingArguments
 
 from ebft.data import DocumentCollator
-from ebft.training import PlainTrainer
+from ebft.run.training import SFTTrainer
 
 
 def plain_trainer(folder, model, rows=12, evaluation=None, **changes):
-    """A PlainTrainer over `rows` documents of 9 to 14 tokens, two at a time."""
+    """A SFTTrainer over `rows` documents of 9 to 14 tokens, two at a time."""
     settings = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
     args = TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, prediction_loss_only=True, **{**settings, **changes}
     )
     data = [{"input_ids": list(range(3, 12 + i % 6))} for i in range(rows)]
     collator = DocumentCollator(0, with_prompt_length=False)
-    return PlainTrainer(model, args, collator, train_dataset=data, eval_dataset=evaluation)
+    return SFTTrainer(model, args, collator, train_dataset=data, eval_dataset=evaluation)

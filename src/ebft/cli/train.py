@@ -36,7 +36,7 @@ def command(
     """Load the config, train, and say where the model is."""
     run_config = load_config(config, overrides or [])
     check_runnable(run_config)
-    from ebft.training import train  # imports torch, which help and config errors need not wait for
+    from ebft.run.training import train  # imports torch, which help and config errors need not wait for
 
     result = train(run_config)
     if is_main_process():

@@ -18,7 +18,7 @@ from ebft.monitor.held_out import HeldOutMeans
 from ebft.scores import perplexities
 
 
-class PlainTrainer(CountsBudget, StopOnNonFinite, Trainer):
+class SFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     """Fine-tuning on the text alone."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:

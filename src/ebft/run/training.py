@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
 
-from ebft.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.config import RunConfig, check_runnable
 from ebft.config.arguments import planned_steps, server_address, strided_kwargs, structured_kwargs, training_kwargs
 from ebft.config.machine import Machine, check_machine
@@ -22,15 +21,16 @@ from ebft.config.trackers import wandb_environment
 from ebft.data import DocumentCollator, load_datasets, pack_rows
 from ebft.data.prompts import load_prompts
 from ebft.errors import ConfigError
-from ebft.hub import check_hub, push
-from ebft.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
 from ebft.models.precision import warn_of_lost_steps
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
-from ebft.plain import PlainTrainer
+from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
+from ebft.run.hub import check_hub, push
+from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
+from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import EBFTConfig, EBFTTrainer, RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.reward_funcs import load_reward_funcs
@@ -177,7 +177,7 @@ def build_trainer(
         )
     else:
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided)
-        trainer = (StridedEBFTTrainer if config.is_strided else PlainTrainer)(data_collator=collator, **common)
+        trainer = (StridedEBFTTrainer if config.is_strided else SFTTrainer)(data_collator=collator, **common)
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
         trainer.remove_callback(printer)

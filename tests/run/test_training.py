@@ -12,8 +12,8 @@ from ebft import load_config, train
 from ebft.config import RunConfig
 from ebft.errors import ConfigError
 from ebft.fetch.convert import convert_file
-from ebft.hub import push
-from ebft.interrupt import TrainingInterrupted
+from ebft.run.hub import push
+from ebft.run.interrupt import TrainingInterrupted
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 STRIDED = {
@@ -180,7 +180,7 @@ def test_a_signal_saves_a_checkpoint(make, monkeypatch, name):
             if state.global_step == 1:
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("ebft.training.default_callbacks", lambda config: [Press()])
+    monkeypatch.setattr("ebft.run.training.default_callbacks", lambda config: [Press()])
     handler = signal.getsignal(number)
     with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2") as caught:
         train(make(max_steps=50, save_strategy="no"))
@@ -228,7 +228,8 @@ def test_a_hub_that_cannot_be_reached_is_told_first(make, monkeypatch):
         train(make(base_model="does/not-exist", hub_model_id="me/model"))
 
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+assert EXAMPLES
 # What the data of the examples looks like.
 PAIR = {"input": "Say hello.", "output": "x = 1\n" * 12}
 TURNS = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "hello"}]
