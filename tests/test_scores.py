@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from ebft.config.metrics import held_out_metrics
 from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, diversity_rewards
 from ebft.scores import Scores, best_of, curve_lengths, feature_score_names, feature_scores, interval
@@ -69,7 +68,7 @@ def test_names_are_those_that_configs_know():
             "datasets": [{"path": "p", "type": "ebft_pretrain"}],
         }
     )
-    known = {name for name in held_out_metrics(config) if not name.startswith(("ce_", "perplexity"))}
+    known = {name for name in config.method.held_out_metrics(config) if not name.startswith(("ce_", "perplexity"))}
     assert known == set(feature_score_names(3, [1, 3]))
 
 

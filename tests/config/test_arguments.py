@@ -1,6 +1,6 @@
 import pytest
 
-from ebft.config.arguments import strided_kwargs, training_kwargs
+from ebft.config.arguments import training_kwargs
 from ebft.config.machine import Machine
 from ebft.config.options import StridedOptions
 
@@ -101,5 +101,5 @@ def test_hub(make):
 
 def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
-    assert set(strided_kwargs(config)) == set(StridedOptions.model_fields)
-    assert strided_kwargs(config)["stride"] == 3
+    assert set(config.method.own_arguments(config)) == set(StridedOptions.model_fields)
+    assert config.method.own_arguments(config)["stride"] == 3

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from ebft.config import check_runnable, load_config
-from ebft.config.arguments import structured_kwargs
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))
@@ -34,7 +33,7 @@ def test_a_config_of_the_guide_loads_unmodified(path):
     for message, start in zip(messages, expected):
         assert message.startswith(start)
     assert config.rl == "ebft"
-    assert config.is_strided == (path.stem in STRIDED)
+    assert (config.method.name == "strided mode") == (path.stem in STRIDED)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -68,7 +67,7 @@ def test_a_structured_config_of_the_guide_can_be_trained(path, tmp_path):
     config.output_dir = str(tmp_path)
     config.report_to, config.wandb_project, config.use_tensorboard = None, None, False
     check_runnable(config)
-    kwargs = structured_kwargs(config)
+    kwargs = config.method.own_arguments(config)
     assert (kwargs["num_generations"], kwargs["loss_type"], kwargs["epsilon"]) == (4, "grpo", 0.2)
     assert kwargs["use_vllm"] == ("novllm" not in path.stem)
     assert kwargs["async_prefetch"] == ("async" in path.stem)

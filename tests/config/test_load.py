@@ -14,7 +14,7 @@ def assert_fails(path, *parts, overrides=()):
 
 def test_the_smallest_config(write):
     config = load_config(write())
-    assert config.base_model == "some/model" and config.rl is None and not config.is_strided
+    assert config.base_model == "some/model" and config.rl is None
 
 
 def test_numbers_in_scientific_notation(write):

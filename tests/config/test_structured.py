@@ -6,7 +6,7 @@ import pytest
 
 from ebft import EBFTConfig
 from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import planned_steps, server_address, structured_kwargs
+from ebft.config.arguments import planned_steps, server_address
 from ebft.config.machine import Machine, check_machine
 from ebft.errors import ConfigError
 
@@ -100,7 +100,7 @@ def test_keys_reach_trls_arguments():
         },
         micro_batch_size=2,
     )
-    kwargs = structured_kwargs(config)
+    kwargs = config.method.own_arguments(config)
     wanted = {
         "num_generations": 4,
         "temperature": 0.9,
@@ -116,7 +116,8 @@ def test_keys_reach_trls_arguments():
     }
     assert {name: kwargs[name] for name in wanted} == wanted
     assert "beta" not in kwargs  # unset: TRL's own default
-    assert not {"feature_layers", "adaptive_max_tokens"} & structured_kwargs(structured(rl="grpo")).keys()
+    grpo = structured(rl="grpo")
+    assert not {"feature_layers", "adaptive_max_tokens"} & grpo.method.own_arguments(grpo).keys()
 
 
 def test_the_trainer_connects_to_where_the_server_listens():

@@ -40,7 +40,7 @@ def load(path, type, tokenizer, method, **keys):
         warnings.simplefilter("ignore")
         config = RunConfig.from_dict(values)
     renderer = Renderer(tokenizer)
-    if config.is_structured:
+    if config.method.rows == "prompts":
         parts = load_prompts(config, tokenizer)
         return [
             [(renderer.prompt_ids(row["prompt"]), renderer.reference_ids(row["ground_truth"])) for row in rows or []]

@@ -3,7 +3,6 @@
 import pytest
 
 from ebft import evaluate, load_config, train
-from ebft.config.metrics import held_out_metrics
 
 LORA = ["adapter=lora", "lora_target_linear=true", "lora_r=4", "lora_alpha=8"]
 SHORT = [
@@ -22,7 +21,7 @@ def test_token_rows(kind, write_config):
     config = load_config(write_config(kind), [*SHORT, "eval_batch_size=4", *adapter])
     logged = train(config).metrics
     (result,) = evaluate(config, [config.output_dir]).models
-    for name in held_out_metrics(config):
+    for name in config.method.held_out_metrics(config):
         assert f"eval_{name}" in logged
         if name != "loss":
             assert logged[f"eval_{name}"] == pytest.approx(result.metrics[name], abs=2e-5, rel=2e-5), name
@@ -40,7 +39,7 @@ def test_prompts(write_config):
     (result,) = evaluate(config, [config.output_dir]).models
     for name in ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all"):
         assert logged[f"eval_{name}"] == pytest.approx(result.metrics[name], rel=1e-4), name
-    for name in held_out_metrics(config):
+    for name in config.method.held_out_metrics(config):
         assert f"eval_{name}" in logged
     low, high = result.intervals["cfm_loss"]
     assert low - 0.1 < logged["eval_cfm_loss"] < high + 0.1

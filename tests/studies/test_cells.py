@@ -43,7 +43,7 @@ def test_every_cell_has_a_valid_config(tmp_path):
             continue
         config = load_config(config_file(cell.method), cell_overrides(Place(tmp_path, "base"), SCALE, cell, 7, 2e-5))
         assert (config.seed, config.base_model, config.max_steps, config.learning_rate) == (cell.seed, "base", 7, 2e-5)
-        assert config.is_strided == (cell.method == "ebft") and config.auto_resume_from_checkpoints
+        assert config.method.samples_blocks == (cell.method == "ebft") and config.auto_resume_from_checkpoints
         assert (config.lora_model_dir is not None) == (cell.start == "warm")
 
 

@@ -7,10 +7,7 @@ import math
 from typing import Any
 
 from ebft.config.machine import Machine
-from ebft.config.metrics import best_metric
-from ebft.config.options import DropoutOption, FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.schema import RunConfig
-from ebft.config.structured import RolloutOptions
 from ebft.config.trackers import trackers
 
 _SAME_NAME = (
@@ -54,47 +51,6 @@ _OTHER_NAME = {
 # Held-out metrics that should rise; all others should fall.
 _GREATER_IS_BETTER = ("alignment", "reward")
 
-# Keys of `trl:` that TRL's GRPOConfig takes, under one name or two.
-_TRL_SAME_NAME = (
-    *RolloutOptions.model_fields,
-    "use_vllm",
-    "num_generations",
-    "generation_batch_size",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "chat_template_kwargs",
-    "beta",
-    "num_iterations",
-    "epsilon",
-    "epsilon_high",
-    "loss_type",
-    "scale_rewards",
-    "mask_truncated_completions",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "importance_sampling_level",
-    "off_policy_mask_threshold",
-    "use_bias_correction_kl",
-    "sync_ref_model",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "reward_weights",
-    "multi_objective_aggregation",
-    "vllm_server_timeout",
-    "vllm_enable_sleep_mode",
-    "log_completions",
-    "num_completions_to_print",
-)
-_TRL_OTHER_NAME = {
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-}
-
 
 def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:
     """Arguments for TrainingArguments; `rows` is the length of the training data, for what counts per epoch."""
@@ -113,36 +69,12 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
         kwargs["gradient_checkpointing_kwargs"] = details
-    per_epoch = _steps_per_epoch(config, machine, rows)
+    per_epoch = config.method.steps_per_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
     kwargs |= _best_model(config) if has_eval else {}
     kwargs |= _fsdp(config)
-    return {name: value for name, value in kwargs.items() if value is not None}
-
-
-def strided_kwargs(config: RunConfig) -> dict[str, Any]:
-    """The EBFT options of the config, for StridedEBFTConfig."""
-    return {name: getattr(config.ebft, name) for name in StridedOptions.model_fields}
-
-
-def structured_kwargs(config: RunConfig) -> dict[str, Any]:
-    """The `trl:`, `vllm:` and `ebft:` options of the config, for EBFTConfig, or RolloutGRPOConfig with `rl: grpo`."""
-    trl, vllm = config.trl, config.vllm
-    kwargs = {key: getattr(trl, key) for key in _TRL_SAME_NAME}
-    kwargs |= {name: getattr(trl, key) for key, name in _TRL_OTHER_NAME.items()}
-    kwargs["vllm_server_host"], kwargs["vllm_server_port"] = server_address(config)
-    if trl.use_vllm and not config.uses_server:
-        kwargs["vllm_gpu_memory_utilization"] = vllm.gpu_memory_utilization
-        kwargs["vllm_max_model_length"] = vllm.max_model_len
-        kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
-    options = [*DropoutOption.model_fields]
-    if config.rl == "ebft":
-        options += [*StructuredOptions.model_fields, *FeatureOptions.model_fields, *ThinkingOption.model_fields]
-    kwargs |= {name: getattr(config.ebft, name) for name in options}
-    if config.eval_batch_size is None:
-        groups = math.ceil(config.micro_batch_size / trl.num_generations)
-        kwargs["per_device_eval_batch_size"] = groups * trl.num_generations  # whole groups
+    kwargs |= config.method.own_arguments(config)
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
@@ -163,24 +95,7 @@ def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
     """The optimizer steps of the whole run over `rows` rows."""
     if config.max_steps is not None:
         return config.max_steps
-    return math.ceil(config.num_epochs * _steps_per_epoch(config, machine, rows))
-
-
-def _steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
-    if config.is_structured:
-        return _structured_steps_per_epoch(config, machine, rows)
-    batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
-    return max(1, math.ceil(batches / config.gradient_accumulation_steps))
-
-
-def _structured_steps_per_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
-    """TRL repeats each prompt `num_generations` times and each generation batch `num_iterations` times."""
-    trl, accumulation = config.trl, config.gradient_accumulation_steps
-    samples_per_micro_step = config.micro_batch_size * machine.processes
-    completions = trl.generation_batch_size or samples_per_micro_step * accumulation
-    prompts = max(1, completions // trl.num_generations)
-    micro_steps = rows // prompts * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
-    return max(1, math.ceil(micro_steps / accumulation))
+    return math.ceil(config.num_epochs * config.method.steps_per_epoch(config, machine, rows))
 
 
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:
@@ -194,7 +109,7 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
 
 def _best_model(config: RunConfig) -> dict[str, Any]:
     """The metric that decides which checkpoint is best, and its direction: transformers would guess from the name."""
-    metric = best_metric(config)
+    metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
     greater = config.greater_is_better
     if greater is None:
         greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)

@@ -9,18 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.attention import FLAGS, resolve_attention
-from ebft.config.ignored import IGNORED, Ignored
-from ebft.config.metrics import held_out_metrics
+from ebft.config.ignored import IGNORED
 from ebft.config.model import AdapterKeys
-from ebft.config.options import (
-    DropoutOption,
-    FeatureOptions,
-    RewardOptions,
-    StridedOptions,
-    StructuredOptions,
-    ThinkingOption,
-    settle_single_sample,
-)
 from ebft.config.transforms import counterpart, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.models import as_folder, is_gguf
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 
 def refuse_contradictions(config: "RunConfig") -> None:
     """Raise a ConfigError that lists every contradiction between the keys of `config`."""
-    found = [message for rule in _RULES for message in rule(config)]
+    found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
 
@@ -49,14 +39,6 @@ def _adapter(config: "RunConfig") -> Iterator[str]:
         yield (
             f"adapter: {config.adapter} needs to know which modules to adapt. Set lora_target_linear: true, "
             "or name them in lora_target_modules."
-        )
-
-
-def _feature_device(config: "RunConfig") -> Iterator[str]:
-    if config.rl == "ebft" and config.ebft.feature_device is not None and config.adapter is not None:
-        yield (
-            f"ebft.feature_device: {config.ebft.feature_device} has no effect with an adapter, since features come "
-            "from the policy with its adapter disabled. Remove it."
         )
 
 
@@ -78,19 +60,6 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
     way_out = as_folder(file)
     if config.load_in_4bit or config.load_in_8bit:
         yield f"A GGUF file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {way_out}"
-    if config.is_structured and config.trl.use_vllm and config.trl.vllm_mode != "server":
-        yield f"{file} is a GGUF file, and vLLM serves a folder of safetensors here. {way_out}"
-
-
-def _ports(config: "RunConfig") -> Iterator[str]:
-    """A server that training starts itself listens where the trainer connects."""
-    ours, theirs = config.vllm.port, config.trl.vllm_server_port
-    is_managed = config.uses_server and config.trl.vllm_mode == "managed"
-    if is_managed and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
-        yield (
-            f"vllm.port: {ours} and trl.vllm_server_port: {theirs}: with vllm_mode: managed the server listens on the "
-            "one and the trainer connects to the other. Keep one of them."
-        )
 
 
 def _model_type(config: "RunConfig") -> Iterator[str]:
@@ -104,11 +73,6 @@ def _model_type(config: "RunConfig") -> Iterator[str]:
 def _precision(config: "RunConfig") -> Iterator[str]:
     if config.bf16 is True and config.fp16:
         yield "bf16 and fp16 are both true. Keep one of them."
-
-
-def _budget(config: "RunConfig") -> Iterator[str]:
-    if config.budget.flops is not None and config.torch_compile and not config.is_strided:
-        yield "budget.flops cannot be counted inside a compiled model. Remove it, or torch_compile."
 
 
 def _schedule(config: "RunConfig") -> Iterator[str]:
@@ -130,7 +94,7 @@ def _schedule(config: "RunConfig") -> Iterator[str]:
 def _evaluation(config: "RunConfig") -> Iterator[str]:
     if config.test_datasets and config.val_set_size:
         yield "test_datasets and val_set_size are both set. Keep one of them."
-    metric, known = config.metric_for_best_model, held_out_metrics(config)
+    metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
     if metric is not None and metric.removeprefix("eval_") not in known:
         yield f"metric_for_best_model: {metric!r} is not measured in this run. Choose from {', '.join(known)}."
     if config.test_datasets or config.val_set_size:
@@ -158,13 +122,10 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _adapter,
-    _feature_device,
     _quantisation,
     _gguf,
-    _ports,
     _model_type,
     _precision,
-    _budget,
     _schedule,
     _evaluation,
     _resuming,
@@ -178,16 +139,7 @@ def settle(config: "RunConfig") -> None:
     _warn_ignored(config)
     _warn_without_adapter(config)
     _settle_transforms(config)
-    if config.rl is None:
-        _warn_without_rl(config)
-    if config.rl == "ebft":
-        _warn_other_mode(config)
-    if config.is_strided:
-        settle_single_sample(config.ebft)
-        _warn_prompts(config)
-        _settle_compile(config)
-    if config.is_structured:
-        _warn_structured(config)
+    config.method.resolve(config)
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
 
@@ -214,21 +166,6 @@ def _settle_transforms(config: "RunConfig") -> None:
         warnings.warn(f"{pairs}: {trains_on(config)}, and these are made of the same columns.", stacklevel=2)
 
 
-def _warn_without_rl(config: "RunConfig") -> None:
-    """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
-    idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
-    if config.ebft.model_fields_set - set(ThinkingOption.model_fields):
-        idle.insert(0, "ebft")
-    if config.budget.generated_tokens is not None:
-        warnings.warn("budget.generated_tokens has no effect in plain fine-tuning, which samples none.", stacklevel=2)
-    if idle:
-        warnings.warn(
-            f"{', '.join(idle)}: no effect, since rl is not set, which is plain fine-tuning. Energy-based fine-tuning "
-            "is rl: ebft.",
-            stacklevel=2,
-        )
-
-
 def _warn_ignored(config: "RunConfig") -> None:
     for key, (harmless, reason) in IGNORED.items():
         value = getattr(config, key)
@@ -241,78 +178,3 @@ def _warn_without_adapter(config: "RunConfig") -> None:
     if config.adapter is None and given:
         reason = "adapter is not set, so all weights are trained"
         warnings.warn(f"{', '.join(given)}: no effect, since {reason}.", stacklevel=2)
-
-
-def _warn_other_mode(config: "RunConfig") -> None:
-    """One warning for each key that the chosen mode does not read."""
-    shared = set(FeatureOptions.model_fields)
-    strided = config.ebft.mode == "strided"
-    foreign = set((StructuredOptions if strided else StridedOptions).model_fields) - shared
-    found = [f"ebft.{key}" for key in sorted(foreign & config.ebft.model_fields_set)]
-    if strided:
-        found += [key for key in ("trl", "vllm") if key in config.model_fields_set]
-    other = "structured" if strided else "strided"
-    for key in found:
-        reason = f"only {other} mode reads it"
-        warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: {reason}.", stacklevel=2)
-
-
-def _warn_prompts(config: "RunConfig") -> None:
-    if config.train_on_inputs:
-        reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
-        warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
-
-
-# Keys of `trl:` that change nothing here, at which values that needs no word, and why.
-_WITHOUT_EFFECT = {
-    "reward_num_workers": Ignored((None, 1), "reward functions run in the training process, on its main thread"),
-    "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
-    "reroll_max_groups": Ignored((None, 1), "failed prompts are not tried again"),
-    "streaming_partial_batch": Ignored((None, False), "rewards are computed group by group already"),
-    "streaming_min_groups": Ignored((None,), "rewards are computed group by group already"),
-}
-
-
-def _warn_structured(config: "RunConfig") -> None:
-    """One warning for each key that whole completions leave no room for."""
-    for key, (harmless, reason) in _WITHOUT_EFFECT.items():
-        if getattr(config.trl, key) not in harmless:
-            warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
-    given = config.trl.model_fields_set
-    if not config.trl.use_vllm:
-        idle = sorted(key for key in given if key.startswith("vllm_") and key != "vllm_guided_decoding_regex")
-        if idle:
-            warnings.warn(f"{', '.join(f'trl.{key}' for key in idle)}: no effect without use_vllm: true.", stacklevel=2)
-    if "prefetch_depth" in given and not config.trl.async_prefetch:
-        warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
-    if config.rl == "grpo":
-        _warn_grpo(config)
-    for key in ("train_on_inputs", "sample_packing"):
-        if getattr(config, key):
-            warnings.warn(f"{key}: true has no effect on whole completions of prompts.", stacklevel=2)
-    if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
-        warnings.warn(
-            "trl.vllm_lora_sync: false has no effect: an adapter is sent to vLLM as it is, with the same result.",
-            stacklevel=2,
-        )
-    if "vllm" in config.model_fields_set and not config.trl.use_vllm:
-        warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
-
-
-def _warn_grpo(config: "RunConfig") -> None:
-    """One warning for each key of `ebft:` that GRPO does not read."""
-    read = set(DropoutOption.model_fields)
-    if "feature_matching" in (config.trl.reward_funcs or []):
-        read |= set(RewardOptions.model_fields)
-    for key in sorted(config.ebft.model_fields_set - read):
-        warnings.warn(f"ebft.{key} has no effect with rl: grpo and these rewards.", stacklevel=2)
-
-
-def _settle_compile(config: "RunConfig") -> None:
-    if config.torch_compile:
-        config.torch_compile = False
-        warnings.warn(
-            "torch_compile: true is set to false in strided mode: attention over rollouts changes its layout "
-            "in every batch, and compiling the model again for each costs more than it saves.",
-            stacklevel=2,
-        )

@@ -27,13 +27,5 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
         )
     if config.fp16 and not machine.has_accelerator:
         raise ConfigError("fp16: true needs a GPU and there is none here. Remove it, or set bf16: true.")
-    if config.uses_server and config.adapter is None and not machine.has_accelerator:
-        raise ConfigError(
-            "Full fine-tuning sends all weights to the vLLM server, which vLLM does between GPUs only, and there is "
-            "none here. Set adapter: lora, or trl.use_vllm: false."
-        )
-    device = config.ebft.feature_device
-    if config.rl == "ebft" and device is not None and device not in machine.devices:
-        raise ConfigError(
-            f"ebft.feature_device: {device!r} is not here. Choose from {', '.join(machine.devices)}, or remove it."
-        )
+    for problem in config.method.problems_here(config, machine):
+        raise ConfigError(problem)

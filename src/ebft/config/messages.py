@@ -27,7 +27,7 @@ _WANTED = {
     "finite_number": "a finite number",
 }
 # Similarity above which a known key is taken for what an unknown one meant: a slip, not another word.
-_SLIP = 0.8
+_SLIP = 0.75
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),

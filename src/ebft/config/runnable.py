@@ -6,8 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ebft.config.optimizer import check_optimizer
-from ebft.config.options import check_trainable
-from ebft.config.runnable_structured import check_structured
 from ebft.config.schema import RunConfig
 from ebft.config.trackers import check_report_to
 from ebft.config.transforms import check_transform
@@ -16,31 +14,19 @@ from ebft.errors import ConfigError
 
 def check_runnable(config: RunConfig) -> None:
     """Refuse what loads as a config but cannot be trained here; ConfigError or DataError says what to do instead."""
-    if config.is_strided:
-        check_trainable(config.ebft)
-        _check_room(config)
     if config.sample_packing and config.group_by_length:
         raise ConfigError(
             "group_by_length sorts rows by length, and sample_packing fills them all up to sequence_len. Remove one."
         )
-    if config.is_structured:
-        check_structured(config)
+    problems = list(config.method.problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
     _check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))
     _check_deepspeed(config.deepspeed)
     check_report_to(config)
     check_optimizer(config)
-
-
-def _check_room(config: RunConfig) -> None:
-    """No row of `sequence_len` tokens would hold a block."""
-    first, length = config.ebft.context_length, config.ebft.generate_max_len
-    if first + length > config.sequence_len:
-        raise ConfigError(
-            f"ebft.context_length {first} and ebft.generate_max_len {length} leave no room for a block within "
-            f"sequence_len {config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
-        )
 
 
 def _check_types(config: RunConfig) -> None:

@@ -16,12 +16,13 @@ from ebft.config.output import CheckpointKeys, HubKeys, ReportingKeys
 from ebft.config.section import Section
 from ebft.config.structured import TRLSection, VLLMSection
 from ebft.config.training import HardwareKeys, LengthKeys, OptimizerKeys
+from ebft.methods import METHODS, Method, find_method
 
 
 class MethodKeys(Section):
     """What kind of training it is."""
 
-    rl: Literal["ebft", "grpo"] | None = Field(
+    rl: Literal[tuple(dict.fromkeys(rl for rl, _ in METHODS if rl))] | None = Field(
         None,
         description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: plain fine-tuning "
         "on the cross-entropy.",
@@ -72,19 +73,14 @@ class RunConfig(*reversed(GROUPS.values())):  # pydantic lists the fields of the
         return self
 
     @property
-    def is_strided(self) -> bool:
-        """Whether this run is energy-based fine-tuning in strided mode."""
-        return self.rl == "ebft" and self.ebft.mode == "strided"
-
-    @property
-    def is_structured(self) -> bool:
-        """Whether this run samples whole completions: energy-based fine-tuning in structured mode, or GRPO."""
-        return self.rl is not None and not self.is_strided
+    def method(self) -> Method:
+        """How this run trains: `ebft.methods` has one class for each."""
+        return find_method(self.rl, self.ebft.mode)
 
     @property
     def uses_server(self) -> bool:
         """Whether completions come from a vLLM server in a process of its own."""
-        return self.is_structured and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
+        return self.method.rows == "prompts" and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
 
 
 def _paths_as_text(value: Any) -> Any:

@@ -5,7 +5,7 @@ A bare `module` is short for `module.transform` where the module is built in.
 
 import difflib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from ebft.config.data import BUILT_IN_TRANSFORMS, COUNTERPARTS
 from ebft.config.imports import find_function, no_function
@@ -42,7 +42,7 @@ def check_transform(name: str, config: Any) -> None:
         own_transform(name)
         return
     given = BUILT_IN_TRANSFORMS[found[0]][found[1]]
-    if given != rows_of(config):
+    if given != config.method.rows:
         raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
 
 
@@ -51,17 +51,12 @@ def counterpart(name: str, config: Any) -> str | None:
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
     given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
-    return None if given in (None, rows_of(config)) else COUNTERPARTS.get(full)
-
-
-def rows_of(config: Any) -> Literal["tokens", "prompts"]:
-    """The rows that a run trains on: prompts where completions are sampled whole (structured mode, rl: grpo)."""
-    return "prompts" if config.rl == "grpo" or (config.rl == "ebft" and not config.is_strided) else "tokens"
+    return None if given in (None, config.method.rows) else COUNTERPARTS.get(full)
 
 
 def wanted_rows(config: Any) -> str:
     """Which rows this run trains on and the transforms that give them, worded to follow "but "."""
-    wanted = rows_of(config)
+    wanted = config.method.rows
     fitting = [
         f"{module}.{function}"
         for module, functions in BUILT_IN_TRANSFORMS.items()
@@ -76,15 +71,7 @@ def wanted_rows(config: Any) -> str:
 
 def trains_on(config: Any) -> str:
     """Which rows this run trains on, in words."""
-    return f"{_mode(config)} trains on rows of {_FIELDS[rows_of(config)]}"
-
-
-def _mode(config: Any) -> str:
-    if config.rl is None:
-        return "plain fine-tuning (rl is not set)"
-    if config.rl == "grpo":
-        return "rl: grpo"
-    return "strided mode" if config.is_strided else "structured mode (rl: ebft without ebft.mode: strided)"
+    return f"{config.method.name} trains on rows of {_FIELDS[config.method.rows]}"
 
 
 def _hint(name: str) -> str:

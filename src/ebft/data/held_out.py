@@ -44,11 +44,12 @@ def load_held_out(config: Any, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     Columns are those of `load_prompts` where completions are whole, else those of `load_datasets`. Raises DataError
     where the config holds nothing out.
     """
-    rooms, load_entry = (load, load.token_rows) if not config.is_structured else (prompts, prompts.prompt_rows)
+    is_prompts = config.method.rows == "prompts"
+    rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)
     rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.way_out(config))
     rows = _first_documents(rows, config.evaluation.documents)
     documents = list(rows["document"])
-    rows = prompts.unpack_rows(rows) if config.is_structured else rows.remove_columns("document")
+    rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")
     return HeldOut(rows, documents, config.test_datasets or config.datasets)
 
 

@@ -53,7 +53,7 @@ class _Cutter:
 
     def __init__(self, config: Any) -> None:
         self.sequence_len = config.sequence_len
-        self.block = config.ebft if config.is_strided else None
+        self.block = config.ebft if config.method.samples_blocks else None
         # A window of nothing but masked thinking has no labels, and rollouts to learn from all the same.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()

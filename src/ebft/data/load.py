@@ -100,7 +100,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def way_out(config: Any) -> str:
-    if config.is_strided:
+    if config.method.samples_blocks:
         ebft = config.ebft
         return (
             f"a block needs context_length {ebft.context_length} (or the prompt plus min_completion_prefix "

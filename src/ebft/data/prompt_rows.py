@@ -44,7 +44,7 @@ class PromptRow:
     def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
         self.sequence_len = config.sequence_len
-        self.needs_reference = config.rl == "ebft"
+        self.needs_reference = config.method.needs_reference
         self.way_out = wanted_rows(config)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -55,7 +55,7 @@ def unpack_rows(rows: Dataset) -> Dataset:
 
 
 def way_out(config: Any) -> str:
-    if config.rl == "grpo":
+    if not config.method.needs_reference:
         return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
     return (
         "give rows with a prompt and a reference, or raise sequence_len "

@@ -26,16 +26,12 @@ class Completions:
     """Samples completions by `generate()`, `settings.samples` per prompt, and one greedy one."""
 
     def __init__(self, policy: nn.Module, renderer: Renderer, task: Task) -> None:
-        settings, config = task.settings, task.config
+        settings, of_run = task.settings, task.config.method.sampling(task.config)
         self._settings, self.tokenizer = settings, renderer.tokenizer
-        extra = dict(config.trl.generation_kwargs or {}) if config.is_structured else {}
+        extra = dict(of_run.extra or {})
         self.end_ids = frozenset(end_token_ids(policy, renderer, extra.pop("stop_token_ids", ())))
-        extra = _for_generate(extra, config.trl.vllm_guided_decoding_regex if config.is_structured else None)
-        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra)
-        if config.is_structured:
-            trl = config.trl
-            own = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-            sampling = replace(sampling, **{name: value for name, value in own.items() if value is not None})
+        extra = _for_generate(extra, of_run.regex)
+        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra, **(of_run.options or {}))
         pad = self.tokenizer.pad_token_id
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)

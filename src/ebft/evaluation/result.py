@@ -111,7 +111,7 @@ def summarise(
         results.append(result)
     shared_settings = {
         "base_model": config.base_model,
-        "mode": "structured" if config.is_structured else "strided",
+        "mode": "structured" if config.method.rows == "prompts" else "strided",
         "documents": len(documents),
         **asdict(settings),
         "bootstrap": wanted.bootstrap,
@@ -119,7 +119,7 @@ def summarise(
         "feature_layers": config.ebft.feature_layers,
         "embed_method": config.ebft.embed_method,
     }
-    if not config.is_structured:
+    if config.method.rows == "tokens":
         options = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
         shared_settings |= {name: getattr(config.ebft, name) for name in options}
     return Evaluation(results, shared_settings, machine_card(seconds))

@@ -47,7 +47,7 @@ def evaluate(
         check_model(config, name, tokenizer)
     task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
     check_measurable(task)
-    measure = measure_prompts if config.is_structured else measure_tokens
+    measure = measure_prompts if config.method.rows == "prompts" else measure_tokens
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
@@ -70,7 +70,7 @@ def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task)
 def check_measurable(task: Task) -> None:
     """DataError before anything is sampled: prompts without references and metrics, or metrics without prompts."""
     rows = task.held_out.rows
-    if not task.config.is_structured:
+    if task.config.method.rows == "tokens":
         if task.metrics and not any(rows["prompt_length"]):
             raise DataError(
                 f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "

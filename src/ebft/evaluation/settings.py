@@ -24,22 +24,21 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """The settings of a config; ConfigError where its pass@k asks for more samples than there are."""
-        wanted, trl, ebft = config.evaluation, config.trl, config.ebft
-        of_run = trl.num_generations if config.is_structured else ebft.n_samples_per_prompt
-        samples = wanted.samples or max(2, of_run)
+        wanted, of_run = config.evaluation, config.method.sampling(config)
+        samples = wanted.samples or max(2, of_run.samples)
         pass_at = sorted(set(wanted.pass_at or [1, samples]))
         if pass_at[-1] > samples:
             raise ConfigError(
                 f"evaluation.pass_at: pass@{pass_at[-1]} needs as many samples, and there are {samples}. Raise "
                 "evaluation.samples, or lower evaluation.pass_at."
             )
-        adaptive = config.rl == "ebft" and ebft.adaptive_max_tokens and wanted.max_new_tokens is None
+        adaptive = of_run.by_reference is not None and wanted.max_new_tokens is None
         return cls(
             samples=samples,
             pass_at=pass_at,
-            temperature=wanted.temperature or (trl.temperature if config.is_structured else 1.0),
-            max_new_tokens=wanted.max_new_tokens or trl.max_completion_length,
-            by_reference=ReferenceLimit(ebft.gt_length_multiplier, ebft.gt_length_floor) if adaptive else None,
+            temperature=wanted.temperature or of_run.temperature,
+            max_new_tokens=wanted.max_new_tokens or config.trl.max_completion_length,
+            by_reference=ReferenceLimit(*of_run.by_reference) if adaptive else None,
             batch_size=config.eval_batch_size or config.micro_batch_size,
             seed=config.seed,
         )

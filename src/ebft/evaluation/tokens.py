@@ -43,7 +43,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
             diversity_coef=ebft.diversity_coef,
             pass_at=settings.pass_at,
             curves=True,
-            counts_all_labels=task.config.rl is None,
+            counts_all_labels=not task.config.method.samples_blocks,
         )
         if _takes_blocks(task.config, subject)
         else None
@@ -71,7 +71,7 @@ def _takes_blocks(config: Any, subject: Subject) -> bool:
         for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
             check_supported(model)
     except ModelError as error:
-        if config.is_strided:
+        if config.method.samples_blocks:
             raise
         warnings.warn(f"Features are left out, and the cross-entropy alone is measured: {error}.", stacklevel=2)
         return False

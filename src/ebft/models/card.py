@@ -13,15 +13,6 @@ from ebft.data.locate import base_name
 
 # Speed, memory and schedule are no results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
-_TAGS = {"ebft": ["ebft"], "grpo": ["grpo"], None: ["continual-pretraining"]}
-_CITATION = """\
-@article{jelassi2026matching,
-  title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
-  author  = {Jelassi, Samy and Kwun, Mujin and Zhao, Rosie and Li, Yuanzhi and Fusi, Nicolo and Du, Yilun and
-             Kakade, Sham M. and Domingo-Enrich, Carles},
-  journal = {arXiv preprint arXiv:2603.12248},
-  year    = {2026}
-}"""
 
 
 def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
@@ -34,8 +25,8 @@ def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
 def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
     """The card as Markdown with the hub's YAML header."""
     parts = [_header(config), _summary(config), _settings(config), _results(metrics)]
-    if config.rl == "ebft":
-        parts.append(f"## Citation\n\n```bibtex\n{_CITATION}\n```")
+    if config.method.citation:
+        parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -44,7 +35,7 @@ def _header(config: RunConfig) -> str:
         "base_model": base_name(config),
         "library_name": "peft" if config.adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": _TAGS[config.rl],
+        "tags": [config.method.tag],
         "datasets": [entry.path for entry in config.datasets if not os.path.exists(entry.path)],
     }
     filled = {key: value for key, value in header.items() if value}
@@ -52,14 +43,7 @@ def _header(config: RunConfig) -> str:
 
 
 def _summary(config: RunConfig) -> str:
-    method = "plain fine-tuning on the cross-entropy"
-    if config.rl == "ebft":
-        method = (
-            f"energy-based fine-tuning ({config.ebft.mode} mode; Jelassi et al. 2026, "
-            "[arXiv 2603.12248](https://arxiv.org/abs/2603.12248))"
-        )
-    elif config.rl == "grpo":
-        method = f"GRPO on the rewards {', '.join(f'`{name}`' for name in config.trl.reward_funcs)}"
+    method = config.method.summary(config)
     weights = f"a {config.adapter} adapter for" if config.adapter else "all weights of"
     data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
     return (

@@ -5,7 +5,6 @@ resume, save.
 """
 
 import os
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,9 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
 
 from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import planned_steps, server_address, strided_kwargs, structured_kwargs, training_kwargs
+from ebft.config.arguments import planned_steps, server_address, training_kwargs
 from ebft.config.machine import Machine, check_machine
 from ebft.config.trackers import wandb_environment
-from ebft.data import DocumentCollator, load_datasets, pack_rows
-from ebft.data.prompts import load_prompts
 from ebft.errors import ConfigError
 from ebft.models import load_model, load_tokenizer
 from ebft.models.card import write_model_card
@@ -30,11 +27,6 @@ from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
-from ebft.sft import SFTTrainer
-from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.structured import EBFTConfig, EBFTTrainer, RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.reward_funcs import load_reward_funcs
-from ebft.structured.rollouts.client import VLLMClient
 
 
 @dataclass
@@ -77,7 +69,7 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
-    train_data, eval_data = load_data(config, tokenizer)
+    train_data, eval_data = config.method.load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     model = load_model(config, tokenizer)  # with its adapter, where the config has one
     warn_of_lost_steps(model, config.learning_rate)
@@ -96,37 +88,16 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
-def load_data(config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """Training and evaluation rows: prompts with references where completions are whole, else tokens."""
-    if config.is_structured:
-        return load_prompts(config, tokenizer)
-    train_data, eval_data = load_datasets(config, tokenizer)
-    return pack(config, train_data) if config.sample_packing else train_data, eval_data
-
-
 def await_server(config: RunConfig) -> None:
     """Wait for the server that the user started; RolloutError, before any model is loaded, where there is none."""
-    timeout = config.trl.vllm_server_timeout or RolloutGRPOConfig.vllm_server_timeout
+    from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
+
+    timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
     client = VLLMClient(*server_address(config), timeout)
     try:
         client.wait_until_up()
     finally:
         client.close()
-
-
-def pack(config: RunConfig, rows: Any) -> Any:
-    """Short documents packed into rows of up to `sequence_len` tokens, with a line on what became of them."""
-    if not config.is_strided:
-        warnings.warn("sample_packing has no effect without `rl: ebft`: every document keeps its own row", stacklevel=3)
-        return rows
-    packed = pack_rows(rows, config.sequence_len)
-    if os.environ.get("RANK", "0") == "0":
-        full = sum(packed.lengths) / (len(packed) * config.sequence_len)
-        print(
-            f"packed {len(rows):,} rows into {len(packed):,} of up to {config.sequence_len} tokens ({full:.0%} full)",
-            file=sys.stderr,
-        )
-    return packed
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
@@ -136,13 +107,7 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
     """
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
     try:
-        if config.is_strided:
-            args = StridedEBFTConfig(**kwargs, **strided_kwargs(config))
-        elif config.is_structured:
-            config_class = EBFTConfig if config.rl == "ebft" else RolloutGRPOConfig
-            args = config_class(**(kwargs | structured_kwargs(config)))
-        else:
-            args = TrainingArguments(**kwargs, prediction_loss_only=True)
+        args = config.method.arguments_class()(**kwargs)
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
@@ -160,24 +125,18 @@ def build_trainer(
     eval_data: Any,
     server: VLLMServer | None = None,
 ) -> Trainer:
-    """The trainer of the config's method: strided or structured EBFT, GRPO, or transformers' own."""
-    common = {
-        "model": model,
-        "args": args,
-        "train_dataset": train_data,
-        "eval_dataset": eval_data,
-        "processing_class": tokenizer,
-        "callbacks": default_callbacks(config),
-    }
-    if config.is_structured:
-        trainer = (EBFTTrainer if config.rl == "ebft" else RolloutGRPOTrainer)(
-            reward_funcs=load_reward_funcs(config, model, tokenizer),
-            server_failure=lambda: server.failure if server is not None else None,
-            **common,
-        )
-    else:
-        collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=config.is_strided)
-        trainer = (StridedEBFTTrainer if config.is_strided else SFTTrainer)(data_collator=collator, **common)
+    """The trainer of the config's method."""
+    trainer = config.method.build_trainer(
+        config,
+        model,
+        tokenizer,
+        server,
+        args=args,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        processing_class=tokenizer,
+        callbacks=default_callbacks(config),
+    )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
         trainer.remove_callback(printer)

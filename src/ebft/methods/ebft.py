@@ -1,0 +1,54 @@
+"""What both modes of energy-based fine-tuning share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from ebft.config.options import FeatureOptions
+
+if TYPE_CHECKING:
+    from ebft.config import RunConfig
+    from ebft.config.machine import Machine
+
+CITATION = """\
+@article{jelassi2026matching,
+  title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
+  author  = {Jelassi, Samy and Kwun, Mujin and Zhao, Rosie and Li, Yuanzhi and Fusi, Nicolo and Du, Yilun and
+             Kakade, Sham M. and Domingo-Enrich, Carles},
+  journal = {arXiv preprint arXiv:2603.12248},
+  year    = {2026}
+}"""
+PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
+
+
+def feature_conflicts(config: RunConfig) -> Iterator[str]:
+    """A place for the feature network, and an adapter, which needs none."""
+    if config.ebft.feature_device is not None and config.adapter is not None:
+        yield (
+            f"ebft.feature_device: {config.ebft.feature_device} has no effect with an adapter, since features come "
+            "from the policy with its adapter disabled. Remove it."
+        )
+
+
+def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """The place that the config names for the feature network, where this machine lacks it."""
+    device = config.ebft.feature_device
+    if device is not None and device not in machine.devices:
+        yield f"ebft.feature_device: {device!r} is not here. Choose from {', '.join(machine.devices)}, or remove it."
+
+
+def warn_of_options(options: type[BaseModel], of_mode: str, config: RunConfig, *sections: str) -> None:
+    """One warning for each of the `options` of `ebft:`, and of the sections, that only the other mode reads."""
+    foreign = (set(options.model_fields) - set(FeatureOptions.model_fields)) & config.ebft.model_fields_set
+    for key in [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]:
+        warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: only {of_mode} mode reads it.", stacklevel=2)
+
+
+def reference_limit(config: RunConfig) -> tuple[float, int] | None:
+    """How the length of a reference limits a completion: lengths of it, and the fewest tokens; None: not at all."""
+    ebft = config.ebft
+    return (ebft.gt_length_multiplier, ebft.gt_length_floor) if ebft.adaptive_max_tokens else None

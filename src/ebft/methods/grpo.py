@@ -1,0 +1,287 @@
+"""GRPO: completions of prompts, rewarded by functions of the user's own (`rl: grpo`), over TRL's trainer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ebft.config.arguments import server_address
+from ebft.config.ignored import Ignored
+from ebft.config.imports import find_function
+from ebft.config.options import DropoutOption, RewardOptions
+from ebft.config.structured import RolloutOptions
+from ebft.fetch.models import as_folder, is_gguf
+from ebft.methods.method import Method, Sampling
+
+if TYPE_CHECKING:
+    from ebft.config import RunConfig
+    from ebft.config.machine import Machine
+
+FEATURE_MATCHING = "feature_matching"
+_OWN_ROLLOUTS = "write a trl.GRPOTrainer script with ebft.FeatureMatchingReward among its reward functions"
+# Keys of `trl:` that change the training and are not here: (key, value at which it is off, what to do instead).
+_NOT_HERE = (
+    ("rollout_func", None, f"Remove it, or {_OWN_ROLLOUTS}."),
+    ("replay_buffer_size", 0, "Remove it; scale_rewards and a higher temperature keep more groups with a signal."),
+    ("reroll_start_fraction", 1.0, "Remove it; more epochs meet the same prompts again."),
+)
+# Keys of `trl:` that change nothing here, at which values that needs no word, and why.
+_WITHOUT_EFFECT = {
+    "reward_num_workers": Ignored((None, 1), "reward functions run in the training process, on its main thread"),
+    "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
+    "reroll_max_groups": Ignored((None, 1), "failed prompts are not tried again"),
+    "streaming_partial_batch": Ignored((None, False), "rewards are computed group by group already"),
+    "streaming_min_groups": Ignored((None,), "rewards are computed group by group already"),
+}
+# Keys of `trl:` that TRL's GRPOConfig takes, under one name or two.
+_SAME_NAME = (
+    *RolloutOptions.model_fields,
+    "use_vllm",
+    "num_generations",
+    "generation_batch_size",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "beta",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+    "loss_type",
+    "scale_rewards",
+    "mask_truncated_completions",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "importance_sampling_level",
+    "off_policy_mask_threshold",
+    "use_bias_correction_kl",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "reward_weights",
+    "multi_objective_aggregation",
+    "vllm_server_timeout",
+    "vllm_enable_sleep_mode",
+    "log_completions",
+    "num_completions_to_print",
+)
+_OTHER_NAME = {
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+
+
+class GRPO(Method):
+    """RolloutGRPOTrainer on rows of prompts."""
+
+    name = "rl: grpo"
+    tag = "grpo"
+    rows = "prompts"
+    needs_reference = False
+    own_rewards: tuple[str, ...] = ()  # that are there without being named
+
+    def summary(self, config: RunConfig) -> str:
+        return f"GRPO on the rewards {', '.join(f'`{name}`' for name in config.trl.reward_funcs)}"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
+        if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
+            yield f"{file} is a GGUF file, and vLLM serves a folder of safetensors here. {as_folder(file)}"
+        ours, theirs = config.vllm.port, config.trl.vllm_server_port
+        is_managed = config.uses_server and config.trl.vllm_mode == "managed"
+        if is_managed and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
+            yield (
+                f"vllm.port: {ours} and trl.vllm_server_port: {theirs}: with vllm_mode: managed the server listens on "
+                "the one and the trainer connects to the other. Keep one of them."
+            )
+
+    def resolve(self, config: RunConfig) -> None:
+        """One warning for each key that full completions leave no room for."""
+        for key, (harmless, reason) in _WITHOUT_EFFECT.items():
+            if getattr(config.trl, key) not in harmless:
+                warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
+        given = config.trl.model_fields_set
+        if not config.trl.use_vllm:
+            idle = sorted(key for key in given if key.startswith("vllm_") and key != "vllm_guided_decoding_regex")
+            if idle:
+                keys = ", ".join(f"trl.{key}" for key in idle)
+                warnings.warn(f"{keys}: no effect without use_vllm: true.", stacklevel=2)
+        if "prefetch_depth" in given and not config.trl.async_prefetch:
+            warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
+        self.warn_of_idle_options(config)
+        for key in ("train_on_inputs", "sample_packing"):
+            if getattr(config, key):
+                warnings.warn(f"{key}: true has no effect on whole completions of prompts.", stacklevel=2)
+        if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
+            warnings.warn(
+                "trl.vllm_lora_sync: false has no effect: an adapter is sent to vLLM as it is, with the same result.",
+                stacklevel=2,
+            )
+        if "vllm" in config.model_fields_set and not config.trl.use_vllm:
+            warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
+
+    def warn_of_idle_options(self, config: RunConfig) -> None:
+        """One warning for each key of `ebft:` that is not read."""
+        read = set(DropoutOption.model_fields)
+        if FEATURE_MATCHING in (config.trl.reward_funcs or []):
+            read |= set(RewardOptions.model_fields)
+        for key in sorted(config.ebft.model_fields_set - read):
+            warnings.warn(f"ebft.{key} has no effect with rl: grpo and these rewards.", stacklevel=2)
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        for rule in (_unsupported, _batches, self._rewards, _rollouts, _processes):
+            yield from rule(config)
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        if config.uses_server and config.adapter is None and not machine.has_accelerator:
+            yield (
+                "Full fine-tuning sends all weights to the vLLM server, which vLLM does between GPUs only, and there "
+                "is none here. Set adapter: lora, or trl.use_vllm: false."
+            )
+
+    def _rewards(self, config: RunConfig) -> Iterator[str]:
+        funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
+        rewards = [*self.own_rewards, *funcs]
+        if not rewards:
+            yield (
+                "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, names of reward models, or "
+                "feature_matching."
+            )
+        if len(set(rewards)) < len(rewards):
+            yield (
+                f"trl.reward_funcs: {', '.join(rewards)} names a reward twice. With rl: ebft feature_matching is there."
+            )
+        for name in funcs:
+            if name != FEATURE_MATCHING and "/" not in name:
+                find_function("trl.reward_funcs", name)
+        if weights is not None and len(weights) != len(rewards):
+            yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."
+
+    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return ("reward", "loss")
+
+    def sampling(self, config: RunConfig) -> Sampling:
+        trl = config.trl
+        options = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        return Sampling(
+            trl.num_generations,
+            trl.temperature,
+            {name: value for name, value in options.items() if value is not None},
+            dict(trl.generation_kwargs or {}),
+            trl.vllm_guided_decoding_regex,
+        )
+
+    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+        from ebft.data.prompts import load_prompts
+
+        return load_prompts(config, tokenizer)
+
+    def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
+        """TRL repeats each prompt `num_generations` times and each generation batch `num_iterations` times."""
+        trl, accumulation = config.trl, config.gradient_accumulation_steps
+        samples_per_micro_step = config.micro_batch_size * machine.processes
+        completions = trl.generation_batch_size or samples_per_micro_step * accumulation
+        prompts = max(1, completions // trl.num_generations)
+        micro_steps = rows // prompts * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
+        return max(1, math.ceil(micro_steps / accumulation))
+
+    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+        trl, vllm = config.trl, config.vllm
+        kwargs = {key: getattr(trl, key) for key in _SAME_NAME}
+        kwargs |= {name: getattr(trl, key) for key, name in _OTHER_NAME.items()}
+        kwargs["vllm_server_host"], kwargs["vllm_server_port"] = server_address(config)
+        if trl.use_vllm and not config.uses_server:
+            kwargs["vllm_gpu_memory_utilization"] = vllm.gpu_memory_utilization
+            kwargs["vllm_max_model_length"] = vllm.max_model_len
+            kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
+        kwargs |= {name: getattr(config.ebft, name) for name in self.own_options()}
+        if config.eval_batch_size is None:
+            groups = math.ceil(config.micro_batch_size / trl.num_generations)
+            kwargs["per_device_eval_batch_size"] = groups * trl.num_generations  # whole groups
+        return {name: value for name, value in kwargs.items() if value is not None}
+
+    def own_options(self) -> list[str]:
+        """The keys of `ebft:` that its arguments take."""
+        return [*DropoutOption.model_fields]
+
+    def arguments_class(self) -> type:
+        from ebft.structured import RolloutGRPOConfig
+
+        return RolloutGRPOConfig
+
+    def trainer_class(self) -> type:
+        from ebft.structured import RolloutGRPOTrainer
+
+        return RolloutGRPOTrainer
+
+    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.structured.reward_funcs import load_reward_funcs
+
+        return self.trainer_class()(
+            model=model,
+            reward_funcs=load_reward_funcs(config, model, tokenizer),
+            server_failure=lambda: server.failure if server is not None else None,
+            **common,
+        )
+
+
+def _unsupported(config: RunConfig) -> Iterator[str]:
+    for key, off, hint in _NOT_HERE:
+        value = getattr(config.trl, key)
+        if value not in (None, off):
+            yield f"trl.{key}: {value!r} is not supported. {hint}"
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
+    if trl.generation_batch_size is None and samples % trl.num_generations:
+        yield (
+            f"micro_batch_size {config.micro_batch_size} times gradient_accumulation_steps "
+            f"{config.gradient_accumulation_steps} are {samples} completions, which trl.num_generations "
+            f"{trl.num_generations} does not divide: every prompt needs all of its completions in one step. Change one "
+            "of them."
+        )
+    per_process = config.eval_batch_size
+    if per_process is not None and per_process % trl.num_generations:
+        yield f"eval_batch_size {per_process} is no multiple of trl.num_generations {trl.num_generations}. Change one."
+
+
+def _rollouts(config: RunConfig) -> Iterator[str]:
+    trl = config.trl
+    if trl.async_prefetch and not config.uses_server:
+        yield (
+            "trl.async_prefetch generates on a server while training goes on. Set trl.use_vllm: true with "
+            "trl.vllm_mode: server or managed, or remove it."
+        )
+    if trl.vllm_guided_decoding_regex is not None and not trl.use_vllm:
+        yield "trl.vllm_guided_decoding_regex needs vLLM. Set trl.use_vllm: true, or remove it."
+    if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
+        yield (
+            "trl.sync_ref_model moves a reference model, which there is with trl.beta above 0 and without an adapter "
+            "only. Remove it."
+        )
+    if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
+        yield (
+            "trl.vllm_mode: colocate needs vLLM in this environment: pip install vllm. Or set vllm_mode: server or "
+            "managed, which take vLLM from an environment of its own (vllm.python)."
+        )
+    if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
+        yield (
+            "lora_modules_to_save: vLLM loads no adapter with whole modules in it. Remove it, or set trl.use_vllm: "
+            "false."
+        )
+
+
+def _processes(config: RunConfig) -> Iterator[str]:
+    if config.fsdp:
+        yield "fsdp is not supported with whole completions. Remove it: several processes use DDP, or set deepspeed."
+    if config.group_by_length:
+        yield "group_by_length would tear groups of completions apart. Remove it."

@@ -1,0 +1,65 @@
+"""Fine-tuning on the text itself: SFT on pairs and chats, continual pretraining on raw text (`rl` is not set)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ebft.config.options import ThinkingOption
+from ebft.methods.method import CROSS_ENTROPY, Method
+
+if TYPE_CHECKING:
+    from ebft.config import RunConfig
+
+
+class SFT(Method):
+    """Cross-entropy on the labels of every row, by transformers' own Trainer."""
+
+    name = "plain fine-tuning (rl is not set)"
+    tag = "continual-pretraining"
+    rows = "tokens"
+
+    def summary(self, config: RunConfig) -> str:
+        return "plain fine-tuning on the cross-entropy"
+
+    def resolve(self, config: RunConfig) -> None:
+        """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
+        idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
+        if config.ebft.model_fields_set - set(ThinkingOption.model_fields):
+            idle.insert(0, "ebft")
+        if config.budget.generated_tokens is not None:
+            warnings.warn(
+                "budget.generated_tokens has no effect in plain fine-tuning, which samples none.", stacklevel=2
+            )
+        if idle:
+            warnings.warn(
+                f"{', '.join(idle)}: no effect, since rl is not set, which is plain fine-tuning. Energy-based "
+                "fine-tuning is rl: ebft.",
+                stacklevel=2,
+            )
+
+    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return ("loss", *CROSS_ENTROPY)
+
+    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+        from ebft.data import load_datasets
+
+        if config.sample_packing:
+            warnings.warn(
+                "sample_packing has no effect without `rl: ebft`: every document keeps its own row", stacklevel=3
+            )
+        return load_datasets(config, tokenizer)
+
+    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+        return {"prediction_loss_only": True}
+
+    def arguments_class(self) -> type:
+        from transformers import TrainingArguments
+
+        return TrainingArguments
+
+    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.data import DocumentCollator
+        from ebft.sft import SFTTrainer
+
+        return SFTTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)

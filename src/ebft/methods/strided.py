@@ -1,0 +1,100 @@
+"""Energy-based fine-tuning in strided mode (`rl: ebft`, `ebft.mode: strided`): short rollouts along each document."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, settle_single_sample
+from ebft.errors import ConfigError
+from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, Method, Sampling, pass_at
+
+if TYPE_CHECKING:
+    from ebft.config import RunConfig
+    from ebft.config.machine import Machine
+
+
+class Strided(Method):
+    """StridedEBFTTrainer on rows of tokens."""
+
+    name = "strided mode"
+    tag = "ebft"
+    citation = CITATION
+    rows = "tokens"
+    samples_blocks = True
+
+    def summary(self, config: RunConfig) -> str:
+        return f"energy-based fine-tuning (strided mode; {PAPER})"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from feature_conflicts(config)
+
+    def resolve(self, config: RunConfig) -> None:
+        warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
+        settle_single_sample(config.ebft)
+        if config.train_on_inputs:
+            reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
+            warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
+        if config.torch_compile:
+            config.torch_compile = False
+            warnings.warn(
+                "torch_compile: true is set to false in strided mode: attention over rollouts changes its layout "
+                "in every batch, and compiling the model again for each costs more than it saves.",
+                stacklevel=2,
+            )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        try:
+            check_trainable(config.ebft)
+        except ConfigError as error:
+            yield str(error)
+        first, length = config.ebft.context_length, config.ebft.generate_max_len
+        if first + length > config.sequence_len:
+            yield (
+                f"ebft.context_length {first} and ebft.generate_max_len {length} leave no room for a block within "
+                f"sequence_len {config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
+            )
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        yield from missing_device(config, machine)
+
+    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return (*FEATURES, *CROSS_ENTROPY, *pass_at(max(2, config.ebft.n_samples_per_prompt)))
+
+    def sampling(self, config: RunConfig) -> Sampling:
+        return Sampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
+
+    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+        from ebft.data import load_datasets, pack_rows
+
+        train, evaluation = load_datasets(config, tokenizer)
+        if not config.sample_packing:
+            return train, evaluation
+        packed = pack_rows(train, config.sequence_len)
+        if os.environ.get("RANK", "0") == "0":
+            full = sum(packed.lengths) / (len(packed) * config.sequence_len)
+            print(
+                f"packed {len(train):,} rows into {len(packed):,} of up to {config.sequence_len} tokens "
+                f"({full:.0%} full)",
+                file=sys.stderr,
+            )
+        return packed, evaluation
+
+    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+        return {name: getattr(config.ebft, name) for name in StridedOptions.model_fields}
+
+    def arguments_class(self) -> type:
+        from ebft.strided import StridedEBFTConfig
+
+        return StridedEBFTConfig
+
+    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.data import DocumentCollator
+        from ebft.strided import StridedEBFTTrainer
+
+        collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
+        return StridedEBFTTrainer(model=model, data_collator=collator, **common)

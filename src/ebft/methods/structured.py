@@ -1,0 +1,62 @@
+"""Energy-based fine-tuning in structured mode: whole completions of prompts, rewarded by feature matching
+(`rl: ebft`, `ebft.mode: structured`). The rollouts, their options and their checks are those of GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
+from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
+from ebft.methods.grpo import FEATURE_MATCHING, GRPO
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, Sampling, pass_at
+
+if TYPE_CHECKING:
+    from ebft.config import RunConfig
+    from ebft.config.machine import Machine
+
+
+class Structured(GRPO):
+    """EBFTTrainer on rows of prompts with their references."""
+
+    name = "structured mode (rl: ebft without ebft.mode: strided)"
+    tag = "ebft"
+    citation = CITATION
+    needs_reference = True
+    own_rewards = (FEATURE_MATCHING,)
+
+    def summary(self, config: RunConfig) -> str:
+        return f"energy-based fine-tuning (structured mode; {PAPER})"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from feature_conflicts(config)
+        yield from super().conflicts(config)
+
+    def warn_of_idle_options(self, config: RunConfig) -> None:
+        warn_of_options(StridedOptions, "strided", config)
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        yield from super().problems_here(config, machine)
+        yield from missing_device(config, machine)
+
+    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        samples = pass_at(config.trl.num_generations)
+        return (*FEATURES, *CROSS_ENTROPY, *samples, *super().held_out_metrics(config))
+
+    def sampling(self, config: RunConfig) -> Sampling:
+        return replace(super().sampling(config), by_reference=reference_limit(config))
+
+    def own_options(self) -> list[str]:
+        read = (StructuredOptions, FeatureOptions, ThinkingOption)
+        return [*super().own_options(), *(name for section in read for name in section.model_fields)]
+
+    def arguments_class(self) -> type:
+        from ebft.structured import EBFTConfig
+
+        return EBFTConfig
+
+    def trainer_class(self) -> type:
+        from ebft.structured import EBFTTrainer
+
+        return EBFTTrainer
