@@ -1,6 +1,7 @@
 """The public names, imported when first used."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -46,3 +47,15 @@ def imported(path: Path) -> set[str]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     return {name.partition(".")[0] for name in names}
+
+
+def test_strided_mode_and_plain_fine_tuning_need_no_trl():
+    code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.strided, ebft.sft; import ebft.methods.strided"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_nothing_outside_methods_asks_which_method_it_is():
+    asks = re.compile(r"config\.(rl|ebft\.mode)\b|\.method\.(name|tag) *(==|!=|in)|isinstance\(\w*\.?method")
+    files = [path for path in (ROOT / "src" / "ebft").rglob("*.py") if "methods" not in path.parts]
+    found = [path for path in files if asks.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 100 and found == []
