@@ -38,7 +38,7 @@ from benchmarks.proxy import Proxy
 from benchmarks.strided_step import RESULTS, rounded
 from benchmarks.train_overhead import train_tokenizer
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.serving.command import server_command
 from ebft.serving.server import VLLMServer
 

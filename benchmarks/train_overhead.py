@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import ebft
 from benchmarks.measuring import timed
 from benchmarks.presets import OPTIONS, Preset, build_model
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.strided import StridedEBFTTrainer
 
 WARM_UP = 2  # steps that are left out

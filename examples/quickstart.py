@@ -48,7 +48,8 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
 
     from ebft import load_config, train
     from ebft.features import FeatureNetwork
-    from ebft.models import load_base_model, load_tokenizer
+    from ebft.models.base import load_base_model
+    from ebft.models.tokenizer import load_tokenizer
 
     keep_freed_memory()
     output = output or (tiny.OUTPUT if model == TINY else smollm2.OUTPUT)

@@ -58,7 +58,7 @@ def test_feature_scores_by_hand():
 
 
 def test_names_are_those_that_configs_know():
-    from ebft.config import RunConfig
+    from ebft.config.schema import RunConfig
 
     config = RunConfig.from_dict(
         {

@@ -8,7 +8,8 @@ from typing import Any
 from rich.progress import track
 from torch import Tensor
 
-from ebft.data import DocumentCollator, load_datasets
+from ebft.data.collator import DocumentCollator
+from ebft.data.load import load_datasets
 from ebft.features import FeatureNetwork
 from ebft.strided.held_out import held_out_metrics
 

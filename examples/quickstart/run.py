@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from quickstart.phases import console
 
 CONFIGS = Path(__file__).parent

@@ -14,7 +14,7 @@ from typing import Any
 from ebft import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.fetch.convert import fetch_model
-from ebft.models import load_tokenizer
+from ebft.models.tokenizer import load_tokenizer
 from quickstart.corpus import number_of, part_of, standard_library
 from quickstart.functions import Function, functions, unique, within_tokens
 from quickstart.hardware import bfloat16_is_fast

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ebft import load_config, train
-from ebft.config.changed import changed_keys
+from ebft.config.reference import changed_keys
 from quickstart.base_model import save_random_model
 from quickstart.corpus import PARTS, write_corpus
 from quickstart.phases import Phases, make_once

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "load_config": "ebft.config",
-    "RunConfig": "ebft.config",
-    "train": "ebft.run",
-    "TrainResult": "ebft.run",
-    "evaluate": "ebft.evaluation",
-    "Evaluation": "ebft.evaluation",
+    "load_config": "ebft.config.load",
+    "RunConfig": "ebft.config.schema",
+    "train": "ebft.run.training",
+    "TrainResult": "ebft.run.training",
+    "evaluate": "ebft.evaluation.run",
+    "Evaluation": "ebft.evaluation.result",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
     "EBFTTrainer": "ebft.structured",

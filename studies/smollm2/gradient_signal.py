@@ -59,9 +59,12 @@ def main() -> None:
 def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, Tensor]:
     """The gradient (batches, parameters) of each loss on batches of training documents."""
     from ebft import load_config
-    from ebft.data import DocumentCollator, load_datasets
+    from ebft.data.collator import DocumentCollator
+    from ebft.data.load import load_datasets
     from ebft.features import FeatureNetwork
-    from ebft.models import attach_adapter, load_base_model, load_tokenizer
+    from ebft.models.adapter import attach_adapter
+    from ebft.models.base import load_base_model
+    from ebft.models.tokenizer import load_tokenizer
     from ebft.strided.policy import prepare
 
     paths = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, 'train')}"]

@@ -124,7 +124,7 @@ def loaded(model: str, place: Place) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer; adapters on their base."""
     from ebft import load_config
     from ebft.evaluation.models import load_subject
-    from ebft.models import load_tokenizer
+    from ebft.models.tokenizer import load_tokenizer
 
     config = load_config(settings.config_file("evaluation"), [f"base_model={place.base_model}"])
     tokenizer = load_tokenizer(config)

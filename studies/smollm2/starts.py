@@ -81,7 +81,7 @@ def make_tiny(place: Place, scale: Scale) -> None:
 def tokenizer_of(place: Place) -> Any:
     """The base model's tokenizer."""
     from ebft import load_config
-    from ebft.models import load_tokenizer
+    from ebft.models.tokenizer import load_tokenizer
 
     return load_tokenizer(load_config(settings.config_file("sft"), [f"base_model={place.base_model}"]))
 
@@ -91,7 +91,7 @@ def weights_fingerprint(place: Place) -> str:
     import torch
 
     from ebft import load_config
-    from ebft.models import load_base_model
+    from ebft.models.base import load_base_model
 
     config = load_config(settings.config_file("sft"), [f"base_model={place.base_model}"])
     found = hashlib.blake2b(digest_size=16)

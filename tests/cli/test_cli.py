@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebft.cli.train import leave_process_group
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from tests.cli.conftest import ENVIRONMENT, plain
 
 

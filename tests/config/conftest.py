@@ -8,7 +8,7 @@ MINIMAL = {"base_model": "some/model", "datasets": [{"path": "some/data", "type"
 @pytest.fixture
 def make():
     """`make(**keys)`: a RunConfig with those keys beside the required ones."""
-    from ebft.config import RunConfig
+    from ebft.config.schema import RunConfig
 
     return lambda **keys: RunConfig.from_dict({**MINIMAL, **keys})
 

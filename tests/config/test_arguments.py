@@ -1,8 +1,8 @@
 import pytest
 
-from ebft.config.arguments import training_kwargs
-from ebft.config.machine import Machine
 from ebft.config.options import StridedOptions
+from ebft.run.arguments import training_kwargs
+from ebft.run.checks import Machine
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True)

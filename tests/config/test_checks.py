@@ -2,7 +2,7 @@ import warnings
 
 import pytest
 
-from ebft.config.ignored import IGNORED, CarriedOverKeys
+from ebft.config.carried_over import IGNORED, CarriedOverKeys
 from ebft.errors import ConfigError
 
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}

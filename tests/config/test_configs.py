@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config import check_runnable, load_config
+from ebft.config.load import load_config
+from ebft.run.checks import check_runnable
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))

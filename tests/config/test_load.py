@@ -1,7 +1,7 @@
 import pytest
 
-from ebft.config import load_config
-from ebft.config.unsupported import UNSUPPORTED
+from ebft.config.carried_over import UNSUPPORTED
+from ebft.config.load import load_config
 from ebft.errors import ConfigError, EBFTError
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from ebft.config.machine import Machine, check_machine
 from ebft.errors import ConfigError
+from ebft.run.checks import Machine, check_machine
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))

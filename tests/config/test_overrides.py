@@ -1,6 +1,6 @@
 import pytest
 
-from ebft.config import load_config
+from ebft.config.load import load_config
 from ebft.errors import ConfigError
 
 

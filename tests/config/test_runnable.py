@@ -1,7 +1,7 @@
 import pytest
 
-from ebft.config import check_runnable
 from ebft.errors import ConfigError, EBFTError
+from ebft.run.checks import check_runnable
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_cannot_be_trained_here_says_why(make, keys, message):
 
 
 def test_a_missing_deepspeed_file(make, monkeypatch):
-    monkeypatch.setattr("ebft.config.runnable.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.run.checks.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read"):
         check_runnable(make(deepspeed="none.json"))
 

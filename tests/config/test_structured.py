@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from ebft import EBFTConfig
-from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import planned_steps, server_address
-from ebft.config.machine import Machine, check_machine
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.arguments import planned_steps, server_address
+from ebft.run.checks import Machine, check_machine, check_runnable
 
 ROWS = [{"path": "some/rows", "type": "ebft_opencode.transform"}]
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}

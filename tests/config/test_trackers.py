@@ -2,8 +2,8 @@ import warnings
 
 import pytest
 
-from ebft.config import trackers as module
-from ebft.config.trackers import trackers, wandb_environment
+from ebft.run import trackers as module
+from ebft.run.trackers import trackers, wandb_environment
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
-from ebft.config.data import BUILT_IN_TRANSFORMS, COUNTERPARTS
-from ebft.config.transforms import built_in, check_transform
+from ebft.data.keys import BUILT_IN_TRANSFORMS, COUNTERPARTS
+from ebft.data.transform_names import built_in, check_transform
 from ebft.errors import DataError
 
 MODES = {
@@ -86,8 +86,8 @@ def test_what_has_no_counterpart_stays(make, name):
 def test_checking_imports_nothing_heavy():
     code = """
 import sys
-from ebft.config import RunConfig
-from ebft.config.transforms import check_transform
+from ebft.config.schema import RunConfig
+from ebft.data.transform_names import check_transform
 from ebft.errors import DataError
 config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
 check_transform("ebft_opencode.transform", config)
@@ -97,7 +97,7 @@ for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion")
     except DataError:
         continue
     sys.exit(f"{name} was taken")
-sys.exit(sorted({"torch", "transformers", "datasets", "ebft.data"} & set(sys.modules)) or 0)
+sys.exit(sorted({"torch", "transformers", "datasets", "ebft.data.load"} & set(sys.modules)) or 0)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 
-from ebft.config import RunConfig
-from ebft.config.data import COUNTERPARTS
-from ebft.data import load_datasets, load_prompts
+from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
+from ebft.data.keys import COUNTERPARTS
+from ebft.data.load import load_datasets
+from ebft.data.prompts import load_prompts
 
 METHODS = {
     "plain": {},

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ebft.config.data import DatasetEntry
-from ebft.data import read_source
+from ebft.data.keys import DatasetEntry
+from ebft.data.sources import read_source
 from ebft.errors import DataError
 
 

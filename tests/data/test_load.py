@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data import load_datasets
+from ebft.data.load import load_datasets
 from ebft.errors import DataError
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"

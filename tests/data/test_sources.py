@@ -5,8 +5,8 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from ebft.config.data import DatasetEntry
-from ebft.data import read_source
+from ebft.data.keys import DatasetEntry
+from ebft.data.sources import read_source
 from ebft.errors import DataError
 
 

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from datasets import Dataset
 
-from ebft.data import tokenise
+from ebft.data.tokenise import tokenise
 from ebft.data.transforms import BUILT_IN, find_transform
 from ebft.errors import DataError
 

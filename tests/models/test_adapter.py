@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models import attach_adapter, load_base_model, load_model, load_tokenizer
+from ebft.models.adapter import attach_adapter
+from ebft.models.base import load_base_model, load_model
+from ebft.models.tokenizer import load_tokenizer
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models import load_model, load_tokenizer, weights_dtype
+from ebft.models.base import load_model
+from ebft.models.precision import weights_dtype
+from ebft.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture

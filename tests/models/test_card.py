@@ -1,6 +1,6 @@
 import yaml
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.models.card import model_card
 
 KEYS = {

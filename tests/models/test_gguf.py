@@ -8,9 +8,10 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models import load_base_model, load_model, load_tokenizer
+from ebft.models.base import load_base_model, load_model
 from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_model, pretrained_tokenizer
+from ebft.models.tokenizer import load_tokenizer
 from ebft.models.trainable import load
 from tests.gguf_files import write_gguf
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from ebft.errors import ModelError
-from ebft.models import load_tokenizer
+from ebft.models.tokenizer import load_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 

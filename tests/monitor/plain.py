@@ -2,7 +2,7 @@
 
 from transformers import TrainingArguments
 
-from ebft.data import DocumentCollator
+from ebft.data.collator import DocumentCollator
 from ebft.run.training import SFTTrainer
 
 

@@ -89,7 +89,7 @@ def test_plain_fine_tuning_learns_the_completion_alone(run_file, tiny_llama_dir)
     losses = [train(quietly(run_file, [*steps, f"train_on_inputs={on}"])).metrics for on in ("false", "true")]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     config = quietly(run_file, ["rl="])
-    from ebft.data import load_datasets
+    from ebft.data.load import load_datasets
 
     nll = {False: [], True: []}
     for row in load_datasets(config, tokenizer)[0]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ebft import load_config, train
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.fetch.convert import convert_file
 from ebft.run.hub import push

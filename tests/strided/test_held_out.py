@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.data import DocumentCollator
+from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout

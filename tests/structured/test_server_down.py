@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ebft import train
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from tests.serving.processes import free_port
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from ebft.config.options import StridedOptions
-from ebft.data import DocumentCollator
+from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.strided.policy import prepare
 

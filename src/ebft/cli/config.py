@@ -8,9 +8,10 @@ from rich.console import Console
 
 from ebft.cli.console import polite
 from ebft.cli.listing import option_listing
-from ebft.config import check_runnable, load_config
-from ebft.config.changed import changed_keys
+from ebft.config.load import load_config
+from ebft.config.reference import changed_keys
 from ebft.errors import ConfigError
+from ebft.run.checks import check_runnable
 
 HELP = "Print every key of a config with its meaning, or check a config."
 CHECK_HELP = (

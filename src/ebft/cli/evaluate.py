@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
-from ebft.config import load_config
+from ebft.config.load import load_config
 
 HELP = """Measure models side by side on a config's held-out data.
 
@@ -61,9 +61,9 @@ def command(
     run_config = load_config(config, overrides or [])
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
-    from ebft.evaluation import evaluate  # imports torch, which help and config errors need not wait for
     from ebft.evaluation.plots import check_plots, save_plots
     from ebft.evaluation.result import check_writable
+    from ebft.evaluation.run import evaluate  # imports torch, which help and config errors need not wait for
 
     if plot is not None:
         check_plots(plot)

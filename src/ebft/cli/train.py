@@ -5,7 +5,8 @@ import typer
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
-from ebft.config import check_runnable, load_config
+from ebft.config.load import load_config
+from ebft.run.checks import check_runnable
 
 HELP = """Train a model as a config says.
 

@@ -12,7 +12,7 @@ import typer
 
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
-from ebft.config import load_config
+from ebft.config.load import load_config
 
 HELP = """Serve a config's model with vLLM, for structured training.
 

@@ -1,22 +1,29 @@
 """What no single key can tell: contradictions between keys, and settings that give way to others.
 
-Contradictions raise a ConfigError that names both sides and the way out. Where a run goes on with
-something else than was asked for, it says so in one warning that names the key.
+Contradictions raise a ConfigError that names both sides and a way to resolve them. Where a run goes on with something
+else than was asked for, one warning names the key.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ebft.config.attention import FLAGS, resolve_attention
-from ebft.config.ignored import IGNORED
-from ebft.config.model import AdapterKeys
-from ebft.config.transforms import counterpart, trains_on
+from ebft.config.carried_over import IGNORED
+from ebft.data.transform_names import counterpart, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.models import as_folder, is_gguf
+from ebft.models.keys import AdapterKeys, AttentionKeys
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+
+# Other names for values of attn_implementation.
+_ATTENTION_FLAGS = {
+    "flash_attention": "flash_attention_2",
+    "flex_attention": "flex_attention",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
 
 
 def refuse_contradictions(config: "RunConfig") -> None:
@@ -145,8 +152,8 @@ def settle(config: "RunConfig") -> None:
 
 
 def _settle_attention(config: "RunConfig") -> None:
-    config.attn_implementation = resolve_attention(config)
-    for flag in FLAGS:
+    config.attn_implementation = _resolve_attention(config)
+    for flag in _ATTENTION_FLAGS:
         setattr(config, flag, None)
 
 
@@ -178,3 +185,31 @@ def _warn_without_adapter(config: "RunConfig") -> None:
     if config.adapter is None and given:
         reason = "adapter is not set, so all weights are trained"
         warnings.warn(f"{', '.join(given)}: no effect, since {reason}.", stacklevel=2)
+
+
+def _resolve_attention(keys: AttentionKeys) -> str | None:
+    """The implementation that was asked for, None if none was; two different ones are refused."""
+    if keys.xformers_attention:
+        raise ConfigError(
+            "xformers_attention: true is not available, since transformers has no xformers attention. "
+            "Set attn_implementation: sdpa, which uses the same memory-saving kernels."
+        )
+    asked = {flag: value for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag)}
+    if keys.attn_implementation is not None:
+        asked["attn_implementation"] = keys.attn_implementation
+    chosen = set(asked.values())
+    if len(chosen) > 1:
+        given = ", ".join(f"{key}: {_as_given(key, value)}" for key, value in asked.items())
+        raise ConfigError(
+            f"More than one attention implementation is set ({given}). Keep one line: "
+            f"attn_implementation: {' | '.join(sorted(chosen))}."
+        )
+    refused = [flag for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag) is False and value in chosen]
+    if refused:
+        value = keys.attn_implementation
+        raise ConfigError(f"{refused[0]}: false contradicts attn_implementation: {value}. Remove one of them.")
+    return chosen.pop() if chosen else None
+
+
+def _as_given(key: str, value: str) -> str:
+    return "true" if key in _ATTENTION_FLAGS else value

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked run config."""
+"""From a YAML file and overrides (`ebft.stride=4`, `datasets.0.path=notes.txt`) to a checked run config."""
 
 import os
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from ebft.config.overrides import apply_overrides
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import parse_yaml, problem
 from ebft.errors import ConfigError
@@ -44,3 +43,59 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"The config {path}, line 1: it must be keys with values (key: value), not {values!r:.60}.")
     return values
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write each `dotted.key=value` into the nested `values`; values are YAML, an empty one means unset."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a list of texts, not one text. Write [{overrides!r}].")
+    for override in overrides:
+        key, value = _split(override)
+        _assign(values, key.split("."), value, override)
+
+
+def _split(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if key.startswith("-"):
+        plain = key.strip("-").replace("-", "_")
+        raise ConfigError(f"The override {override!r} is written without dashes: {plain}={text or 'VALUE'}.")
+    if not equals or not key:
+        raise ConfigError(f"The override {override!r} is not key=value. Write for example ebft.stride=4.")
+    try:
+        return key, parse_yaml(text)
+    except yaml.YAMLError as error:
+        _, words = problem(error)
+        raise ConfigError(
+            f"The value of the override {override!r} is not YAML: {words}. Quote it: {key}='\"...\"'."
+        ) from None
+
+
+def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
+    """Walk along `path` and set its last part; sections that are not there yet are made."""
+    for part, following in zip(path, path[1:]):
+        step = _step(values, part, override)
+        inner = values[step] if isinstance(values, list) else values.get(step)
+        if inner is None:
+            inner = [] if following.isdecimal() else {}
+            values[step] = inner
+        values = inner
+    step = _step(values, path[-1], override)
+    values[step] = value
+
+
+def _step(values: Any, part: str, override: str) -> str | int:
+    """`part` as a key of a mapping or a position in a list; ConfigError where it can be neither."""
+    if isinstance(values, dict):
+        return part
+    if not isinstance(values, list):
+        raise ConfigError(f"The override {override!r} looks for {part!r} inside {values!r}, which has no keys.")
+    if not part.isdecimal() or int(part) > len(values):
+        raise ConfigError(
+            f"The override {override!r} needs a position in a list of {len(values)}, not {part!r}. "
+            "Positions count from 0."
+        )
+    position = int(part)
+    if position == len(values):  # one past the end adds an element
+        values.append(None)
+    return position

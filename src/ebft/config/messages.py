@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.unsupported import OTHER_NAMES, UNSUPPORTED
+from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED
 from ebft.errors import ConfigError
 
 _WANTED = {

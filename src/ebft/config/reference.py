@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from ebft.config.messages import section_of
 from ebft.config.schema import GROUPS, MethodKeys
+from ebft.config.section import Section
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -89,3 +90,22 @@ def _default(info: FieldInfo) -> str:
 
 def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changed_keys(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every option whose value is not its default; lists of entries as plain data."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        if isinstance(value, Section):
+            yield from changed_keys(value, f"{prefix}{name}.")
+        elif value != default:
+            yield prefix + name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Section):
+        return dict(changed_keys(value))
+    return value

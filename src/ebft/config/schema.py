@@ -6,17 +6,17 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ebft.config import checks
-from ebft.config.data import DataKeys
-from ebft.config.evaluation import EvaluationKeys
-from ebft.config.ignored import CarriedOverKeys
+from ebft.config.carried_over import CarriedOverKeys
 from ebft.config.messages import raise_config_error
-from ebft.config.model import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.options import EBFTSection
-from ebft.config.output import CheckpointKeys, HubKeys, ReportingKeys
 from ebft.config.section import Section
-from ebft.config.structured import TRLSection, VLLMSection
-from ebft.config.training import HardwareKeys, LengthKeys, OptimizerKeys
+from ebft.config.trl import TRLSection
+from ebft.data.keys import DataKeys
+from ebft.evaluation.keys import EvaluationKeys
 from ebft.methods import METHODS, Method, find_method
+from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
+from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
+from ebft.serving.keys import VLLMSection
 
 
 class MethodKeys(Section):

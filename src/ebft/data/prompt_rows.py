@@ -7,9 +7,9 @@ from typing import Any
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.transforms import wanted_rows
 from ebft.data.conversation import Message, Renderer
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
+from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.messages import messages_of
 from ebft.errors import DataError
 

@@ -7,8 +7,8 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.transforms import wanted_rows
 from ebft.data.apply import apply_transform
+from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 

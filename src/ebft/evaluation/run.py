@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.data.held_out import load_held_out
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.downstream import KEY, load_metrics
@@ -19,7 +19,7 @@ from ebft.evaluation.result import Evaluation, summarise
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
-from ebft.models import load_tokenizer
+from ebft.models.tokenizer import load_tokenizer
 from ebft.scores import Scores
 
 

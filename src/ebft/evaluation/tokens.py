@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ebft.data import DocumentCollator
+from ebft.data.collator import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn
 from ebft.data.lengths import fits_one_block
 from ebft.data.transforms.rows import IGNORE

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from ebft.config.options import FeatureOptions
 
 if TYPE_CHECKING:
-    from ebft.config import RunConfig
-    from ebft.config.machine import Machine
+    from ebft.config.schema import RunConfig
+    from ebft.run.checks import Machine
 
 CITATION = """\
 @article{jelassi2026matching,

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ebft.config.arguments import server_address
-from ebft.config.ignored import Ignored
+from ebft.config.carried_over import Ignored
 from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions
-from ebft.config.structured import RolloutOptions
+from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
 from ebft.methods.method import Method, Sampling
+from ebft.run.arguments import server_address
 
 if TYPE_CHECKING:
-    from ebft.config import RunConfig
-    from ebft.config.machine import Machine
+    from ebft.config.schema import RunConfig
+    from ebft.run.checks import Machine
 
 FEATURE_MATCHING = "feature_matching"
 _OWN_ROLLOUTS = "write a trl.GRPOTrainer script with ebft.FeatureMatchingReward among its reward functions"

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
-    from ebft.config import RunConfig
-    from ebft.config.machine import Machine
+    from ebft.config.schema import RunConfig
+    from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 
 Rows = Literal["tokens", "prompts"]

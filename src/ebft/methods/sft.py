@@ -9,7 +9,7 @@ from ebft.config.options import ThinkingOption
 from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
-    from ebft.config import RunConfig
+    from ebft.config.schema import RunConfig
 
 
 class SFT(Method):
@@ -42,7 +42,7 @@ class SFT(Method):
         return ("loss", *CROSS_ENTROPY)
 
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-        from ebft.data import load_datasets
+        from ebft.data.load import load_datasets
 
         if config.sample_packing:
             warnings.warn(
@@ -59,7 +59,7 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data import DocumentCollator
+        from ebft.data.collator import DocumentCollator
         from ebft.sft import SFTTrainer
 
         return SFTTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)

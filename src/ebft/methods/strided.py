@@ -14,8 +14,8 @@ from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, Method, Sampling, pass_at
 
 if TYPE_CHECKING:
-    from ebft.config import RunConfig
-    from ebft.config.machine import Machine
+    from ebft.config.schema import RunConfig
+    from ebft.run.checks import Machine
 
 
 class Strided(Method):
@@ -69,7 +69,8 @@ class Strided(Method):
         return Sampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
 
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-        from ebft.data import load_datasets, pack_rows
+        from ebft.data.load import load_datasets
+        from ebft.data.packing import pack_rows
 
         train, evaluation = load_datasets(config, tokenizer)
         if not config.sample_packing:
@@ -93,7 +94,7 @@ class Strided(Method):
         return StridedEBFTConfig
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data import DocumentCollator
+        from ebft.data.collator import DocumentCollator
         from ebft.strided import StridedEBFTTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)

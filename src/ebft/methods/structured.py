@@ -13,8 +13,8 @@ from ebft.methods.grpo import FEATURE_MATCHING, GRPO
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, Sampling, pass_at
 
 if TYPE_CHECKING:
-    from ebft.config import RunConfig
-    from ebft.config.machine import Machine
+    from ebft.config.schema import RunConfig
+    from ebft.run.checks import Machine
 
 
 class Structured(GRPO):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from ebft.config import RunConfig
-from ebft.config.changed import changed_keys
+from ebft.config.reference import changed_keys
+from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 
 # Speed, memory and schedule are no results of the model.

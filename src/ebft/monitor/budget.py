@@ -16,8 +16,8 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from ebft.config.training import BudgetSection
 from ebft.monitor.flops import FlopMeter
+from ebft.run.keys import BudgetSection
 
 COUNTED = ("documents", "generated_tokens", "flops")
 _SAVED_AS = "Budget"  # among the `stateful_callbacks` of trainer_state.json

@@ -1,5 +1,1 @@
-"""A run from a config: data, model, trainer, checkpoints, Ctrl-C, the hub."""
-
-from ebft.run.training import TrainResult, train
-
-__all__ = ["TrainResult", "train"]
+"""A run from a config: its keys, its arguments, training, checkpoints, Ctrl-C, the hub."""

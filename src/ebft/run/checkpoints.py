@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
 # Trainer writes this file last, so that a checkpoint without it is an incomplete one.

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
 
-from ebft.config import RunConfig, check_runnable
-from ebft.config.arguments import planned_steps, server_address, training_kwargs
-from ebft.config.machine import Machine, check_machine
-from ebft.config.trackers import wandb_environment
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.models import load_model, load_tokenizer
+from ebft.models.base import load_model
 from ebft.models.card import write_model_card
 from ebft.models.precision import warn_of_lost_steps
+from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
+from ebft.run.arguments import planned_steps, server_address, training_kwargs
 from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
+from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM takes for --max-lora-rank

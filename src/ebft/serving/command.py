@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.fetch.models import MODELS, as_folder, is_gguf

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

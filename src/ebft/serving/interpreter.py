@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
 # Finding the package takes a moment, importing it half a minute. A folder that happens to be called vllm has no origin.

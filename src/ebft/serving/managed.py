@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ebft.config import RunConfig
+from ebft.config.schema import RunConfig
 from ebft.serving.command import server_command
 from ebft.serving.devices import device_environment
 from ebft.serving.interpreter import find_interpreter

@@ -18,7 +18,7 @@ from ebft.config.options import (
     validate_options,
     with_options,
 )
-from ebft.config.structured import RolloutOptions
+from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 
 _OPTION = "It has an option of its own."

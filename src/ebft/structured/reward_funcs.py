@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config import RunConfig
 from ebft.config.imports import find_function
 from ebft.config.options import RewardOptions
+from ebft.config.schema import RunConfig
 from ebft.structured.reward import FeatureMatchingReward
 
 FEATURE_MATCHING = "feature_matching"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data import tokenise
+from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 
 CHATML = (

@@ -4,14 +4,14 @@ A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn
 `transform_fn(example, tokenizer=None)` gives the fields `input_ids`, `labels` and optionally `prompt_length` and
 `attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` go to
 `datasets.Dataset.map`, with `{"remove_columns": "__all__"}` for all original columns. To add a built-in one, put a
-module with such functions in this folder and their names in `ebft.config.data.BUILT_IN_TRANSFORMS`.
+module with such functions in this folder and their names in `ebft.data.keys.BUILT_IN_TRANSFORMS`.
 """
 
 import importlib
 from collections.abc import Callable
 
-from ebft.config.data import BUILT_IN_TRANSFORMS as BUILT_IN
-from ebft.config.transforms import built_in, own_transform
+from ebft.data.keys import BUILT_IN_TRANSFORMS as BUILT_IN
+from ebft.data.transform_names import built_in, own_transform
 
 __all__ = ["BUILT_IN", "find_transform"]
 

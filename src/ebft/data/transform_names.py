@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from ebft.config.data import BUILT_IN_TRANSFORMS, COUNTERPARTS
 from ebft.config.imports import find_function, no_function
+from ebft.data.keys import BUILT_IN_TRANSFORMS, COUNTERPARTS
 from ebft.errors import DataError
 
 _KEY = "datasets.type"

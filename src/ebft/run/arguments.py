@@ -6,9 +6,9 @@ Keys that both know under one name or two are in the tables; the functions below
 import math
 from typing import Any
 
-from ebft.config.machine import Machine
 from ebft.config.schema import RunConfig
-from ebft.config.trackers import trackers
+from ebft.run.checks import Machine
+from ebft.run.trackers import trackers
 
 _SAME_NAME = (
     "learning_rate",
