@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -88,6 +89,7 @@ class Worker:
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
     """The process's loop; Ctrl-C reaches it too, and ends it without a word."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         while True:
             job, log = pipe.recv()
@@ -95,6 +97,12 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
             pipe.send(_outcome(function, job))
     except (EOFError, KeyboardInterrupt):
         return
+
+
+def _end_with_parent() -> None:
+    """A killed parent ends no child; a worker without one would go on with its job, which the next run starts too."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _outcome(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
