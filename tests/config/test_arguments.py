@@ -1,6 +1,7 @@
 import pytest
 
 from ebft.config.options import StridedOptions
+from ebft.config.section import option_names
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
 
@@ -101,5 +102,5 @@ def test_hub(make):
 
 def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
-    assert set(config.method.own_arguments(config)) == set(StridedOptions.model_fields)
+    assert set(config.method.own_arguments(config)) == set(option_names(StridedOptions))
     assert config.method.own_arguments(config)["stride"] == 3

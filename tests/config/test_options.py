@@ -10,8 +10,8 @@ from ebft.config.options import (
     check_trainable,
     settle_single_sample,
     validate_options,
-    with_options,
 )
+from ebft.config.section import section_of_options
 from ebft.errors import ConfigError
 
 
@@ -21,20 +21,20 @@ class Base:
 
 
 @dataclass
-@with_options(StridedOptions)
-class Options(Base):
+class Options(StridedOptions, Base):
     after: int = 2
 
     def __post_init__(self):
         validate_options(StridedOptions, self)
 
 
-def test_fields_come_from_the_declaration():
-    fields = {field.name: field for field in dataclasses.fields(Options)}
-    assert set(fields) == {"before", "after", *StridedOptions.model_fields}
-    for name, info in StridedOptions.model_fields.items():
-        assert getattr(Options(), name) == info.get_default()
-        assert fields[name].metadata["help"] == info.description
+def test_a_class_with_options_has_their_fields_defaults_and_help():
+    declared = {field.name: field for field in dataclasses.fields(StridedOptions)}
+    found = {field.name: field for field in dataclasses.fields(Options)}
+    assert set(found) == {"before", "after", *declared}
+    for name, info in section_of_options(StridedOptions).model_fields.items():
+        assert getattr(Options(), name) == info.get_default(call_default_factory=True)
+        assert found[name].metadata["help"] == info.description != ""
     assert Options().feature_layers is not Options().feature_layers
 
 
@@ -42,13 +42,13 @@ def test_the_trainer_config_declares_nothing_of_its_own(tmp_path):
     from ebft.strided import StridedEBFTConfig
 
     config = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True)
-    for name, default in StridedOptions().model_dump().items():
+    for name, default in dataclasses.asdict(StridedOptions()).items():
         assert getattr(config, name) == default
 
 
 def test_the_yaml_section_has_the_same_defaults():
     section = EBFTSection().model_dump()
-    assert StridedOptions().model_dump().items() <= section.items()
+    assert dataclasses.asdict(StridedOptions()).items() <= section.items()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,17 @@
-"""What every part of a run config has in common: strict types, no unknown keys, empty values mean unset."""
+"""What every part of a run config has in common: strict types, no unknown keys, empty values mean unset.
 
-from typing import Any
+Options that trainers take from Python too are dataclasses whose annotations hold bounds and help. A section of the
+config is made of them here.
+"""
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from dataclasses import MISSING, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+Options = TypeVar("Options", bound=type)
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -19,3 +28,28 @@ class Section(BaseModel):
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+
+
+def with_help(options: Options) -> Options:
+    """Give the fields of a dataclass the help of their annotations, where transformers' argument parser reads it."""
+    hints = get_type_hints(options, include_extras=True)
+    for option in fields(options):
+        option.metadata = MappingProxyType({"help": hints[option.name].__metadata__[0].description})
+    return options
+
+
+def option_names(*options: type) -> list[str]:
+    """The names of the options of dataclasses."""
+    return [option.name for dataclass in options for option in fields(dataclass)]
+
+
+@cache
+def section_of_options(options: type, name: str | None = None, base: type[Section] = Section) -> type[Section]:
+    """The section of a config with the options of a dataclass."""
+    hints = get_type_hints(options, include_extras=True)
+    declared = {option.name: (hints[option.name], _default(option)) for option in fields(options)}
+    return create_model(name or options.__name__, __base__=base, __doc__=options.__doc__, **declared)
+
+
+def _default(option: Any) -> Any:
+    return Field(default_factory=option.default_factory) if option.default is MISSING else option.default

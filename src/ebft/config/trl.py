@@ -1,11 +1,12 @@
 """The section `trl:`, which structured mode and GRPO read; elsewhere it has no effect, and a warning says so."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from ebft.config.options import MIN_TEMPERATURE
-from ebft.config.section import Section
+from ebft.config.section import Section, section_of_options, with_help
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -13,22 +14,28 @@ Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
-class RolloutOptions(Section):
+@with_help
+@dataclass
+class RolloutOptions:
     """Where rollouts come from and how fresh they are: what our trainers add to TRL's own arguments."""
 
-    vllm_mode: Literal["server", "managed", "colocate"] = Field(
-        "server",
-        description="Where vLLM runs (use_vllm: true): server, started with `ebft vllm-serve`; managed, a server that "
-        "training starts, watches and stops itself; colocate, in the trainer's own process.",
-    )
-    vllm_sync_interval: Count = Field(1, description="Optimizer steps between two updates of vLLM's weights.")
-    async_prefetch: bool = Field(
-        False, description="Generate the next batches while training on this one (server and managed)."
-    )
-    prefetch_depth: Count = Field(1, description="Generation batches made ahead with async_prefetch.")
-    skip_zero_advantage_batches: bool = Field(
-        True, description="Skip forward and backward of micro-batches whose advantages are all zero."
-    )
+    vllm_mode: Annotated[
+        Literal["server", "managed", "colocate"],
+        Field(
+            description="Where vLLM runs (use_vllm: true): server, started with `ebft vllm-serve`; managed, a server "
+            "that training starts, watches and stops itself; colocate, in the trainer's own process."
+        ),
+    ] = "server"
+    vllm_sync_interval: Annotated[
+        int, Field(ge=1, description="Optimizer steps between two updates of vLLM's weights.")
+    ] = 1
+    async_prefetch: Annotated[
+        bool, Field(description="Generate the next batches while training on this one (server and managed).")
+    ] = False
+    prefetch_depth: Annotated[int, Field(ge=1, description="Generation batches made ahead with async_prefetch.")] = 1
+    skip_zero_advantage_batches: Annotated[
+        bool, Field(description="Skip forward and backward of micro-batches whose advantages are all zero.")
+    ] = True
 
 
 class SamplingKeys(Section):
@@ -144,5 +151,13 @@ class RolloutServerKeys(Section):
     num_completions_to_print: Count | None = Field(None, description="Completions printed per step.")
 
 
-class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys, RolloutOptions):
+if TYPE_CHECKING:
+
+    class _Rollouts(RolloutOptions, Section): ...
+
+else:
+    _Rollouts = section_of_options(RolloutOptions)
+
+
+class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys, _Rollouts):
     """The section `trl:`: generation and policy optimisation in structured mode."""

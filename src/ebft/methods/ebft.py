@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
 from ebft.config.options import FeatureOptions
+from ebft.config.section import option_names
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -41,9 +40,9 @@ def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:
         yield f"ebft.feature_device: {device!r} is not here. Choose from {', '.join(machine.devices)}, or remove it."
 
 
-def warn_of_options(options: type[BaseModel], of_mode: str, config: RunConfig, *sections: str) -> None:
+def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: str) -> None:
     """One warning for each of the `options` of `ebft:`, and of the sections, that only the other mode reads."""
-    foreign = (set(options.model_fields) - set(FeatureOptions.model_fields)) & config.ebft.model_fields_set
+    foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
     for key in [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]:
         warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: only {of_mode} mode reads it.", stacklevel=2)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ebft.config.carried_over import Ignored
 from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions
+from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
 from ebft.methods.method import Method, Sampling
@@ -38,7 +39,7 @@ _WITHOUT_EFFECT = {
 }
 # Keys of `trl:` that TRL's GRPOConfig takes, under one name or two.
 _SAME_NAME = (
-    *RolloutOptions.model_fields,
+    *option_names(RolloutOptions),
     "use_vllm",
     "num_generations",
     "generation_batch_size",
@@ -130,9 +131,9 @@ class GRPO(Method):
 
     def warn_of_idle_options(self, config: RunConfig) -> None:
         """One warning for each key of `ebft:` that is not read."""
-        read = set(DropoutOption.model_fields)
+        read = set(option_names(DropoutOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
-            read |= set(RewardOptions.model_fields)
+            read |= set(option_names(RewardOptions))
         for key in sorted(config.ebft.model_fields_set - read):
             warnings.warn(f"ebft.{key} has no effect with rl: grpo and these rewards.", stacklevel=2)
 
@@ -210,7 +211,7 @@ class GRPO(Method):
 
     def own_options(self) -> list[str]:
         """The keys of `ebft:` that its arguments take."""
-        return [*DropoutOption.model_fields]
+        return option_names(DropoutOption)
 
     def arguments_class(self) -> type:
         from ebft.structured import RolloutGRPOConfig

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ebft.config.options import ThinkingOption
+from ebft.config.section import option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class SFT(Method):
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
         idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
-        if config.ebft.model_fields_set - set(ThinkingOption.model_fields):
+        if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
             idle.insert(0, "ebft")
         if config.budget.generated_tokens is not None:
             warnings.warn(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, settle_single_sample
+from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, Method, Sampling, pass_at
@@ -86,7 +87,7 @@ class Strided(Method):
         return packed, evaluation
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        return {name: getattr(config.ebft, name) for name in StridedOptions.model_fields}
+        return {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
 
     def arguments_class(self) -> type:
         from ebft.strided import StridedEBFTConfig

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
+from ebft.config.section import option_names
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, Sampling, pass_at
@@ -48,8 +49,7 @@ class Structured(GRPO):
         return replace(super().sampling(config), by_reference=reference_limit(config))
 
     def own_options(self) -> list[str]:
-        read = (StructuredOptions, FeatureOptions, ThinkingOption)
-        return [*super().own_options(), *(name for section in read for name in section.model_fields)]
+        return super().own_options() + option_names(StructuredOptions, FeatureOptions, ThinkingOption)
 
     def arguments_class(self) -> type:
         from ebft.structured import EBFTConfig

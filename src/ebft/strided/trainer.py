@@ -21,7 +21,6 @@ from ebft.config.options import (
     check_trainable,
     settle_single_sample,
     validate_options,
-    with_options,
 )
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
@@ -52,8 +51,7 @@ BLOCK_OPTIONS = (
 
 
 @dataclass
-@with_options(StridedOptions)
-class StridedEBFTConfig(TrainingArguments):
+class StridedEBFTConfig(StridedOptions, TrainingArguments):
     """TrainingArguments with the options of strided EBFT, as `ebft.config.options` declares them."""
 
     def __post_init__(self):

@@ -16,7 +16,6 @@ from ebft.config.options import (
     StructuredOptions,
     ThinkingOption,
     validate_options,
-    with_options,
 )
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
@@ -60,17 +59,18 @@ def generate_kwargs() -> set[str]:
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
 
 
+@dataclass
 class GRPORolloutOptions(RolloutOptions, DropoutOption):
     """Options of rollouts: where from, how fresh."""
 
 
-class EBFTOptions(FeatureOptions, ThinkingOption, StructuredOptions):
+@dataclass
+class StructuredEBFTOptions(FeatureOptions, ThinkingOption, StructuredOptions):
     """Options of the feature-matching reward, of the cross-entropy beside it, and of the completions' lengths."""
 
 
 @dataclass
-@with_options(GRPORolloutOptions)
-class RolloutGRPOConfig(GRPOConfig):
+class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
     """TRL's GRPOConfig with ebft's rollouts: `vllm_mode`, `async_prefetch` and so on."""
 
     def __post_init__(self) -> None:
@@ -115,13 +115,12 @@ class RolloutGRPOConfig(GRPOConfig):
 
 
 @dataclass
-@with_options(EBFTOptions)
-class EBFTConfig(RolloutGRPOConfig):
+class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
     """Arguments of EBFTTrainer: those of TRL's GRPO, of the rollouts, and of feature matching."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate_options(EBFTOptions, self)
+        validate_options(StructuredEBFTOptions, self)
         if self.num_generations == 2 and self.diversity_coef != 0:
             warnings.warn(
                 "diversity_coef has no gradient with num_generations: 2: two samples have the same penalty, and the "

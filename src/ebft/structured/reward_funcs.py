@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.imports import find_function
 from ebft.config.options import RewardOptions
 from ebft.config.schema import RunConfig
+from ebft.config.section import option_names
 from ebft.structured.reward import FeatureMatchingReward
 
 FEATURE_MATCHING = "feature_matching"
@@ -29,7 +30,7 @@ def load_reward_funcs(config: RunConfig, model: Any, tokenizer: PreTrainedTokeni
                     config.trl.num_generations,
                     chat_template_kwargs=config.trl.chat_template_kwargs,
                     stop_token_ids=(config.trl.generation_kwargs or {}).get("stop_token_ids", ()),
-                    **{option: getattr(config.ebft, option) for option in RewardOptions.model_fields},
+                    **{option: getattr(config.ebft, option) for option in option_names(RewardOptions)},
                 )
             )
         elif "/" in name:

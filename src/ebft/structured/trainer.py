@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from trl.trainer.utils import pad
 
 from ebft.config.options import RewardOptions
+from ebft.config.section import option_names
 from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
@@ -72,7 +73,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             args.num_generations,
             chat_template_kwargs=args.chat_template_kwargs,
             stop_token_ids=(args.generation_kwargs or {}).get("stop_token_ids", ()),
-            **{name: getattr(args, name) for name in RewardOptions.model_fields},
+            **{name: getattr(args, name) for name in option_names(RewardOptions)},
         )
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._reference_nll = MeanMetrics()
