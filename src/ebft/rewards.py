@@ -11,7 +11,8 @@ Equation numbers are those of Jelassi et al. 2026 (arXiv 2603.12248). Shapes, in
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,41 @@ RlooBaseline = Literal["independent", "mean"]
 
 # Rewards closer together than this are equal up to rounding; dividing by their spread would amplify noise.
 _MIN_REWARD_STD = 1e-6
+
+
+class RewardSettings(Protocol):
+    """The options of a reward, as both trainers' arguments and the section `ebft:` have them."""
+
+    use_whitening: bool
+    whitening_space: WhiteningSpace
+    alignment_coef: float
+    diversity_coef: float
+
+
+@dataclass(frozen=True)
+class FeatureMatch:
+    """How samples match their references: the embeddings as given, and the terms in the space of the reward."""
+
+    samples: Tensor  # (..., N, D), not whitened
+    reference: Tensor  # (..., D), not whitened
+    alignment: Tensor  # (..., N)
+    diversity: Tensor  # (..., N)
+    rewards: Tensor  # (..., N)
+    cfm: Tensor  # (...)
+
+
+@torch.no_grad()
+def match_features(samples: Tensor, reference: Tensor, settings: RewardSettings) -> FeatureMatch:
+    """Rewards `alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7), whitened where asked for.
+
+    Samples are (..., N, D), the reference (..., D). Nothing here has a gradient: rewards are constants to the policy.
+    """
+    phi, phi_ref = samples, reference
+    if settings.use_whitening:
+        phi, phi_ref = whiten(phi, phi_ref, settings.whitening_space)
+    alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
+    rewards = settings.alignment_coef * alignment - settings.diversity_coef * diversity
+    return FeatureMatch(samples, reference, alignment, diversity, rewards, cfm_loss(phi, phi_ref))
 
 
 def whiten(

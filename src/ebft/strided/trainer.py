@@ -30,7 +30,7 @@ from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.throughput import Throughput
-from ebft.rewards import alignment_rewards, cfm_loss, compute_advantages, diversity_rewards, whiten
+from ebft.rewards import FeatureMatch, compute_advantages, match_features
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
@@ -81,6 +81,38 @@ class StridedOutput:
     rl_loss: Tensor
     ce_loss: Tensor
     loss: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        layout: StridedLayout,
+        tokens: Tensor,
+        logps: Tensor,
+        match: FeatureMatch,
+        advantages: Tensor,
+        rl_loss: Tensor,
+        ce_loss: Tensor,
+        loss: Tensor,
+    ) -> StridedOutput:
+        """What a step computed block by block, laid out by documents, samples first."""
+
+        def samples_first(values: Tensor) -> Tensor:
+            return layout.for_users(values).transpose(1, 2).contiguous()
+
+        return cls(
+            anchors=layout.for_users(layout.block_anchors),
+            block_mask=layout.block_mask(),
+            rollouts=samples_first(tokens),
+            logps=samples_first(logps.detach()),
+            alignment=samples_first(match.alignment),
+            diversity=samples_first(match.diversity),
+            rewards=samples_first(match.rewards),
+            advantages=samples_first(advantages),
+            cfm=layout.for_users(match.cfm),
+            rl_loss=rl_loss.detach(),
+            ce_loss=ce_loss.detach(),
+            loss=loss.detach(),
+        )
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
@@ -144,74 +176,27 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         args = self.args
         documents = Documents.from_inputs(inputs)
         layout = StridedLayout.place(documents, **self._block_options())
-
         single_pass = self._trains_on_the_sampling_pass()
-        with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
-            rollouts = sample_rollouts(
-                model if single_pass else self._sampling_policy(model),
-                documents,
-                layout,
-                temperature=args.temperature,
-                top_p=args.top_p,
-                noise=self._noise.draw(documents, layout, self.state.global_step),
-                text_gradient=args.ce_coef > 0 if single_pass else None,
-                tokens_per_pass=args.rollout_tokens_per_pass,
-            )
-        with evaluating(model), self.accelerator.autocast():
-            phi, phi_ref = embed_blocks(
-                self.feature_network,
-                documents,
-                layout,
-                rollouts.tokens,
-                tokens_per_pass=args.rollout_tokens_per_pass,
-            )
-        with torch.no_grad():
-            if args.use_whitening:
-                phi, phi_ref = whiten(phi, phi_ref, args.whitening_space)
-            alignment = alignment_rewards(phi, phi_ref)
-            diversity = diversity_rewards(phi)
-            rewards = args.alignment_coef * alignment - args.diversity_coef * diversity
-            advantages = compute_advantages(
-                rewards,
-                args.advantage_estimator,
-                diversity=args.diversity_coef * diversity,
-                rloo_baseline=args.rloo_baseline,
-            )
+
+        rollouts = self._sample(model, documents, layout, single_pass)
+        phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
+        match = match_features(phi, phi_ref, args)
+        advantages = compute_advantages(
+            match.rewards,
+            args.advantage_estimator,
+            diversity=args.diversity_coef * match.diversity,
+            rloo_baseline=args.rloo_baseline,
+        )
 
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
-            logps, text_logps = score(
-                model,
-                documents,
-                layout,
-                rollouts.tokens,
-                temperature=args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
-                text_gradient=args.ce_coef > 0,
-                apply_dropout=not args.disable_dropout,
-                tokens_per_pass=args.rollout_tokens_per_pass,
-            )
+            logps, text_logps = self._score(model, documents, layout, rollouts.tokens)
         generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
         rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
         ce_loss = cross_entropy_loss(text_logps, reference_tokens)
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
 
-        def samples_first(values: Tensor) -> Tensor:
-            return layout.for_users(values).transpose(1, 2).contiguous()
-
-        output = StridedOutput(
-            anchors=layout.for_users(layout.block_anchors),
-            block_mask=layout.block_mask(),
-            rollouts=samples_first(rollouts.tokens),
-            logps=samples_first(logps.detach()),
-            alignment=samples_first(alignment),
-            diversity=samples_first(diversity),
-            rewards=samples_first(rewards),
-            advantages=samples_first(advantages),
-            cfm=layout.for_users(cfm_loss(phi, phi_ref)),
-            rl_loss=rl_loss.detach(),
-            ce_loss=ce_loss.detach(),
-            loss=loss.detach(),
-        )
+        output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         self._record(output, rollouts.entropy, text_logps, documents, layout)
         if self._measures_gradients() and num_items_in_batch is not None:
             with self.budget.meter.paused():
@@ -220,6 +205,44 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             # DDP averages over ranks, and ours are shares of a sum; output.loss stays this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
+
+    def _sample(self, model: nn.Module, documents: Documents, layout: StridedLayout, single_pass: bool) -> Any:
+        """Rollouts at every anchor; with `single_pass` their log-probabilities have gradients."""
+        with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
+            return sample_rollouts(
+                model if single_pass else self._sampling_policy(model),
+                documents,
+                layout,
+                temperature=self.args.temperature,
+                top_p=self.args.top_p,
+                noise=self._noise.draw(documents, layout, self.state.global_step),
+                text_gradient=self.args.ce_coef > 0 if single_pass else None,
+                tokens_per_pass=self.args.rollout_tokens_per_pass,
+            )
+
+    def _embed(
+        self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The frozen network's embeddings of the rollouts and of the text in their places."""
+        with evaluating(model), self.accelerator.autocast():
+            return embed_blocks(
+                self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
+            )
+
+    def _score(
+        self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the rollouts and of the text, in a forward pass of their own."""
+        return score(
+            model,
+            documents,
+            layout,
+            tokens,
+            temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
+            text_gradient=self.args.ce_coef > 0,
+            apply_dropout=not self.args.disable_dropout,
+            tokens_per_pass=self.args.rollout_tokens_per_pass,
+        )
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         started = time.perf_counter()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ebft.config.options import RewardOptions
+from ebft.rewards import FeatureMatch
 from ebft.scores import feature_scores
-from ebft.structured.reward import FeatureMatch
 
 
 def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:

@@ -1,18 +1,14 @@
-"""The feature-matching reward of whole completions, as a TRL reward function.
-
-M  prompt groups   N  samples of a group   D  feature dimension
-"""
+"""The feature-matching reward of whole completions, as a TRL reward function."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.options import RewardOptions, options_from
@@ -21,20 +17,8 @@ from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.trainable import check_adapter
-from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, whiten
+from ebft.rewards import FeatureMatch, match_features
 from ebft.structured.embed import embed_continuations
-
-
-@dataclass
-class FeatureMatch:
-    """What one call computed: embeddings as the network gives them, and the terms in the space of the reward."""
-
-    samples: Tensor  # (M, N, D), not whitened
-    reference: Tensor  # (M, D), not whitened
-    alignment: Tensor  # (M, N)
-    diversity: Tensor  # (M, N)
-    rewards: Tensor  # (M, N)
-    cfm: Tensor  # (M,)
 
 
 class FeatureMatchingReward:
@@ -149,17 +133,6 @@ def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int
             "row. If that is the trainer's num_generations, give it to the reward: samples are compared in groups.",
             stacklevel=4,
         )
-
-
-def match_features(samples: Tensor, reference: Tensor, options: RewardOptions) -> FeatureMatch:
-    """Rewards of samples (M, N, D) against references (M, D), whitened per group where the options say so."""
-    phi, phi_ref = samples, reference
-    if options.use_whitening:
-        phi, phi_ref = whiten(phi, phi_ref, options.whitening_space)
-    alignment = alignment_rewards(phi, phi_ref)
-    diversity = diversity_rewards(phi)
-    rewards = options.alignment_coef * alignment - options.diversity_coef * diversity
-    return FeatureMatch(samples, reference, alignment, diversity, rewards, cfm_loss(phi, phi_ref))
 
 
 def metrics_of(match: FeatureMatch) -> dict[str, float]:
