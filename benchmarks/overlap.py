@@ -167,8 +167,8 @@ def make_base(preset: Any, folder: Path) -> tuple[Path, Dataset]:
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(folder / "base")
     build_model(replace(preset, lora_rank=None), torch.float32, POSITIONS).save_pretrained(folder / "base")
-    pieces = [text[1000 : 1000 + PROMPT + REFERENCE] for text in texts if len(text) > 1000 + PROMPT + REFERENCE]
-    rows = [{"prompt": piece[:PROMPT], "ground_truth": piece[PROMPT:]} for piece in pieces]
+    tiles = [text[1000 : 1000 + PROMPT + REFERENCE] for text in texts if len(text) > 1000 + PROMPT + REFERENCE]
+    rows = [{"prompt": tile[:PROMPT], "ground_truth": tile[PROMPT:]} for tile in tiles]
     return folder / "base", Dataset.from_list([row for row in rows if row["ground_truth"].strip()])
 
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebft.models.pretrained import pretrained_model
 
-# The options of both trainers, by our names; theirs are the same behind `ebft_`. What is not here is the default
-# of both: coefficients 1, RLOO, no cross-entropy term.
+# The options of both trainers, by our names; theirs are the same with `ebft_` before them. What is not here is the
+# default of both: coefficients 1, RLOO, no cross-entropy term.
 OPTIONS = {
     "stride": 8,
     "context_length": 8,

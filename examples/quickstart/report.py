@@ -14,8 +14,8 @@ import matplotlib
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ebft.config.schema import RunConfig
 from ebft.config.reference import changed_keys
+from ebft.config.schema import RunConfig
 from quickstart.measure import changes, means
 
 matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Held-out scores: sums per document behind every metric, their means, and intervals by bootstrap over documents.
+"""Held-out scores: sums per document for every metric, their means, and intervals by bootstrap over documents.
 
 M  groups of samples   N  samples of a group   D  documents   R  resamples
 """

@@ -1,4 +1,4 @@
-"""Measures a model: on short and on long rollouts in the base model's feature space, and by whole completions.
+"""Measures a model: on short and on long rollouts in the base model's feature space, and by full completions.
 
 All of it is on documents of the model's task that nothing was trained on. A measurement is {"metrics": means,
 "per_document": {metric: {"document", "sum", "weight"}}, ...}, and per_document as in `ebft evaluate`'s JSON.
@@ -18,7 +18,7 @@ from scale import Scale
 from settings import Place
 
 CURVES = ("cfm_loss", "rollout_nll_base")
-# By task the judges of whole completions; each applies to the rows that it can judge.
+# By task the judges of full completions; each applies to the rows that it can judge.
 JUDGES = {
     "functions": {
         "parses": verifiers.parses,

@@ -12,7 +12,7 @@ SAMPLES = {
     "distinct": "distinct samples ↑",
     "distinct_2": "distinct-2 ↑",
 }
-# Of whole completions, by task; those of SAMPLES follow.
+# Of full completions, by task; those of SAMPLES follow.
 COMPLETIONS = {
     "functions": {
         "humaneval_greedy": "HumanEval, greedy ↑",

@@ -51,7 +51,7 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     """Tables, curves and samples of one task and start."""
     found = [tables.model_table(cells, task, start, FEATURES)]
     if COMPLETIONS[task]:
-        found += ["Whole completions:", tables.model_table(cells, task, start, COMPLETIONS[task])]
+        found += ["Full completions:", tables.model_table(cells, task, start, COMPLETIONS[task])]
     if task == "translation":
         found += [text.CORPUS, tables.corpus_table(cells, task, start)]
     found += [text.LENGTHS[task], tables.length_table(cells, task, start)]

@@ -1,4 +1,4 @@
-"""Whole completions of prompts: each prompt is computed once, and rows leave the batch where their completion ends.
+"""Full completions of prompts: each prompt is computed once, and rows leave the batch where their completion ends.
 
 A completion ends with the end token, at the task's stop pattern, or after `max_new_tokens`. Noise belongs to the seed,
 the prompt's number and the sample's, so that it is the same for every model, whatever shares a batch.

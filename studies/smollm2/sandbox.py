@@ -38,7 +38,7 @@ refused = ("os.", "shutil.", "sqlite3.", "socket.", "subprocess.", "ctypes.", "p
            "urllib.")
 harmless = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.putenv", "os.unsetenv", "os.getxattr",
             "os.listxattr", "os.listdrives", "os.listvolumes", "os.listmounts")
-def guard(event, arguments):
+def supervisor(event, arguments):
     writes = event == "open" and arguments[2] and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     if writes or (event.startswith(refused) and event not in harmless):
         raise PermissionError(f"not allowed here: {event}")
@@ -51,7 +51,7 @@ def run(source, mode, names):
         except Exception as error:
             raised = traceback.format_exception_only(error)[-1]
     return {"printed": printed.getvalue()[:20000], "raised": raised}
-sys.addaudithook(guard)
+sys.addaudithook(supervisor)
 names = {}
 if task["module"]:
     with contextlib.suppress(Exception):

@@ -8,7 +8,7 @@ from ebft.config.options import (
     EBFTSection,
     StridedOptions,
     check_trainable,
-    settle_single_sample,
+    resolve_single_sample,
     validate_options,
 )
 from ebft.config.section import section_of_options
@@ -85,12 +85,12 @@ def test_converted_values_are_written_back():
 def test_a_single_sample_is_settled_once():
     options = Options(n_samples_per_prompt=1)
     with pytest.warns(UserWarning, match="n_samples_per_prompt"):
-        settle_single_sample(options)
+        resolve_single_sample(options)
     assert (options.advantage_estimator, options.diversity_coef) == ("reinforce", 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        settle_single_sample(options)
-        settle_single_sample(Options(n_samples_per_prompt=2))
+        resolve_single_sample(options)
+        resolve_single_sample(Options(n_samples_per_prompt=2))
 
 
 def test_greedy_training_is_refused():

@@ -1,4 +1,4 @@
-"""What configs of whole completions say, are warned of, and are refused for."""
+"""What configs of full completions say, are warned of, and are refused for."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex needs vLLM"),
         ({"trl": {"sync_ref_model": True}}, "sync_ref_model moves a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
-        ({"fsdp": True}, "fsdp is not supported with whole completions"),
+        ({"fsdp": True}, "fsdp is not supported with full completions"),
         ({"group_by_length": True}, "group_by_length would tear groups"),
     ],
 )
@@ -74,8 +74,8 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
         ({"trl": {"prefetch_depth": 2}}, "trl.prefetch_depth has no effect without async_prefetch"),
         ({"rl": "grpo", "ebft": {"ce_coef": 0.5}}, "ebft.ce_coef has no effect with rl: grpo and these rewards"),
         ({"rl": "grpo", "ebft": {"use_whitening": True}}, "ebft.use_whitening has no effect with rl: grpo"),
-        ({"train_on_inputs": True}, "train_on_inputs: true has no effect on whole completions"),
-        ({"sample_packing": True}, "sample_packing: true has no effect on whole completions"),
+        ({"train_on_inputs": True}, "train_on_inputs: true has no effect on full completions"),
+        ({"sample_packing": True}, "sample_packing: true has no effect on full completions"),
         ({"vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm"),
         ({**LORA, "trl": {"use_vllm": True, "vllm_lora_sync": False}}, "vllm_lora_sync: false has no effect"),
         ({"ebft": {"stride": 4}}, "ebft.stride has no effect in structured mode"),

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from ebft.data.keys import BUILT_IN_TRANSFORMS, COUNTERPARTS
+from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
 from ebft.data.transform_names import built_in, check_transform
 from ebft.errors import DataError
 
@@ -49,11 +49,11 @@ def test_what_cannot_be_used_says_why(make, keys, name, message):
 
 def test_counterparts_give_the_other_rows():
     rows = {f"{name}.{key}": rows for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()}
-    for name, other in COUNTERPARTS.items():
+    for name, other in EQUIVALENT_TRANSFORMS.items():
         assert {rows[name], rows[other]} == {"tokens", "prompts"}
 
 
-@pytest.mark.parametrize("name", [*COUNTERPARTS, "ebft_opencode"])
+@pytest.mark.parametrize("name", [*EQUIVALENT_TRANSFORMS, "ebft_opencode"])
 @pytest.mark.parametrize("section", ["datasets", "test_datasets"])
 def test_a_counterpart_stands_in_with_one_warning(make, name, section):
     module, function = built_in(name)
@@ -64,7 +64,7 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = make(**first, **{section: entries}, **keys)
-        used = COUNTERPARTS[f"{module}.{function}"]
+        used = EQUIVALENT_TRANSFORMS[f"{module}.{function}"]
         assert [entry.type for entry in getattr(config, section)] == [used, used]
         messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
         assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} becomes {used}: ")

@@ -33,7 +33,7 @@ def feature(base, ids, start, fractions=(0.25, 0.5, 0.75)):
 
 
 def sample(model, ids, length, generator, temperature=1.0):
-    """`length` tokens behind `ids`, one forward each."""
+    """`length` tokens after `ids`, one forward each."""
     ids = list(ids)
     for _ in range(length):
         with torch.no_grad():

@@ -22,7 +22,7 @@ def load(models, name):
 
 
 def pair_sequences(models, rows):
-    """(ids, prompt_length) of prompt/completion rows: tokenised apart, with EOS behind the completion."""
+    """(ids, prompt_length) of prompt/completion rows: tokenised apart, with EOS after the completion."""
     tokenizer = AutoTokenizer.from_pretrained(models / "base")
     found = []
     for row in read(rows / "pairs.jsonl"):

@@ -1,4 +1,4 @@
-"""A pinned wheel: downloaded once, checked by its sha256, and nothing half-made left behind."""
+"""A pinned wheel: downloaded once, checked by its sha256, and nothing half-made is left."""
 
 import multiprocessing
 import subprocess

@@ -34,5 +34,5 @@ def test_nothing_to_divide(make_config, vllm, gpus):
 def test_too_few(make_config, vllm, processes, gpus):
     with pytest.raises(ConfigError) as caught:
         device_environment(make_config(vllm=vllm), processes, gpus, {})
-    for way_out in ("vllm_mode: colocate", "use_vllm: false", "fewer processes", "more GPUs visible"):
-        assert way_out in str(caught.value)
+    for hint in ("vllm_mode: colocate", "use_vllm: false", "fewer processes", "more GPUs visible"):
+        assert hint in str(caught.value)

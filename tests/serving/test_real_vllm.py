@@ -48,11 +48,11 @@ class Serving:
 
     def __init__(self, process, line, url, log):
         self.process, self.line, self.url, self.log = process, line, url, log
-        self.guard, self.api_server, *self.workers = psutil.Process(process.pid).children(recursive=True)
+        self.supervisor, self.api_server, *self.workers = psutil.Process(process.pid).children(recursive=True)
 
     @property
     def pids(self):
-        return [child.pid for child in (self.guard, self.api_server, *self.workers)]
+        return [child.pid for child in (self.supervisor, self.api_server, *self.workers)]
 
     def post(self, path, **body):
         request = urllib.request.Request(
@@ -126,10 +126,14 @@ def test_it_loads_adapters_while_it_runs(serve, model, tmp_path):
         serving.post("/v1/completions", model="version-2", prompt=PROMPT, max_tokens=2)
 
 
-@pytest.mark.parametrize("killed", ["command", "guard", "API server", "command and guard"])
+@pytest.mark.parametrize("killed", ["command", "supervisor", "API server", "command and supervisor"])
 def test_whatever_is_killed_nothing_is_left(serve, killed):
     serving = serve()
-    victims = {"command": serving.process.pid, "guard": serving.guard.pid, "API server": serving.api_server.pid}
+    victims = {
+        "command": serving.process.pid,
+        "supervisor": serving.supervisor.pid,
+        "API server": serving.api_server.pid,
+    }
     for name, pid in victims.items():
         if name in killed:
             os.kill(pid, signal.SIGKILL)

@@ -13,11 +13,11 @@ from tests.strided.test_exactness import BASE, compare, unequal_batch, with_lora
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-# The three ways to a gradient: pieces in a second forward, pieces in the pass that sampled, the compiled kernel.
-WAYS = {"pieces": {}, "single pass": {"single_pass": True}, "flex": {}}
+# The three ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel.
+WAYS = {"tiles": {}, "single pass": {"single_pass": True}, "flex": {}}
 
 
-def on_gpu(tmp_path, model, way="pieces"):
+def on_gpu(tmp_path, model, way="tiles"):
     args = StridedEBFTConfig(output_dir=str(tmp_path), report_to=[], seed=3, **BASE, **WAYS[way])
     if way == "flex":
         model.set_attn_implementation("flex_attention")

@@ -24,9 +24,9 @@ class Capped(nn.Module):
 
 @pytest.fixture(params=[1, 2**25], ids=["chunks", "whole"])
 def chunks(request, monkeypatch):
-    """16 rows at a time, the least, in pieces of one row; or everything at once."""
+    """16 rows at a time, the least, in tiles of one row; or everything at once."""
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": request.param})
-    monkeypatch.setattr(logps, "_SOFTMAX_PER_PIECE", {"cpu": request.param})
+    monkeypatch.setattr(logps, "_SOFTMAX_PER_TILE", {"cpu": request.param})
 
 
 def head_of(module):

@@ -1,4 +1,4 @@
-"""What is sampled is what the model would have sampled: frequencies, nuclei, greedy decoding, and the noise behind."""
+"""What is sampled is what the model would have sampled: frequencies, nuclei, greedy decoding, and the noise."""
 
 import copy
 import itertools

@@ -1,12 +1,12 @@
-"""Stacked pieces give what the pieces give apart, values and gradients, padding and all."""
+"""Stacked tiles give what the tiles give apart, values and gradients, padding and all."""
 
 import pytest
 import torch
 
 from ebft.strided import stacks
-from ebft.strided.pieces import Piece, Scores
 from ebft.strided.stacks import Stack, stack_up
-from tests.strided.test_pieces import PIECES, in_pieces, make_inputs
+from ebft.strided.tiles import Scores, Tile
+from tests.strided.test_tiles import PIECES, in_tiles, make_inputs
 
 
 @pytest.fixture
@@ -17,12 +17,12 @@ def any_padding(monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_values_and_gradients(softcap, dtype, any_padding):
-    """Rows of unequal number and keys of unequal width; what lies behind the last key is not there."""
+    """Rows of unequal number and keys of unequal width; what lies after the last key is not there."""
     (stack,) = stack_up(PIECES, 2)
     assert isinstance(stack, Stack) and stack.is_padding is not None
     scores = Scores(0.7, softcap)
     inputs = [x.detach().to(dtype).requires_grad_() for x in make_inputs(False)]
-    ours, expected = in_pieces(scores, *inputs, pieces=[stack]), in_pieces(scores, *inputs)
+    ours, expected = in_tiles(scores, *inputs, tiles=[stack]), in_tiles(scores, *inputs)
     torch.testing.assert_close(ours, expected)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     for a, b in zip(
@@ -31,20 +31,20 @@ def test_values_and_gradients(softcap, dtype, any_padding):
         torch.testing.assert_close(a, b)
 
 
-def piece(first_row, rows, width):
-    return Piece(slice(first_row, first_row + rows), slice(0, width), torch.zeros(rows, 0, dtype=torch.bool))
+def tile(first_row, rows, width):
+    return Tile(slice(first_row, first_row + rows), slice(0, width), torch.zeros(rows, 0, dtype=torch.bool))
 
 
 def test_what_is_stacked():
     """Neighbours of about one size, as long as their scores stay few; sinks leave all of them apart."""
-    pieces = [piece(0, 10, 20), piece(10, 10, 22), piece(20, 10, 200), piece(30, 9, 200)]
-    kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in stack_up(pieces, 2)]
+    tiles = [tile(0, 10, 20), tile(10, 10, 22), tile(20, 10, 200), tile(30, 9, 200)]
+    kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in stack_up(tiles, 2)]
     assert kinds == [("Stack", 0, 20), ("Stack", 20, 39)]
-    assert stack_up(pieces, None) == pieces
+    assert stack_up(tiles, None) == tiles
 
 
 def test_large_pieces_stay_apart(monkeypatch):
-    pieces = [piece(0, 10, 20), piece(10, 10, 20), piece(20, 10, 20)]
+    tiles = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
     monkeypatch.setattr(stacks, "_SCORES", 2 * 2 * 10 * 20)
-    assert [part.rows for part in stack_up(pieces, 2)] == [slice(0, 20), slice(20, 30)]
-    assert [part.rows for part in stack_up(pieces, 5)] == [p.rows for p in pieces]
+    assert [part.rows for part in stack_up(tiles, 2)] == [slice(0, 20), slice(20, 30)]
+    assert [part.rows for part in stack_up(tiles, 5)] == [p.rows for p in tiles]

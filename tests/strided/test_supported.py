@@ -1,4 +1,4 @@
-"""Models that strided EBFT cannot honour exactly are refused, by name or by rehearsal."""
+"""Models that strided EBFT cannot honour exactly are refused, by name or by parity check."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.trainable import check_adapter, disable_dropout
 from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.parity import check_parity
 from ebft.strided.policy import check_length, check_supported, prepare
-from ebft.strided.rehearsal import rehearse
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 
 
 def check(model, as_trained=False):
-    rehearse(prepare(model), FeatureNetwork(model, [0.25, 0.5, 1.0], "last_token"), as_trained)
+    check_parity(prepare(model), FeatureNetwork(model, [0.25, 0.5, 1.0], "last_token"), as_trained)
 
 
 def refused(family, match, **config):
@@ -50,7 +50,7 @@ def test_attention_outside_the_interface_is_refused():
 
 
 def test_noise_of_the_training_mode_is_refused_where_it_stays():
-    """Functional dropout and router noise: off by default, refused by the rehearsal if left on."""
+    """Functional dropout and router noise: off by default, refused by the parity check if left on."""
     for family, changes in {
         "mixtral": {"router_jitter_noise": 0.5},
         "seed_oss": {"residual_dropout": 0.4, "attention_dropout": 0.0, "head_dim": 8},

@@ -45,7 +45,7 @@ def group_rewards(samples, reference, *, whitening=None, alignment_coef=1.0, div
 
 
 def token_logps(model, prompt_ids, ids, temperature):
-    """Log-probabilities of `ids` behind the prompt at a temperature, from one forward, with gradients."""
+    """Log-probabilities of `ids` after the prompt at a temperature, from one forward, with gradients."""
     logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
     logps = (logits.double() / temperature).log_softmax(-1)
     return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)

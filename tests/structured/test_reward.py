@@ -116,14 +116,14 @@ def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
         [*prompt, {"role": "assistant", "content": "four"}, *turns], tokenize=False
     )
     start = chat_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    behind = chat_tokenizer(whole[len(start) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
-    assert behind[-1] == end
+    after = chat_tokenizer(whole[len(start) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
+    assert after[-1] == end
     ids = [[40, 41, 42, end], [50, 51]]
     reward = FeatureMatchingReward(model, chat_tokenizer, 2, feature_layers=LAYERS)
     found = reward([prompt] * 2, None, ids, ground_truth=["four"] * 2, remaining_turns=[turns] * 2)
     context = chat_tokenizer(start, add_special_tokens=False)["input_ids"]
     phi = torch.stack([oracle.embedding(model, context, x, LAYERS, "last_token") for x in ([40, 41, 42], [50, 51])])
-    wanted = oracle.group_rewards(phi, oracle.embedding(model, context, behind[:-1], LAYERS, "last_token"))
+    wanted = oracle.group_rewards(phi, oracle.embedding(model, context, after[:-1], LAYERS, "last_token"))
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
 
 

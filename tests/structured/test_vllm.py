@@ -175,7 +175,7 @@ def test_managed_is_one_command(base, tmp_path):
     assert process.returncode == 0, error
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert len(differences(history)) == 2 and max(differences(history)) < AGREE
-    assert len(children) >= 3 and not alive(children)  # guard, API server, engine
+    assert len(children) >= 3 and not alive(children)  # supervisor, API server, engine
 
 
 def test_two_processes_share_the_server(base, port, tmp_path):
@@ -339,7 +339,7 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
         if state.global_step == 2 and not killed:
             for child in psutil.Process().children(recursive=True):
                 words = " ".join(child.cmdline())
-                if "api_server" in words and str(own_port) in words and "guard" not in words:
+                if "api_server" in words and str(own_port) in words and "supervisor" not in words:
                     child.kill()
                     killed.append(child.pid)
 

@@ -120,7 +120,7 @@ def test_humaneval_of_a_cell_of_its_own_joins_its_models_row(tmp_path):
     write_results(tmp_path / "results", 0.2)
     scores = {"humaneval_greedy": 0.25, "humaneval_pass@1": 0.125}
     write_cell(tmp_path / "results", "sft", 0, scores, file="humaneval")
-    table = report_of(tmp_path).split("Whole completions:")[1]
+    table = report_of(tmp_path).split("Full completions:")[1]
     row = next(line for line in table.splitlines() if line.startswith("| SFT, as many documents |"))
     assert "| 0.20 ± " in row and "0.500" not in row.split("|")[3], "of the two problems"
 

@@ -1,4 +1,4 @@
-"""Whole completions: against generate() of transformers, ends of completions, and noise that no batch changes."""
+"""Full completions: against generate() of transformers, ends of completions, and noise that no batch changes."""
 
 import pytest
 import torch

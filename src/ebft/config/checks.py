@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.carried_over import IGNORED
-from ebft.data.transform_names import counterpart, trains_on
+from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.models import as_folder, is_gguf
 from ebft.models.keys import AdapterKeys, AttentionKeys
@@ -64,9 +64,9 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
     file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
     if not is_gguf(file):
         return
-    way_out = as_folder(file)
+    hint = as_folder(file)
     if config.load_in_4bit or config.load_in_8bit:
-        yield f"A GGUF file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {way_out}"
+        yield f"A GGUF file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {hint}"
 
 
 def _model_type(config: "RunConfig") -> Iterator[str]:
@@ -140,34 +140,34 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
 ]
 
 
-def settle(config: "RunConfig") -> None:
+def resolve(config: "RunConfig") -> None:
     """Bring `config` to what will run; every change of what was asked for is one warning."""
-    _settle_attention(config)
+    _set_attention(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
-    _settle_transforms(config)
+    _resolve_transforms(config)
     config.method.resolve(config)
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
 
 
-def _settle_attention(config: "RunConfig") -> None:
+def _set_attention(config: "RunConfig") -> None:
     config.attn_implementation = _resolve_attention(config)
     for flag in _ATTENTION_FLAGS:
         setattr(config, flag, None)
 
 
-def _settle_transforms(config: "RunConfig") -> None:
-    """Let counterparts stand in for transforms of the other kind of rows, so that one dataset serves every method."""
+def _resolve_transforms(config: "RunConfig") -> None:
+    """Replace transforms of the other kind of rows by equivalent ones, so that one dataset serves every method."""
     used: dict[str, str] = {}
     for section in ("datasets", "test_datasets"):
         entries = getattr(config, section)
-        instead = [counterpart(entry.type, config) for entry in entries]
+        instead = [equivalent_transform(entry.type, config) for entry in entries]
         used |= {f"{section}.type: {entry.type}": other for entry, other in zip(entries, instead) if other}
-        settled = [
+        resolved = [
             entry.model_copy(update={"type": other}) if other else entry for entry, other in zip(entries, instead)
         ]
-        setattr(config, section, settled)
+        setattr(config, section, resolved)
     if used:
         pairs = ", ".join(f"{asked} becomes {other}" for asked, other in used.items())
         warnings.warn(f"{pairs}: {trains_on(config)}, and these are made of the same columns.", stacklevel=2)

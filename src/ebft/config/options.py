@@ -185,7 +185,7 @@ class ModeOption:
 
     mode: Annotated[
         Literal["structured", "strided"],
-        Field(description="structured: whole completions of prompts. strided: short rollouts along each document."),
+        Field(description="structured: full completions of prompts. strided: short rollouts along each document."),
     ] = "structured"
 
 
@@ -223,7 +223,7 @@ def validate_options(options: type, obj: Any) -> None:
         setattr(obj, name, getattr(checked, name))
 
 
-def settle_single_sample(options: Any) -> None:
+def resolve_single_sample(options: Any) -> None:
     """One sample per anchor has no baseline and no pair: use `reinforce`, no diversity, and warn once."""
     if options.n_samples_per_prompt > 1:
         return

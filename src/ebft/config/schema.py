@@ -67,9 +67,9 @@ class RunConfig(*reversed(GROUPS.values())):  # pydantic lists the fields of the
             raise_config_error(error, cls)
 
     @model_validator(mode="after")
-    def _settle(self) -> "RunConfig":
+    def _resolve(self) -> "RunConfig":
         checks.refuse_contradictions(self)
-        checks.settle(self)
+        checks.resolve(self)
         return self
 
     @property

@@ -44,7 +44,7 @@ class Conversation:
 
     @property
     def reference_ids(self) -> list[int]:
-        """The whole reference conversation behind the prompt, user turns included, no end-of-turn token at its end."""
+        """The whole reference conversation after the prompt, user turns included, no end-of-turn token at its end."""
         ids = list(self.turns[0].reference_ids)
         for turn in self.turns[1:]:
             ids += [*turn.lead_ids, *turn.reference_ids]

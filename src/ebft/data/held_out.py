@@ -46,7 +46,7 @@ def load_held_out(config: Any, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """
     is_prompts = config.method.rows == "prompts"
     rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)
-    rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.way_out(config))
+    rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.hint(config))
     rows = _first_documents(rows, config.evaluation.documents)
     documents = list(rows["document"])
     rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")

@@ -30,7 +30,7 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
 
 # What gives the other kind of rows of the same columns, with the same turns trained on: used where a run needs those,
 # so that one dataset serves every method.
-COUNTERPARTS: dict[str, str] = {
+EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_strided_structured.transform": "ebft_strided_structured.transform_prompts",
     "ebft_strided_structured.transform_prompts": "ebft_strided_structured.transform",
     "ebft_opencode.transform": "ebft_opencode.transform_strided",

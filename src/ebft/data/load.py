@@ -26,7 +26,7 @@ def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     nothing is learned) and `prompt_length` (0 for text without a prompt). `val_set_size` holds whole documents out, so
     the windows of one document stay together. Raises DataError when a source cannot be read or nothing usable is left.
     """
-    train, evaluation = load_sections(config, token_rows(config, tokenizer), way_out(config))
+    train, evaluation = load_sections(config, token_rows(config, tokenizer), hint(config))
     return _finished(train), None if evaluation is None else _finished(evaluation)
 
 
@@ -40,16 +40,16 @@ def token_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     return load_entry
 
 
-def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dataset, Dataset | None]:
+def load_sections(config: Any, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
     """The rows of `datasets`, shuffled, and those to evaluate on: of `test_datasets`, or held out.
 
-    `load_entry` makes usable rows, with the column `document`, of one source; `way_out` says what to do where none is
+    `load_entry` makes usable rows, with the column `document`, of one source; `hint` says what to do where none is
     left.
     """
-    train, documents = _load_section(config.datasets, "datasets", load_entry, way_out)
+    train, documents = _load_section(config.datasets, "datasets", load_entry, hint)
     evaluation = None
     if config.test_datasets:
-        evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, way_out)
+        evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
     elif config.val_set_size:
         train, evaluation = _hold_out(train, documents, config)
     if config.shuffle_merged_datasets:
@@ -57,19 +57,19 @@ def load_sections(config: Any, load_entry: LoadEntry, way_out: str) -> tuple[Dat
     return train, evaluation
 
 
-def load_held_out_section(config: Any, load_entry: LoadEntry, way_out: str) -> Dataset:
+def load_held_out_section(config: Any, load_entry: LoadEntry, hint: str) -> Dataset:
     """The rows to evaluate on, alone, in the order of their documents: of `test_datasets`, or held out of `datasets`.
 
     DataError where the config holds nothing out.
     """
     if config.test_datasets:
-        return _load_section(config.test_datasets, "test_datasets", load_entry, way_out)[0]
+        return _load_section(config.test_datasets, "test_datasets", load_entry, hint)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, and the config has none. Set test_datasets or val_set_size.")
-    return _hold_out(*_load_section(config.datasets, "datasets", load_entry, way_out), config)[1]
+    return _hold_out(*_load_section(config.datasets, "datasets", load_entry, hint), config)[1]
 
 
-def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: str) -> tuple[Dataset, int]:
+def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> tuple[Dataset, int]:
     """The usable rows of all entries, and how many documents there are, usable or not."""
     parts, counts, documents = [], Counter(), 0
     for entry in entries:
@@ -79,7 +79,7 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, way_out: s
     joined = concatenate_datasets(parts)
     report = describe(section, documents, len(joined), counts)
     if not len(joined):
-        raise DataError(f"{report}. Nothing usable is left: {way_out}")
+        raise DataError(f"{report}. Nothing usable is left: {hint}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
     return joined, documents
@@ -99,7 +99,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def way_out(config: Any) -> str:
+def hint(config: Any) -> str:
     if config.method.samples_blocks:
         ebft = config.ebft
         return (

@@ -45,7 +45,7 @@ class PromptRow:
         self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
         self.sequence_len = config.sequence_len
         self.needs_reference = config.method.needs_reference
-        self.way_out = wanted_rows(config)
+        self.hint = wanted_rows(config)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
         try:
@@ -70,11 +70,11 @@ class PromptRow:
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
         if "prompt" not in row and "input_ids" in row:
-            raise DataError(f"it returned input_ids and no prompt, but {self.way_out}")
+            raise DataError(f"it returned input_ids and no prompt, but {self.hint}")
         needed = ("prompt", "ground_truth") if self.needs_reference else ("prompt",)
         for field in needed:
             if field not in row:
-                raise DataError(f"the field {field!r} is missing, it returned {', '.join(row)}: {self.way_out}")
+                raise DataError(f"the field {field!r} is missing, it returned {', '.join(row)}: {self.hint}")
         taken = [name for name in RESERVED if name in row]
         if taken:
             raise DataError(

@@ -27,7 +27,7 @@ def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     for each reason. `val_set_size` holds whole documents out, so the turns of one chat stay together. Raises DataError
     when a source cannot be read, sources do not go together, or nothing usable is left.
     """
-    train, evaluation = load_sections(config, prompt_rows(config, tokenizer), way_out(config))
+    train, evaluation = load_sections(config, prompt_rows(config, tokenizer), hint(config))
     columns = _columns(train, evaluation)
     return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
 
@@ -54,7 +54,7 @@ def unpack_rows(rows: Dataset) -> Dataset:
     return _unpacked(rows, _columns(rows))
 
 
-def way_out(config: Any) -> str:
+def hint(config: Any) -> str:
     if not config.method.needs_reference:
         return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
     return (

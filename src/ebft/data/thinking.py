@@ -18,7 +18,7 @@ TAGS = (
 
 
 def thinking_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of the thinking blocks, in order: tags and the whitespace behind the closing one included."""
+    """Character ranges of the thinking blocks, in order: tags and the whitespace after the closing one included."""
     return [(start, end) for start, end, _ in _blocks(text)]
 
 

@@ -28,17 +28,17 @@ def tokenise(
     """Rows of `input_ids`, `labels`, `prompt_length` and `document`, the number of the raw row.
 
     `entry` is the dataset entry whose `type` names the transform, numbers start at `first_document`. Padding that
-    a transform put behind a text is taken off. Raises DataError naming the transform, the row and the field.
+    a transform put after a text is taken off. Raises DataError naming the transform, the row and the field.
     """
-    check = partial(_checked, way_out=wanted_rows(config))
+    check = partial(_checked, hint=wanted_rows(config))
     return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
 
 
-def _checked(row: Mapping[str, Any], where: str, way_out: str) -> dict[str, Any]:
+def _checked(row: Mapping[str, Any], where: str, hint: str) -> dict[str, Any]:
     """The fields of one row, without padding; DataError names the field that is missing or malformed."""
     for field in ("input_ids", "labels"):
         if field not in row and "prompt" in row and "ground_truth" in row:
-            raise DataError(f"{where}: it returned prompt and ground_truth, but {way_out}")
+            raise DataError(f"{where}: it returned prompt and ground_truth, but {hint}")
         if field not in row:
             raise DataError(
                 f"{where}: the field {field!r} is missing, it returned {', '.join(row)}. Training on tokens needs "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ebft.config.imports import find_function, no_function
-from ebft.data.keys import BUILT_IN_TRANSFORMS, COUNTERPARTS
+from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
 from ebft.errors import DataError
 
 _KEY = "datasets.type"
@@ -46,12 +46,12 @@ def check_transform(name: str, config: Any) -> None:
         raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
 
 
-def counterpart(name: str, config: Any) -> str | None:
+def equivalent_transform(name: str, config: Any) -> str | None:
     """The built-in transform that stands in for `name` in this run; None where none is needed, or there is none."""
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
     given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
-    return None if given in (None, config.method.rows) else COUNTERPARTS.get(full)
+    return None if given in (None, config.method.rows) else EQUIVALENT_TRANSFORMS.get(full)
 
 
 def wanted_rows(config: Any) -> str:

@@ -1,4 +1,4 @@
-"""Whole completions of a model under evaluation, sampled and greedy, the same noise for every model."""
+"""Full completions of a model under evaluation, sampled and greedy, the same noise for every model."""
 
 from __future__ import annotations
 

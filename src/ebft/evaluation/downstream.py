@@ -1,4 +1,4 @@
-"""Downstream metrics: functions of the user's own on whole completions, as pass@k and greedy."""
+"""Downstream metrics: functions of the user's own on full completions, as pass@k and greedy."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ class EvaluationSection(Section):
     )
     max_new_tokens: Count | None = Field(
         None,
-        description="Most tokens of a whole completion; unset is trl.max_completion_length, and the limit by the "
+        description="Most tokens of a full completion; unset is trl.max_completion_length, and the limit by the "
         "reference's length too with rl: ebft (ebft.adaptive_max_tokens).",
     )
     documents: Count | None = Field(None, description="Documents to measure on, the first ones; unset is all.")
     bootstrap: int = Field(
-        1000, ge=0, description="Resamples of the documents behind the confidence intervals; 0 leaves intervals out."
+        1000, ge=0, description="Resamples of the documents for the confidence intervals; 0 leaves intervals out."
     )
     confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the intervals.")
     per_document: bool = Field(

@@ -1,4 +1,4 @@
-"""Evaluation on prompts: whole completions beside their references.
+"""Evaluation on prompts: full completions beside their references.
 
 N  samples of a prompt   D  feature dimension
 """
@@ -24,7 +24,7 @@ from ebft.structured.references import labelled_reference
 from ebft.structured.rollouts.messages import reply_messages
 from ebft.structured.rollouts.turns import Rollout
 
-EXACT_POSITIONS = 16  # along a completion; behind it, curves have one point for each power of two
+EXACT_POSITIONS = 16  # along a completion; after it, curves have one point for each power of two
 
 
 class PromptMeasure:

@@ -1,4 +1,4 @@
-"""Evaluation on rows of tokens: blocks along each document, and whole completions of rows with a prompt."""
+"""Evaluation on rows of tokens: blocks along each document, and full completions of rows with a prompt."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any]
 
 
 def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
-    """Downstream metrics on whole completions of every row's prompt."""
+    """Downstream metrics on full completions of every row's prompt."""
     completions = Completions(subject.policy, Renderer(task.tokenizer), task)
     for number, (rows, documents) in enumerate(task.batches()):
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]

@@ -66,7 +66,7 @@ def is_gguf(name: str) -> bool:
 
 
 def as_folder(gguf: str) -> str:
-    """The way out of what a GGUF file cannot do, for messages."""
+    """What to do about what a GGUF file cannot, for messages."""
     return f"Make a folder of it once, `ebft fetch {gguf} --to DIR`, and set base_model: DIR without gguf_file."
 
 

@@ -120,7 +120,7 @@ class GRPO(Method):
         self.warn_of_idle_options(config)
         for key in ("train_on_inputs", "sample_packing"):
             if getattr(config, key):
-                warnings.warn(f"{key}: true has no effect on whole completions of prompts.", stacklevel=2)
+                warnings.warn(f"{key}: true has no effect on full completions of prompts.", stacklevel=2)
         if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
             warnings.warn(
                 "trl.vllm_lora_sync: false has no effect: an adapter is sent to vLLM as it is, with the same result.",
@@ -283,6 +283,6 @@ def _rollouts(config: RunConfig) -> Iterator[str]:
 
 def _processes(config: RunConfig) -> Iterator[str]:
     if config.fsdp:
-        yield "fsdp is not supported with whole completions. Remove it: several processes use DDP, or set deepspeed."
+        yield "fsdp is not supported with full completions. Remove it: several processes use DDP, or set deepspeed."
     if config.group_by_length:
         yield "group_by_length would tear groups of completions apart. Remove it."

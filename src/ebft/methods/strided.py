@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, settle_single_sample
+from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, resolve_single_sample
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
@@ -36,7 +36,7 @@ class Strided(Method):
 
     def resolve(self, config: RunConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
-        settle_single_sample(config.ebft)
+        resolve_single_sample(config.ebft)
         if config.train_on_inputs:
             reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
             warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)

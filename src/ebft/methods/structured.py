@@ -1,4 +1,4 @@
-"""Energy-based fine-tuning in structured mode: whole completions of prompts, rewarded by feature matching
+"""Energy-based fine-tuning in structured mode: full completions of prompts, rewarded by feature matching
 (`rl: ebft`, `ebft.mode: structured`). The rollouts, their options and their checks are those of GRPO."""
 
 from __future__ import annotations

@@ -22,18 +22,18 @@ class StopOnNonFinite:
         if not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"The loss is {loss.item()} at step {self.state.global_step}, in a batch of {_describe(inputs)}. "
-                + _WAY_OUT
+                + _HINT
             )
         return loss
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16 and not math.isfinite(norm):
-            raise NonFiniteLossError(f"The gradient norm is {norm} at step {self.state.global_step}. " + _WAY_OUT)
+            raise NonFiniteLossError(f"The gradient norm is {norm} at step {self.state.global_step}. " + _HINT)
         return norm
 
 
-_WAY_OUT = (
+_HINT = (
     "No update was made from it and saved checkpoints are good: lower learning_rate or look at these documents, "
     "then go on with resume_from_checkpoint."
 )

@@ -27,7 +27,7 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def step_of(checkpoint: str) -> int:
-    """The optimizer steps that a complete checkpoint has behind it; ConfigError if its state cannot be read."""
+    """The optimizer steps that a complete checkpoint is at; ConfigError if its state cannot be read."""
     path = Path(checkpoint) / _LAST_FILE
     try:
         return json.loads(path.read_text(encoding="utf-8"))["global_step"]

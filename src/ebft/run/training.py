@@ -32,7 +32,7 @@ from ebft.serving.server import VLLMServer
 
 @dataclass
 class TrainResult:
-    """What a run left behind: the folder, the last value of every logged metric, and the trainer."""
+    """What a run produced: the folder, the last value of every logged metric, and the trainer."""
 
     output_dir: str
     metrics: dict[str, float]

@@ -17,8 +17,8 @@ from ebft.errors import EBFTError
 from ebft.serving.address import check_free, reachable_host
 from ebft.serving.command import ServerCommand
 from ebft.serving.errors import ServerError
-from ebft.serving.guard import GRACE, LAST_WAIT
 from ebft.serving.log import ServerLog
+from ebft.serving.supervisor import GRACE, LAST_WAIT
 
 DEFAULT_TIMEOUT = 600.0  # seconds until a server is ready; loading and compiling a large model takes minutes
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # restarts within seconds, before watching gives up
@@ -147,7 +147,7 @@ class VLLMServer:
         inherited = {name: value for name, value in os.environ.items() if not _from_launcher(name)}
         with self.log.open(self.command.command) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ebft.serving.guard", "--", *self.command.command],
+                [sys.executable, "-m", "ebft.serving.supervisor", "--", *self.command.command],
                 env={**inherited, **self._environment, **self.command.environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -225,15 +225,15 @@ class VLLMServer:
         print(f"vLLM stays down: {failure}", file=sys.stderr, flush=True)
 
 
-def _end(guard: subprocess.Popen) -> None:
-    """Have the guard end its server, and wait for it."""
-    guard.stdin.close()
-    guard.terminate()  # forks of this process, such as workers that load data, may hold the other end open
+def _end(supervisor: subprocess.Popen) -> None:
+    """Have the supervisor end its server, and wait for it."""
+    supervisor.stdin.close()
+    supervisor.terminate()  # forks of this process, such as workers that load data, may hold the other end open
     try:
-        guard.wait(GRACE + LAST_WAIT + 1)
+        supervisor.wait(GRACE + LAST_WAIT + 1)
     except subprocess.TimeoutExpired:
-        guard.kill()
-        guard.wait()
+        supervisor.kill()
+        supervisor.wait()
 
 
 def _from_launcher(name: str) -> bool:

@@ -2,11 +2,11 @@
 
 trainer.py    the training step, top to bottom
 layout.py     documents, anchors, blocks, parts     attention.py  prefix + own block, never a dense mask
-rollout.py    sampling, block-parallel and cached   pieces.py     the attention itself, with its backward
+rollout.py    sampling, block-parallel and cached   tiles.py     the attention itself, with its backward
 embed.py      features of blocks                    flex.py       the same by flex_attention, on GPUs
 loss.py       scoring and the two loss terms        logps.py      the head, where a token is scored
 policy.py     a causal LM that runs programs        held_out.py   metrics on documents not trained on
-preflight.py  checks before training                rehearsal.py  a short document against the plain model
+validation.py  checks before training                parity.py  a short document against the plain model
 interleaved.py  the published layout's masks and positions, for code written against it
 """
 

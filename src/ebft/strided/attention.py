@@ -3,7 +3,7 @@
 Registered with transformers as the attention implementation "ebft_strided". A forward pass that carries a
 `StridedPass` in its keyword arguments runs through `strided_attention` below; the pass says which of the three
 phases of a step it is (prefill, decode, score) and holds what that phase needs. No (S + rollouts)^2 mask exists:
-queries are taken in pieces of neighbours, and a piece reads only the keys that some query of it sees.
+queries are taken in tiles of neighbours, and a tile reads only the keys that some query of it sees.
 
     S  document tokens of the batch     M  blocks     N  rollouts per block     T  rollout tokens (queries)
     H  query heads    K  key/value heads     Q = H / K        D  head dimension         U  own rollout keys
@@ -24,16 +24,16 @@ from transformers.masking_utils import causal_mask_function
 from ebft.errors import ModelError
 from ebft.strided import flex
 from ebft.strided.layout import StridedLayout
-from ebft.strided.pieces import Own, Piece, Scores, attend
 from ebft.strided.stacks import Stack, stack_up
+from ebft.strided.tiles import Own, Scores, Tile, attend
 
 IMPLEMENTATION = "ebft_strided"
 
-# Query rows of one piece (query heads that share a key head count apart): enough to keep the matrix products busy,
+# Query rows of one tile (query heads that share a key head count apart): enough to keep the matrix products busy,
 # few enough that scores stay in the processor's cache and keys beyond a block's own anchor stay a small share.
-_ROWS_PER_PIECE = {"cpu": 256, "other": 4096}
+_ROWS_PER_TILE = {"cpu": 256, "other": 4096}
 
-# Tokens of documents that are attended to in stacked pieces.
+# Tokens of documents that are attended to in stacked tiles.
 _SHORT = 256
 
 # What attention layers may be handed besides query, key and value. The first row is honoured below. The second
@@ -62,7 +62,7 @@ _REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "lay
 class MaskPattern:
     """A model's own attention pattern (causal, sliding window, chunked) as a function of two positions.
 
-    One forward pass makes one for all layers that share the pattern, so the pieces that it leads to are kept here.
+    One forward pass makes one for all layers that share the pattern, so the tiles that it leads to are kept here.
     """
 
     function: Callable
@@ -79,14 +79,14 @@ class MaskPattern:
         zero = torch.zeros((), dtype=torch.long, device=key_position.device)
         return self.function(zero, zero, query_position, key_position)
 
-    def document_pieces(self, layout: StridedLayout, heads: int, key_heads: int | None) -> list[Piece | Stack]:
+    def document_tiles(self, layout: StridedLayout, heads: int, key_heads: int | None) -> list[Tile | Stack]:
         """The document tokens of the batch, `heads` rows each, with the keys that they see; stacked for `key_heads`."""
-        make = lambda: stack_up(list(self._document_pieces(layout, heads)), key_heads)
+        make = lambda: stack_up(list(self._document_tiles(layout, heads)), key_heads)
         return self._keep(("document", heads, key_heads), make)
 
-    def rollout_pieces(self, run: StridedPass, heads: int, key_heads: int | None) -> list[Piece | Stack]:
+    def rollout_tiles(self, run: StridedPass, heads: int, key_heads: int | None) -> list[Tile | Stack]:
         """The rollout tokens of a pass, block by block, with the keys of their documents that they see; stacked."""
-        make = lambda: stack_up(list(self._rollout_pieces(run, heads)), key_heads)
+        make = lambda: stack_up(list(self._rollout_tiles(run, heads)), key_heads)
         return self._keep(("rollout", heads, key_heads), make)
 
     def own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
@@ -102,17 +102,17 @@ class MaskPattern:
             self._kept[name] = make()
         return self._kept[name]
 
-    def _document_pieces(self, layout: StridedLayout, heads: int):
-        size = max(1, _rows_per_piece(layout.device) // heads)
+    def _document_tiles(self, layout: StridedLayout, heads: int):
+        size = max(1, _rows_per_tile(layout.device) // heads)
         for start, end in layout.spans:
             for first in range(0, end - start, size):
                 last = min(first + size, end - start)
                 position = torch.arange(first, last, device=layout.device)
-                yield self._piece(position, heads, start + first, (start, last), first)
+                yield self._tile(position, heads, start + first, (start, last), first)
 
-    def _rollout_pieces(self, run: StridedPass, heads: int):
+    def _rollout_tiles(self, run: StridedPass, heads: int):
         layout, n, t = run.layout, run.layout.num_samples, run.steps
-        size = max(1, _rows_per_piece(layout.device) // (n * heads * t))
+        size = max(1, _rows_per_tile(layout.device) // (n * heads * t))
         step = torch.arange(run.first_step, run.first_step + t, device=layout.device)
         block = 0
         for (start, _), anchors in zip(layout.spans, layout.anchors):
@@ -122,10 +122,10 @@ class MaskPattern:
                 position = position.expand(-1, n, heads, -1).flatten()
                 # A prefix ends at the block's own anchor, wherever in the block the query is.
                 limit = (position.view(len(chunk), -1, t) - step).flatten()
-                yield self._piece(position, 1, (block + first) * n * heads * t, (start, chunk[-1]), chunk[0], limit)
+                yield self._tile(position, 1, (block + first) * n * heads * t, (start, chunk[-1]), chunk[0], limit)
             block += len(anchors)
 
-    def _piece(self, position, heads, first_row, document, causal_from, limit=None) -> Piece:
+    def _tile(self, position, heads, first_row, document, causal_from, limit=None) -> Tile:
         """Rows at `position`, each `heads` times, and the keys of their document that any of them sees.
 
         document: where it starts among the S tokens, and how many of its keys come into question.
@@ -137,12 +137,12 @@ class MaskPattern:
         if limit is not None:
             seen &= key < limit[:, None]
         skipped = 0
-        if not self.is_causal:  # a window leaves the document's beginning behind
+        if not self.is_causal:  # a window leaves the document's beginning out
             any_seen = seen.any(0)
             skipped = int(any_seen.int().argmax()) if any_seen.any() else length
         hidden = ~seen[:, skipped:].repeat_interleave(heads, dim=0)
         rows = slice(first_row * heads, first_row * heads + len(hidden))
-        return Piece(rows, slice(start + skipped, start + length), hidden)
+        return Tile(rows, slice(start + skipped, start + length), hidden)
 
     def _own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
         anchors = run.layout.block_anchors[:, None, None]
@@ -152,8 +152,8 @@ class MaskPattern:
         return hidden[:, None, None].expand(-1, run.layout.num_samples, heads, -1, -1).flatten(2, 3)
 
 
-def _rows_per_piece(device: torch.device) -> int:
-    return _ROWS_PER_PIECE["cpu" if device.type == "cpu" else "other"]
+def _rows_per_tile(device: torch.device) -> int:
+    return _ROWS_PER_TILE["cpu" if device.type == "cpu" else "other"]
 
 
 @dataclass
@@ -261,8 +261,8 @@ def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tenso
             documents.append(part[0].transpose(0, 1))
         return torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
-    pieces = pattern.document_pieces(run.layout, q, _stacked(k, sinks))
-    output = attend(rows, key, value, None, pieces, scores, _sink_rows(sinks, k, q, 1))
+    tiles = pattern.document_tiles(run.layout, q, _stacked(k, sinks))
+    output = attend(rows, key, value, None, tiles, scores, _sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
 
 
@@ -276,8 +276,8 @@ def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Ten
     t = run.steps
     rows = query.unflatten(2, (-1, t)).transpose(1, 2).reshape(k, -1, d)  # (K, M * N * Q * T, D)
     hidden = pattern.own_hidden(run, q, own[0].shape[2]).flatten(0, 1)
-    pieces = pattern.rollout_pieces(run, q, _stacked(k, sinks))
-    output = attend(rows, *document, Own(*own, hidden), pieces, scores, _sink_rows(sinks, k, q, t))
+    tiles = pattern.rollout_tiles(run, q, _stacked(k, sinks))
+    output = attend(rows, *document, Own(*own, hidden), tiles, scores, _sink_rows(sinks, k, q, t))
     return output.view(k, -1, q, t, output.shape[-1]).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
 
 
@@ -287,13 +287,13 @@ def _is_plain(pattern, scores, sinks) -> bool:
 
 
 def _are_short(layout: StridedLayout, scores: Scores) -> bool:
-    """Whether documents are so many and short, on CPU, that stacked pieces take less time than a kernel for each."""
+    """Whether documents are so many and short, on CPU, that stacked tiles take less time than a kernel for each."""
     longest = max(end - start for start, end in layout.spans)
     return layout.device.type == "cpu" and len(layout.spans) > 1 and longest <= _SHORT and not scores.dropout
 
 
 def _stacked(key_heads: int, sinks: Tensor | None) -> int | None:
-    """Key heads to stack pieces for; None where sinks, which repeat along the rows of a piece, leave them apart."""
+    """Key heads to stack tiles for; None where sinks, which repeat along the rows of a tile, leave them apart."""
     return key_heads if sinks is None else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, StridedLayout, split
-from ebft.strided.policy import backbone_states, prepare, run_inside
+from ebft.strided.policy import backbone_states, prepare, run_wrapped
 
 
 def embed_blocks(
@@ -44,7 +44,7 @@ def embed_prefixes(
 ) -> list[tuple[Tensor, Tensor]]:
     """`embed_blocks` of the first `lengths[i]` tokens of every block, for each i, from the same pass.
 
-    A token's states do not depend on those behind it, so a shorter rollout's are the first of a longer one's.
+    A token's states do not depend on those after it, so a shorter rollout's are the first of a longer one's.
     """
     generated: list[list[Tensor]] = [[] for _ in lengths]
     reference: list[list[Tensor]] = [[] for _ in lengths]
@@ -69,6 +69,6 @@ def layout_states(
     tokens = torch.cat([documents.tokens, rollouts.flatten()]).to(device)
     run = StridedPass(layout.to(device), "score", documents.positions.to(device), steps=layout.generate_max_len)
     states = network.hidden_states(
-        lambda model: run_inside(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
+        lambda model: run_wrapped(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
     )
     return [x[0] for x in states]

@@ -1,6 +1,6 @@
 """The scoring pass by PyTorch's flex_attention: one fused kernel for documents and rollouts together, on GPUs.
 
-Taken where the model was loaded with `attn_implementation="flex_attention"` and runs on a GPU; pieces.py is what it
+Taken where the model was loaded with `attn_implementation="flex_attention"` and runs on a GPU; tiles.py is what it
 must agree with.
 
     X  tokens of the pass, [documents | rollouts]    H  query heads    K  key/value heads    D  head dimension
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ebft.strided.layout import StridedLayout
-from ebft.strided.pieces import Scores
+from ebft.strided.tiles import Scores
 
 
 def available(device: torch.device) -> bool:

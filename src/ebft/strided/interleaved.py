@@ -24,7 +24,7 @@ def build_strided_position_ids(
     """Position ids (batch_size, full_sequence_length), long, with `generation_step` tokens per block generated so far.
 
     `prompt_length` is the document's length. Token t of block b has position `context_length + b * stride + t`;
-    places behind the generated tokens hold 0.
+    places after the generated tokens hold 0.
     """
     _check(full_sequence_length, prompt_length, generation_step, num_blocks)
     step, block = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
@@ -48,7 +48,7 @@ def build_strided_dense_mask_and_positions(
 ) -> tuple[Tensor, Tensor]:
     """An additive mask (batch_size, 1, L, L) of 0 and the dtype's minimum, and the position ids (batch_size, L).
 
-    Places behind the generated tokens see nothing.
+    Places after the generated tokens see nothing.
     """
     position_ids = build_strided_position_ids(
         full_sequence_length,

@@ -1,4 +1,4 @@
-"""Where documents and blocks lie: documents end to end without padding, and every rollout behind them.
+"""Where documents and blocks lie: documents end to end without padding, and every rollout after them.
 
 B   documents of the batch    S  tokens of all documents together
 M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB  blocks of the longest document

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 # is taken from the system anew for every chunk.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "other": 2**25}
 # Numbers of a softmax that are worked on at once: on CPU what stays in the processor's cache.
-_SOFTMAX_PER_PIECE = {"cpu": 2**18, "other": 2**25}
+_SOFTMAX_PER_TILE = {"cpu": 2**18, "other": 2**25}
 
 Choose = Callable[["Softmax", slice], Tensor]  # of some rows -> tokens (rows, K)
 
@@ -118,7 +118,7 @@ def _choose(
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities of a chunk; the gradients of the latter are written to `grad_logits`."""
     tokens, logps = [], []
-    for rows in _pieces(logits):
+    for rows in _tiles(logits):
         softmax = Softmax(logits[rows], temperature)
         tokens.append(choose(softmax, slice(first_row + rows.start, first_row + rows.stop)))
         logps.append(softmax.logps(tokens[-1]))
@@ -130,7 +130,7 @@ def _choose(
 def _all_grad_logits(logits: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
     """Gradients (R, V) of logits whose tokens' log-probabilities have gradients `grad` (R, K)."""
     result = torch.empty_like(logits)
-    for rows in _pieces(logits):
+    for rows in _tiles(logits):
         result[rows] = _grad_logits(Softmax(logits[rows], temperature), tokens[rows], grad[rows], temperature)
     return result
 
@@ -199,7 +199,7 @@ class _Logps(torch.autograd.Function):
     def forward(ctx, logits, tokens, temperature):
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        return torch.cat([Softmax(logits[rows], temperature).logps(tokens[rows]) for rows in _pieces(logits)])
+        return torch.cat([Softmax(logits[rows], temperature).logps(tokens[rows]) for rows in _tiles(logits)])
 
     @staticmethod
     @once_differentiable
@@ -212,8 +212,8 @@ def _those(targets: Tensor) -> Choose:
     return lambda softmax, rows: targets[rows]
 
 
-def _pieces(logits: Tensor) -> list[slice]:
-    return _slices(len(logits), max(1, _of_device(_SOFTMAX_PER_PIECE, logits.device) // logits.shape[-1]))
+def _tiles(logits: Tensor) -> list[slice]:
+    return _slices(len(logits), max(1, _of_device(_SOFTMAX_PER_TILE, logits.device) // logits.shape[-1]))
 
 
 def _of_device(sizes: dict[str, int], device: torch.device) -> int:

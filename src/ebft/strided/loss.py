@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.logps import Head, token_logps
-from ebft.strided.policy import backbone_states, head_of, run_inside
+from ebft.strided.policy import backbone_states, head_of, run_wrapped
 
 
 def score(
@@ -49,7 +49,7 @@ def score(
         logps, text = zip(*scored)
         return torch.cat(logps), torch.cat(text)
 
-    return run_inside(model, forward)
+    return run_wrapped(model, forward)
 
 
 def _score_part(

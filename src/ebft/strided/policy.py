@@ -1,8 +1,8 @@
 """A causal LM that can run over a strided layout: switched attention, hidden states, and its own scoring head.
 
-`prepare(model)` teaches a transformers model one keyword argument, `program`, and leaves every other call as it was.
-`run_inside(model, program)` calls `program(causal_lm)` within the module's own forward, so that whatever accelerate,
-DDP, FSDP or PEFT wrapped around it takes part, however many passes the program makes.
+`prepare(model)` adds one keyword argument to a transformers model's forward, `function`, and leaves every other call as
+it was. `run_wrapped(model, function)` calls `function(causal_lm)` within the module's own forward, so that whatever
+accelerate, DDP, FSDP or PEFT wrapped around it takes part, however many passes the function makes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 _RECURRENT = re.compile(
     r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I
 )
-_WAY_OUT = "Use `ebft.mode: structured` for this model"
+_HINT = "Use `ebft.mode: structured` for this model"
 
 
 def check_supported(causal_lm: PreTrainedModel) -> None:
@@ -46,10 +46,10 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
     if recurrent:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
-            f"cannot be shared by rollouts that start at different places. {_WAY_OUT}"
+            f"cannot be shared by rollouts that start at different places. {_HINT}"
         )
     if not causal_lm._supports_attention_backend:
-        raise ModelError(f"{name} does not use the attention interface of transformers. {_WAY_OUT}")
+        raise ModelError(f"{name} does not use the attention interface of transformers. {_HINT}")
 
 
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:
@@ -74,7 +74,7 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
 
 
 def prepare(model: nn.Module) -> PreTrainedModel:
-    """Teach the causal LM inside `model` to run a `program` in its forward; returns it. Safe to call twice.
+    """Teach the causal LM inside `model` to run a `wrapped_forward` in its forward; returns it. Safe to call twice.
 
     Raises ModelError for architectures that strided EBFT cannot honour exactly.
     """
@@ -91,23 +91,23 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     return causal_lm
 
 
-def run_inside(model: nn.Module, program: Callable[[PreTrainedModel], Result]) -> Result:
-    """`program(causal_lm)`, run within the forward of `model`, whatever is wrapped around the prepared causal LM."""
-    return model(program=program)
+def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
+    """`function(causal_lm)`, run within the forward of `model`, whatever is wrapped around the prepared causal LM."""
+    return model(function=function)
 
 
 def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
     """`forward` of a prepared model, with the signature that it had: generate() reads off it what a model can do."""
 
     @wraps(type(causal_lm).forward)
-    def forward(self, *args, program=None, **kwargs):
-        return self._plain_forward(*args, **kwargs) if program is None else program(self)
+    def forward(self, *args, function=None, **kwargs):
+        return self._plain_forward(*args, **kwargs) if function is None else function(self)
 
     return forward
 
 
 def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass) -> Tensor:
-    """Last hidden states (P, D) of tokens (P,) as the pass lays them out. To be called inside a program."""
+    """Last hidden states (P, D) of tokens (P,) as the pass lays them out. To be called inside `run_wrapped`."""
     input_ids = tokens[None]
     run.layers_seen.clear()
     with _cheaply(causal_lm, run):
@@ -122,7 +122,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
     depth = len(decoder_layers(causal_lm))
     if len(run.layers_seen) != depth:
         raise ModelError(
-            f"{type(causal_lm).__name__}: {len(run.layers_seen)} of {depth} layers used strided attention. {_WAY_OUT}"
+            f"{type(causal_lm).__name__}: {len(run.layers_seen)} of {depth} layers used strided attention. {_HINT}"
         )
     return states[0]
 

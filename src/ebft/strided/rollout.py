@@ -18,7 +18,7 @@ from ebft.strided.attention import StridedPass
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.logps import Head, Scored, Softmax, choose_tokens, with_gradient
 from ebft.strided.loss import text_logps
-from ebft.strided.policy import backbone_states, check_length, head_of, run_inside
+from ebft.strided.policy import backbone_states, check_length, head_of, run_wrapped
 
 # Neighbouring tokens that sampling takes together at first.
 _RUN = 512
@@ -68,7 +68,7 @@ def sample_rollouts(
         ]
         return tuple(None if xs[0] is None else torch.cat(xs) for xs in zip(*sampled))
 
-    return Rollouts(*run_inside(model, roll_out))
+    return Rollouts(*run_wrapped(model, roll_out))
 
 
 def _sample_part(

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from ebft.config.options import (
     StridedOptions,
     check_trainable,
-    settle_single_sample,
+    resolve_single_sample,
     validate_options,
 )
 from ebft.data.collator import DocumentCollator
@@ -35,11 +35,11 @@ from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.parity import check_parity
 from ebft.strided.policy import check_supported, prepare
-from ebft.strided.preflight import check_arguments, check_grad_norms, usable_rows
-from ebft.strided.rehearsal import rehearse
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.term_gradients import TermGradients
+from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
 
 BLOCK_OPTIONS = (
     "stride",
@@ -138,7 +138,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     ):
         args = args if args is not None else StridedEBFTConfig()
         check_arguments(args, StridedEBFTConfig, kwargs)
-        settle_single_sample(args)
+        resolve_single_sample(args)
         model = load(model, peft_config, args.seed)
         check_supported(unwrap_adapter(model))
         check_adapter(model)
@@ -151,7 +151,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self._causal_lm = prepare(model)
         if args.disable_dropout:
             disable_dropout(model)
-        rehearse(self._causal_lm, self.feature_network, as_trained=args.disable_dropout)
+        check_parity(self._causal_lm, self.feature_network, as_trained=args.disable_dropout)
         if args.gradient_checkpointing:
             self._causal_lm.enable_input_require_grads()  # frozen embeddings would cut reentrant checkpoints off
         self.model_accepts_loss_kwargs = True  # our loss is normalised by the whole step, see _get_num_items_in_batch
@@ -360,7 +360,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         documents: Documents,
         layout: StridedLayout,
     ) -> None:
-        """Keep the sums behind the logged means: over samples of real blocks, blocks, and tokens."""
+        """Keep the sums of the logged means: over samples of real blocks, blocks, and tokens."""
         blocks = layout.num_blocks
         samples, generated = blocks * layout.num_samples, layout.num_generated
         add = self._metrics.add

@@ -30,7 +30,7 @@ def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continua
 def continuation_features(
     network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Features (P, D) of the prompt's tokens, and of each continuation's own behind it, (its length, D)."""
+    """Features (P, D) of the prompt's tokens, and of each continuation's own after it, (its length, D)."""
     lengths = [len(ids) for ids in continuations]
     if not shares_prompts(network.causal_lm):
         features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
@@ -64,7 +64,7 @@ def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Te
 def _run(
     network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
 ) -> tuple[Tensor, Cache | None]:
-    """Features (K, tokens, D) of `tokens` behind what `cache` holds, and the cache that then holds them too."""
+    """Features (K, tokens, D) of `tokens` after what `cache` holds, and the cache that then holds them too."""
     backbone = backbone_of(network.causal_lm)
     arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
     if cache is not None:

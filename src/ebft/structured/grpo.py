@@ -27,13 +27,6 @@ from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.preflight import (
-    check_arguments,
-    check_model,
-    check_reference_model,
-    check_rows,
-    check_tokenizer,
-)
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.messages import reply_messages
@@ -41,6 +34,13 @@ from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
 from ebft.structured.rollouts.server import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, roll_out
+from ebft.structured.validation import (
+    check_arguments,
+    check_model,
+    check_reference_model,
+    check_rows,
+    check_tokenizer,
+)
 
 Row = dict[str, Any]
 _CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
@@ -278,7 +278,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
             self._stop_rollouts()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Micro-batches of the next optimizer step; with `async_prefetch`, those behind them are read ahead too."""
+        """Micro-batches of the next optimizer step; with `async_prefetch`, those after them are read ahead too."""
         if self._step == 0:  # TRL counts from 0 after resuming too, and would generate at the wrong steps
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._prefetcher is None:

@@ -9,7 +9,7 @@ from ebft.data.thinking import thinking_spans, token_mask
 def labelled_reference(
     conversation: Conversation, renderer: Renderer, prompt: Prompt, *, mask_thinking: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of the whole reference behind the prompt, each reply with its end token, and 1 for the ids that count.
+    """Ids of the whole reference after the prompt, each reply with its end token, and 1 for the ids that count.
 
     Replies and their end tokens count, the turns between them do not, nor, with `mask_thinking`, do thinking blocks.
     """

@@ -1,4 +1,4 @@
-"""The feature-matching reward of whole completions, as a TRL reward function."""
+"""The feature-matching reward of full completions, as a TRL reward function."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FeatureMatchingReward:
     ) -> list[float]:
         """One reward per completion. All lists have the same length and come group by group, `num_generations` each.
 
-        `completion_ids` are the ids behind the prompt, of all turns where there are `remaining_turns`. Raises DataError
+        `completion_ids` are the ids after the prompt, of all turns where there are `remaining_turns`. Raises DataError
         where a reference is missing, ValueError where lists do not fit together.
         """
         groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns)

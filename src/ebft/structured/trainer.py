@@ -1,4 +1,4 @@
-"""EBFTTrainer: structured energy-based fine-tuning, whole completions rewarded by feature matching.
+"""EBFTTrainer: structured energy-based fine-tuning, full completions rewarded by feature matching.
 
 A thin TRL GRPOTrainer: its first reward is `FeatureMatchingReward`, its loss has the cross-entropy on the reference
 beside the policy gradient, and its evaluation measures feature matching in one fixed space.
@@ -28,10 +28,10 @@ from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
 from ebft.structured.held_out import held_out_values
-from ebft.structured.preflight import check_arguments, check_rows
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.turns import ReferenceLimit
+from ebft.structured.validation import check_arguments, check_rows
 
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means that differ in what they weigh by
 
@@ -160,7 +160,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def _nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Negative log-likelihoods, summed, with how many tokens they are of, each (B,), 0 without a reference:
 
-        of each reference's counted tokens behind its prompt, and, in evaluation only, of prompt and reference whole.
+        of each reference's counted tokens after its prompt, and, in evaluation only, of prompt and reference whole.
         """
         rows = inputs["reference_mask"].any(-1)
         zeros = torch.zeros(len(rows), device=self.args.device)
@@ -170,16 +170,16 @@ class EBFTTrainer(RolloutGRPOTrainer):
             rows[0] = True  # processes must run the wrapped model equally often; nothing of this row counts
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
-        # Padding behind a reference is masked by causality already; zeros there keep it out of the positions too.
-        behind = counted.flip(-1).cummax(-1).values.flip(-1)
-        attention_mask = torch.cat([inputs["prompt_mask"][rows], behind], dim=1)
+        # Padding after a reference is masked by causality already; zeros there keep it out of the positions too.
+        after = counted.flip(-1).cummax(-1).values.flip(-1)
+        attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
             logits = model(
                 input_ids=tokens, attention_mask=attention_mask, logits_to_keep=kept, use_cache=False
             ).logits[:, -kept:-1]
         nll = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1 - kept :], reduction="none")
-        predicted = attention_mask[:, 1 - kept :] * attention_mask[:, -kept:-1] * behind.any(-1, keepdim=True)
+        predicted = attention_mask[:, 1 - kept :] * attention_mask[:, -kept:-1] * after.any(-1, keepdim=True)
         nll_of_reference = (nll[:, -reference.shape[1] :] * counted).sum(-1)
         sums = [nll_of_reference, counted.sum(-1), (nll * predicted).sum(-1), predicted.sum(-1)]
         own, own_count, all_tokens, all_count = (zeros.masked_scatter(rows, value.to(zeros)) for value in sums)

@@ -1,4 +1,4 @@
-"""Batches made ahead: in order, no further ahead than asked, failures told at once, nothing left behind."""
+"""Batches made ahead: in order, no further ahead than asked, failures reported at once, nothing left running."""
 
 import threading
 from concurrent.futures import CancelledError

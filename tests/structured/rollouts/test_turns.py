@@ -1,4 +1,4 @@
-"""Turn by turn: what each reply is sampled behind, which tokens were sampled, and how long replies may be."""
+"""Turn by turn: what each reply is conditioned on, which tokens were sampled, and how long replies may be."""
 
 import pytest
 

@@ -35,7 +35,7 @@ class Prefetcher(Generic[Batch, Result]):
         self._announced.append(batch)
 
     def take(self, batch: Batch) -> tuple[Job[Result], Result]:
-        """The job of `batch`, the next one announced, and its result; the `depth` jobs behind it are started first."""
+        """The job of `batch`, the next one announced, and its result; the `depth` jobs after it are started first."""
         self._start(self._depth + 1)
         if not self._started or self._started[0][0] is not batch:
             raise RuntimeError("batches must be taken in the order in which they were announced")

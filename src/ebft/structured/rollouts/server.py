@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.structured.rollouts.adapters import AdapterSync
 from ebft.structured.rollouts.client import VLLMClient
-from ebft.structured.rollouts.handshake import check_server
 from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.server_check import check_server
 from ebft.structured.rollouts.vllm import VLLMBackend
 
 

@@ -1,4 +1,4 @@
-"""Rolling conversations out: one reply after the other, each sampled behind everything said before."""
+"""Rolling conversations out: one reply after the other, each sampled given everything before it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ebft.structured.rollouts.sampling import Backend
 
 @dataclass
 class Rollout:
-    """One sampled conversation behind its prompt.
+    """One sampled conversation after its prompt.
 
-    `ids` are all tokens behind the prompt; `generated` marks (1) those that the policy sampled and (0) those that were
+    `ids` are all tokens after the prompt; `generated` marks (1) those that the policy sampled and (0) those that were
     given, such as user turns; `logps` are the sampling log-probabilities, 0 at given tokens, None where unknown.
     """
 
@@ -66,7 +66,7 @@ class Limits:
         return min(self.max_completion_length, self.by_reference.of(turn.reference_ids))
 
     def room(self, length: int) -> int:
-        """Tokens that still fit behind `length` tokens."""
+        """Tokens that still fit after `length` tokens."""
         return self.max_completion_length if self.max_length is None else self.max_length - length
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal before training: a few tokens through strided attention and through the plain model must agree.
+"""A parity check before training: a few tokens through strided attention and through the plain model must agree.
 
 Known obstacles are refused by name (policy.py, attention.py). This catches the ones nobody has named yet: a new
 architecture whose layers mix tokens outside attention, share keys between layers, read the batch's layout, or add
@@ -27,10 +27,10 @@ _DOCUMENT_TOKENS = 24
 # Nats. Full precision: the largest difference, between two orders of summation. Less than that: the median, as a
 # router's near-tie may send a single token to another expert; a layout that leaks reaches them all.
 _FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
-_WAY_OUT = "Use `ebft.mode: structured` for this model"
+_HINT = "Use `ebft.mode: structured` for this model"
 
 
-def rehearse(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bool = True) -> None:
+def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bool = True) -> None:
     """Raise ModelError where strided EBFT differs from the plain model on a short random document.
 
     Three blocks of two rollouts, sampled with the cache and scored in one pass, in training mode if `as_trained`; the
@@ -64,8 +64,7 @@ def _refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(causal_lm).__name__} cannot run with strided attention "
-            f"({type(error).__name__}: {error}). {_WAY_OUT}"
+            f"{type(causal_lm).__name__} cannot run with strided attention ({type(error).__name__}: {error}). {_HINT}"
         ) from error
 
 
@@ -77,7 +76,7 @@ def _compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None
         raise ModelError(
             f"{type(causal_lm).__name__}: strided {what} differ from the plain model's by {difference:.2g} on a short "
             f"random document (allowed: {tolerance:g}), so something in this architecture depends on more than "
-            f"attention to a prefix, or adds noise while training. {_WAY_OUT}"
+            f"attention to a prefix, or adds noise while training. {_HINT}"
         )
 
 

@@ -1,4 +1,4 @@
-"""One dataset for every method: counterparts train on the same turns and tokens, with the same rows held out."""
+"""One dataset for every method: equivalent transforms train on the same tokens and hold the same rows out."""
 
 import warnings
 
@@ -6,7 +6,7 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
-from ebft.data.keys import COUNTERPARTS
+from ebft.data.keys import EQUIVALENT_TRANSFORMS
 from ebft.data.load import load_datasets
 from ebft.data.prompts import load_prompts
 
@@ -60,7 +60,9 @@ def same(tokens, prompts):
     )
 
 
-@pytest.mark.parametrize("type", [name for name, other in COUNTERPARTS.items() if COUNTERPARTS[other] == name])
+@pytest.mark.parametrize(
+    "type", [name for name, other in EQUIVALENT_TRANSFORMS.items() if EQUIVALENT_TRANSFORMS[other] == name]
+)
 def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
     make = pair if type.split(".")[0] in ("ebft_strided_structured", "ebft_opencode") else chat
     path = write_jsonl([make(number) for number in range(10)])

@@ -86,7 +86,7 @@ def _check_vocabulary(
 
 
 def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    """Log-probabilities of `ids` behind the prompt under the base model at a temperature, float64."""
+    """Log-probabilities of `ids` after the prompt under the base model at a temperature, float64."""
     causal_lm = unwrap_adapter(model)
     tokens = torch.tensor([prompt_ids + ids], device=next(causal_lm.parameters()).device)
     with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():

@@ -1,4 +1,4 @@
-"""Whatever happens to parent, guard or server: no process is left."""
+"""Whatever happens to parent, supervisor or server: no process is left."""
 
 import os
 import signal
@@ -12,8 +12,10 @@ import pytest
 from tests.serving.processes import alive, eventually, pids_in
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-# The stand-in that ignores SIGTERM would take ten seconds with the guard's own patience.
-IMPATIENT = "import sys; from ebft.serving import guard; guard.GRACE = 0.5; sys.exit(guard.main(sys.argv[1:]))"
+# The stand-in that ignores SIGTERM would take ten seconds with the supervisor's own patience.
+IMPATIENT = (
+    "import sys; from ebft.serving import supervisor; supervisor.GRACE = 0.5; sys.exit(supervisor.main(sys.argv[1:]))"
+)
 PARENT = f"""
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", {IMPATIENT!r}, "--", *sys.argv[1:]], stdin=subprocess.PIPE)
@@ -23,7 +25,7 @@ time.sleep(600)
 
 @pytest.fixture
 def start(pids):
-    """`start("--deaf")`: a guard over a stand-in, ended after the test."""
+    """`start("--deaf")`: a supervisor over a stand-in, ended after the test."""
     started = []
 
     def start(*arguments, code=IMPATIENT):
@@ -40,7 +42,7 @@ def start(pids):
 
 def test_the_guard_needs_nothing_but_the_standard_library():
     code = (
-        "import sys, ebft.serving.guard\n"
+        "import sys, ebft.serving.supervisor\n"
         "known = {'ebft', '__main__', *sys.stdlib_module_names}\n"
         "print(sorted({name.split('.')[0] for name in sys.modules if not name.startswith('__editable__')} - known))"
     )
@@ -54,20 +56,20 @@ def source_path():
 
 @pytest.mark.parametrize("arguments", [[], ["--deaf"]], ids=["polite", "deaf"])
 def test_the_end_of_standard_input_ends_all(start, pids, arguments):
-    guard = start(*arguments)
+    supervisor = start(*arguments)
     started = pids_in(pids)
     assert len(alive(started)) == 2
-    guard.stdin.close()
-    assert guard.wait(20) == 128 + (signal.SIGKILL if arguments else signal.SIGTERM)
+    supervisor.stdin.close()
+    assert supervisor.wait(20) == 128 + (signal.SIGKILL if arguments else signal.SIGTERM)
     assert alive(started) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all(start, pids, number):
-    guard = start()
+    supervisor = start()
     started = pids_in(pids)
-    guard.send_signal(number)
-    guard.wait(20)
+    supervisor.send_signal(number)
+    supervisor.wait(20)
     assert alive(started) == []
 
 
@@ -79,41 +81,41 @@ def test_a_killed_parent_ends_all(start, pids):
 
 
 def test_a_killed_guard_asks_the_server_to_end(start, pids):
-    guard = start()
+    supervisor = start()
     server, child = pids_in(pids)
-    guard.kill()
+    supervisor.kill()
     assert eventually(lambda: not alive([server]))
     os.kill(child, signal.SIGKILL)  # a server ends its own workers when asked to; the stand-in does not
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--exit", "3"], 3), (["--exit", "0"], 0)])
 def test_the_servers_end_ends_the_rest_and_its_code_is_passed_on(start, pids, arguments, code):
-    guard = start(*arguments)
+    supervisor = start(*arguments)
     started = pids_in(pids)
-    assert guard.wait(20) == code
+    assert supervisor.wait(20) == code
     assert alive(started) == []
 
 
 def test_a_killed_server_ends_the_rest(start, pids):
-    guard = start()
+    supervisor = start()
     server, child = pids_in(pids)
     os.kill(server, signal.SIGKILL)
-    assert guard.wait(20) == 128 + signal.SIGKILL
+    assert supervisor.wait(20) == 128 + signal.SIGKILL
     assert alive([child]) == []
 
 
 def test_what_is_written_to_it_does_not_end_it(start, pids):
-    guard = start()
+    supervisor = start()
     started = pids_in(pids)
-    guard.stdin.write(b"anything")
-    guard.stdin.flush()
+    supervisor.stdin.write(b"anything")
+    supervisor.stdin.flush()
     time.sleep(0.5)
-    assert len(alive(started)) == 2 and guard.poll() is None
+    assert len(alive(started)) == 2 and supervisor.poll() is None
 
 
 def test_wrong_commands():
     def run(*arguments):
-        command = [sys.executable, "-m", "ebft.serving.guard", *arguments]
+        command = [sys.executable, "-m", "ebft.serving.supervisor", *arguments]
         return subprocess.run(command, capture_output=True, text=True)
 
     assert run("sleep", "1").returncode == 2

@@ -1,6 +1,6 @@
-"""Exact softmax attention, piece by piece, with a backward that computes its weights again.
+"""Exact softmax attention, tile by tile, with a backward that computes its weights again.
 
-A piece is a run of neighbouring queries and the range of shared keys that they see. Its scores live in one small
+A tile is a run of neighbouring queries and the range of shared keys that they see. Its scores live in one small
 buffer and nothing of size queries x keys outlives it, so memory is linear in the number of tokens.
 
     K  key/value heads    R  query rows (whatever shares a key head, end to end)    D  head dimension
@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Piece:
+class Tile:
     """Query rows `rows`, the shared keys `keys` that they see, but for `hidden` (rows, W) of the last W keys.
 
-    Where rows have own keys, at least as many shared keys must lie behind `keys` (a rollout's reference does).
+    Where rows have own keys, at least as many shared keys must lie after `keys` (a rollout's reference does).
     """
 
     rows: slice
@@ -41,9 +41,9 @@ class Piece:
         """Rows as they lie in (K, R, X): here as they are."""
         return rows
 
-    def take_keys(self, x: Tensor, behind: int = 0) -> Tensor:
-        """Its shared keys of x (K, S, X), with so many of those behind them."""
-        return x[:, self.keys.start : self.keys.stop + behind]
+    def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
+        """Its shared keys of x (K, S, X), with so many of those after them."""
+        return x[:, self.keys.start : self.keys.stop + after]
 
     def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
         """Write the products of weights (K, rows, keys) with its part of keys (K, S, X) to its rows of output."""
@@ -85,75 +85,75 @@ def attend(
     key: Tensor,
     value: Tensor,
     own: Own | None,
-    pieces: list[Piece],
+    tiles: list[Tile],
     scores: Scores,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
 
-    `pieces` cover the rows in order; without sinks they may be stacked, see stacks.py. One softmax, in float32, runs
+    `tiles` cover the rows in order; without sinks they may be stacked, see stacks.py. One softmax, in float32, runs
     over a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits that take part in it and have
     no value.
     """
-    last_key = max((piece.keys.stop for piece in pieces if isinstance(piece, Piece)), default=0)
+    last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
     if own is not None and last_key + own.key.shape[2] > key.shape[1]:
-        raise ValueError("shared keys must reach beyond every piece by as many keys as a row has of its own")
+        raise ValueError("shared keys must reach beyond every tile by as many keys as a row has of its own")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
     # Under autocast rotary positions leave queries and keys in float32, and products would be cast one by one.
     query, key = query.to(value.dtype), key.to(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
-        return _Attention.apply(query, key, value, *own_tensors, sinks, pieces, scores, seed)
+        return _Attention.apply(query, key, value, *own_tensors, sinks, tiles, scores, seed)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, own_key, own_value, own_hidden, sinks, pieces, scores, seed):
+    def forward(ctx, query, key, value, own_key, own_value, own_hidden, sinks, tiles, scores, seed):
         weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         own_weights = []
-        for piece in pieces:
-            weights, _ = weigh(piece)
-            shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
-            piece.put(output, shared, value)
-            own_weights.append(piece.in_order(own))
+        for tile in tiles:
+            weights, _ = weigh(tile)
+            shared, own = weigh.columns(weigh.dropped(weights, tile).to(value.dtype), tile)
+            tile.put(output, shared, value)
+            own_weights.append(tile.in_order(own))
         if own_key is not None:
             output += (weigh.by_owner(torch.cat(own_weights, 1)) @ own_value).view_as(output)
         ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, sinks)
-        ctx.rest = (pieces, scores, seed)
+        ctx.rest = (tiles, scores, seed)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, own_key, own_value, own_hidden, sinks = ctx.saved_tensors
-        pieces, scores, seed = ctx.rest
+        tiles, scores, seed = ctx.rest
         weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
         grad = grad.contiguous()
         grad_query = torch.empty_like(query)
-        # Many pieces add to one key, so their sums are kept in float32.
+        # Many tiles add to one key, so their sums are kept in float32.
         grad_key, grad_value = (torch.zeros_like(x, dtype=weigh.dtype) for x in (key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=weigh.dtype)
         grad_own = None if own_key is None else (weigh.by_owner(grad) @ own_value.mT).flatten(1, 2)
         own_weights, own_grads = [], []
-        for piece in pieces:
-            weights, slope = weigh(piece)
-            grad_weights = weigh.products(grad, value, grad_own, 1.0, piece).to(weigh.dtype)
+        for tile in tiles:
+            weights, slope = weigh(tile)
+            grad_weights = weigh.products(grad, value, grad_own, 1.0, tile).to(weigh.dtype)
             if sinks is not None:
                 grad_weights = F.pad(grad_weights, (0, 1))  # a sink has no value
-            grad_weights = weigh.dropped(grad_weights, piece)
+            grad_weights = weigh.dropped(grad_weights, tile)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weigh.dtype)
             if sinks is not None:
                 grad_sinks += grad_scores[..., -1].unflatten(1, (-1, sinks.shape[1])).sum(1)
             if slope is not None:
                 grad_scores *= slope
-            grad_shared, grad_of_own = weigh.columns(grad_scores.to(query.dtype), piece)
-            shared, own = weigh.columns(weigh.dropped(weights, piece).to(value.dtype), piece)
-            piece.put(grad_query, grad_shared, key)
-            piece.add_to_keys(grad_key, grad_shared, query)
-            piece.add_to_keys(grad_value, shared, grad)
-            own_weights.append(piece.in_order(own))
-            own_grads.append(piece.in_order(grad_of_own))
+            grad_shared, grad_of_own = weigh.columns(grad_scores.to(query.dtype), tile)
+            shared, own = weigh.columns(weigh.dropped(weights, tile).to(value.dtype), tile)
+            tile.put(grad_query, grad_shared, key)
+            tile.add_to_keys(grad_key, grad_shared, query)
+            tile.add_to_keys(grad_value, shared, grad)
+            own_weights.append(tile.in_order(own))
+            own_grads.append(tile.in_order(grad_of_own))
         grad_own_key = grad_own_value = None
         if own_key is not None:
             own_grads = weigh.by_owner(torch.cat(own_grads, 1))
@@ -171,27 +171,27 @@ class _Attention(torch.autograd.Function):
 
 
 class _Weights:
-    """The softmax weights of a piece, from what forward saved: columns [shared keys | own keys | sink]."""
+    """The softmax weights of a tile, from what forward saved: columns [shared keys | own keys | sink]."""
 
     def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
-        self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over pieces
+        self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over tiles
         self.owners, self.own_width, self.own_products = 0, 0, None
         if own_key is not None:
             self.owners, self.own_width = own_key.shape[1:3]
             self.own_products = (self.by_owner(query) @ own_key.mT).mul_(scores.scaling).flatten(1, 2)
             self.own_hidden = own_hidden.flatten(0, 1)
 
-    def __call__(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """Weights (K, rows, columns), and with a softcap its slope at every score."""
-        scores, slope = self.products(self.query, self.key, self.own_products, self.scores.scaling, piece), None
+        scores, slope = self.products(self.query, self.key, self.own_products, self.scores.scaling, tile), None
         if self.scores.softcap is not None:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
             scores, slope = capped * self.scores.softcap, 1 - capped.square()
-        shared, own = self.columns(scores, piece)
-        piece.hide(shared)
+        shared, own = self.columns(scores, tile)
+        tile.hide(shared)
         if self.owners:
-            piece.hide_own(own, self.own_hidden)
+            tile.hide_own(own, self.own_hidden)
         if self.sinks is not None:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
@@ -199,32 +199,32 @@ class _Weights:
         # Converted first: a softmax that converts as it goes is slower on CPU.
         return scores.to(self.dtype).softmax(-1), slope
 
-    def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, piece: Piece) -> Tensor:
-        """Scaled products of a piece's rows of `left` with the shared keys' of `right`, and the rows of `own`.
+    def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, tile: Tile) -> Tensor:
+        """Scaled products of a tile's rows of `left` with the shared keys' of `right`, and the rows of `own`.
 
-        The columns of own keys are first computed along, from whatever lies behind the shared keys: a product into a
+        The columns of own keys are first computed along, from whatever lies after the shared keys: a product into a
         whole matrix is faster than one into part of it.
         """
-        rows, columns = piece.take_rows(left), piece.take_keys(right, self.own_width).mT
+        rows, columns = tile.take_rows(left), tile.take_keys(right, self.own_width).mT
         products = left.new_empty(len(rows), rows.shape[1], columns.shape[2])
         torch.baddbmm(products, rows, columns, beta=0, alpha=scaling, out=products)
         if own is not None:
-            products[..., -self.own_width :] = piece.take_rows(own)
+            products[..., -self.own_width :] = tile.take_rows(own)
         return products
 
-    def columns(self, values: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    def columns(self, values: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """The columns of the shared keys and of the own keys: views."""
-        return values[..., : piece.width], values[..., piece.width : piece.width + self.own_width]
+        return values[..., : tile.width], values[..., tile.width : tile.width + self.own_width]
 
     def by_owner(self, rows: Tensor) -> Tensor:
         """(K, R, X) as (K, E, R / E, X)."""
         return rows.unflatten(1, (self.owners, -1))
 
-    def dropped(self, weights: Tensor, piece: Piece) -> Tensor:
+    def dropped(self, weights: Tensor, tile: Tile) -> Tensor:
         """Weights after dropout: the same ones every time, as forward and backward must agree."""
         rate = self.scores.dropout
         if not rate:
             return weights
-        generator = torch.Generator(weights.device).manual_seed(self.seed + piece.rows.start)
+        generator = torch.Generator(weights.device).manual_seed(self.seed + tile.rows.start)
         kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate
         return weights * kept / (1 - rate)

@@ -1,8 +1,8 @@
-"""Runs a server and never leaves any of it behind: `python -m ebft.serving.guard -- COMMAND...`.
+"""Runs a server and ends all of its processes with it: `python -m ebft.serving.supervisor -- COMMAND...`.
 
 The server gets a process group of its own. All of the group ends when standard input reaches its end (the parent holds
 the other side, so this is also how its sudden death shows), on SIGTERM or SIGINT, and when the server itself ends,
-since its worker processes may go on without it. Standard library only: the guard stays small beside a large server.
+since its worker processes may go on without it. Standard library only, as it must stay small beside a large server.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of Linux's prctl
 def main(arguments: list[str]) -> int:
     """Run the command after `--`; the exit code is the server's, 128 plus its number where a signal ended it."""
     if len(arguments) < 2 or arguments[0] != "--":
-        print("Usage: python -m ebft.serving.guard -- COMMAND... (ends with its standard input)", file=sys.stderr)
+        print("Usage: python -m ebft.serving.supervisor -- COMMAND... (ends with its standard input)", file=sys.stderr)
         return 2
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -76,7 +76,7 @@ def _group_is_gone(server: subprocess.Popen) -> bool:
 
 
 def _end_with_the_guard() -> None:
-    """In the server, before it starts: if even the guard is killed, the server is asked to end."""
+    """In the server, before it starts: if even the supervisor is killed, the server is asked to end."""
     _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 

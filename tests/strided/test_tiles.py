@@ -1,16 +1,16 @@
-"""Attention in pieces against one dense softmax, values and gradients, in float64."""
+"""Attention in tiles against one dense softmax, values and gradients, in float64."""
 
 import pytest
 import torch
 
-from ebft.strided.pieces import Own, Piece, Scores, attend
+from ebft.strided.tiles import Own, Scores, Tile, attend
 
 HEADS, ROWS, KEYS, OWNERS, WIDTH, DIM = 2, 12, 13, 3, 4, 5
-# Rows in two pieces: the first sees keys 1..6 but for some of the last three, the second keys 4..9.
+# Rows in two tiles: the first sees keys 1..6 but for some of the last three, the second keys 4..9.
 GENERATOR = torch.Generator().manual_seed(0)
 PIECES = [
-    Piece(slice(0, 8), slice(1, 6), torch.rand(8, 3, generator=GENERATOR) < 0.4),
-    Piece(slice(8, 12), slice(4, 9), torch.zeros(4, 0, dtype=torch.bool)),
+    Tile(slice(0, 8), slice(1, 6), torch.rand(8, 3, generator=GENERATOR) < 0.4),
+    Tile(slice(8, 12), slice(4, 9), torch.zeros(4, 0, dtype=torch.bool)),
 ]
 OWN_HIDDEN = torch.ones(4, 4, dtype=torch.bool).triu(1).expand(OWNERS, -1, -1)
 
@@ -22,18 +22,18 @@ def make_inputs(sinks):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def in_pieces(scores, query, key, value, own_key, own_value, sinks=None, pieces=PIECES):
-    return attend(query, key, value, Own(own_key, own_value, OWN_HIDDEN), pieces, scores, sinks)
+def in_tiles(scores, query, key, value, own_key, own_value, sinks=None, tiles=PIECES):
+    return attend(query, key, value, Own(own_key, own_value, OWN_HIDDEN), tiles, scores, sinks)
 
 
 def dense(scores, query, key, value, own_key, own_value, sinks=None):
     """Every row against every key, shared and owned by anyone, under one mask."""
     seen = torch.zeros(ROWS, KEYS + OWNERS * WIDTH, dtype=torch.bool)
     for row in range(ROWS):
-        piece = PIECES[0] if row < 8 else PIECES[1]
-        seen[row, piece.keys] = True
-        width = piece.hidden.shape[1]
-        seen[row, piece.keys.stop - width : piece.keys.stop] &= ~piece.hidden[row - piece.rows.start]
+        tile = PIECES[0] if row < 8 else PIECES[1]
+        seen[row, tile.keys] = True
+        width = tile.hidden.shape[1]
+        seen[row, tile.keys.stop - width : tile.keys.stop] &= ~tile.hidden[row - tile.rows.start]
         owner = row // 4
         for u in range(row % 4 + 1):
             seen[row, KEYS + owner * WIDTH + u] = True
@@ -52,14 +52,14 @@ def dense(scores, query, key, value, own_key, own_value, sinks=None):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients(softcap, sinks):
     scores, inputs = Scores(0.7, softcap), make_inputs(sinks)
-    ours, expected = in_pieces(scores, *inputs), dense(scores, *inputs)
+    ours, expected = in_tiles(scores, *inputs), dense(scores, *inputs)
     torch.testing.assert_close(ours, expected)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2), dtype=ours.dtype)
     for a, b in zip(
         torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
     ):
         torch.testing.assert_close(a, b)
-    assert torch.autograd.gradcheck(lambda *x: in_pieces(scores, *x), inputs)
+    assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -69,13 +69,13 @@ def test_dropout_is_the_same_in_both_directions(sinks):
 
     def seeded(*x):
         torch.manual_seed(0)
-        return in_pieces(scores, *x)
+        return in_tiles(scores, *x)
 
     assert torch.autograd.gradcheck(seeded, inputs)
-    assert not torch.allclose(seeded(*inputs), in_pieces(Scores(0.7), *inputs))
+    assert not torch.allclose(seeded(*inputs), in_tiles(Scores(0.7), *inputs))
     torch.manual_seed(1)
-    many = torch.stack([in_pieces(scores, *inputs).detach() for _ in range(4000)]).mean(0)
-    torch.testing.assert_close(many, in_pieces(Scores(0.7), *inputs).detach(), atol=0.06, rtol=0)
+    many = torch.stack([in_tiles(scores, *inputs).detach() for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(many, in_tiles(Scores(0.7), *inputs).detach(), atol=0.06, rtol=0)
 
 
 def test_without_own_keys():
@@ -86,13 +86,13 @@ def test_without_own_keys():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sums_over_pieces_in_float32(dtype):
-    """Gradients of shared keys within rounding of float64, though many pieces add to them."""
+    """Gradients of shared keys within rounding of float64, though many tiles add to them."""
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, r, 8, generator=generator).to(dtype) for r in (512, 16, 16))
-    pieces = [Piece(slice(r, r + 2), slice(0, 16), torch.zeros(2, 0, dtype=torch.bool)) for r in range(0, 512, 2)]
+    tiles = [Tile(slice(r, r + 2), slice(0, 16), torch.zeros(2, 0, dtype=torch.bool)) for r in range(0, 512, 2)]
     half = [x.clone().requires_grad_() for x in (query, key, value)]
     full = [x.double().requires_grad_() for x in (query, key, value)]
     for inputs in (half, full):
-        attend(*inputs, None, pieces, Scores(0.35)).sum().backward()
+        attend(*inputs, None, tiles, Scores(0.35)).sum().backward()
     for a, b in zip(half, full):
         assert (a.grad.double() - b.grad).norm() <= 0.02 * b.grad.norm() + 1e-3

@@ -25,7 +25,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
                 "FeatureMatchingReward among its reward functions instead."
             )
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported with whole completions. Use ZeRO-2 or DDP.")
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported with full completions. Use ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not used here: leave it out, or set use_vllm.")
     if args.vllm_structured_outputs_regex is not None and not args.use_vllm:

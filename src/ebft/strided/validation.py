@@ -1,4 +1,4 @@
-"""What the trainer checks and settles before it starts: arguments, model, dropout, rows."""
+"""What the trainer checks and resolves before it starts: arguments, model, dropout, rows."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     if not usable:
         raise DataError(
             f"{name} has no row with room for a block: {len(sizes)} rows of at most {longest} tokens, and a block "
-            f"needs {args.context_length + args.generate_max_len} (context_length + generate_max_len), or more behind "
+            f"needs {args.context_length + args.generate_max_len} (context_length + generate_max_len), or more after "
             "a prompt. Use longer documents, or lower these options"
         )
     if len(usable) == len(sizes):
