@@ -3,11 +3,11 @@
 from transformers import TrainingArguments
 
 from ebft.data.collator import DocumentCollator
-from ebft.run.training import SFTTrainer
+from ebft.sft import SFTTrainer
 
 
 def plain_trainer(folder, model, rows=12, evaluation=None, **changes):
-    """A SFTTrainer over `rows` documents of 9 to 14 tokens, two at a time."""
+    """An SFTTrainer over `rows` documents of 9 to 14 tokens, two at a time."""
     settings = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
     args = TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, prediction_loss_only=True, **{**settings, **changes}
