@@ -1,12 +1,17 @@
 """Strided EBFT: many short rollouts along each document in one pass (Jelassi et al. 2026, appendix F).
 
-trainer.py    the training step, top to bottom
-layout.py     documents, anchors, blocks, parts     attention.py  prefix + own block, never a dense mask
-rollout.py    sampling, block-parallel and cached   tiles.py     the attention itself, with its backward
-embed.py      features of blocks                    flex.py       the same by flex_attention, on GPUs
-loss.py       scoring and the two loss terms        logps.py      the head, where a token is scored
-policy.py     a causal LM that runs programs        held_out.py   metrics on documents not trained on
-validation.py  checks before training                parity.py  a short document against the plain model
+trainer.py      the training step, top to bottom
+layout.py       documents, anchors, blocks, chunks
+rollout.py      sampling, block-parallel and cached
+attention.py    prefix and own block, never a dense mask
+tiles.py        the attention itself, with its backward     flex.py   the same by flex_attention, on GPUs
+stacks.py       tiles of short documents that share kernel calls
+embed.py        features of blocks
+logps.py        the head, where a token is scored           loss.py   scoring and the two loss terms
+policy.py       a causal LM that runs over a layout, inside what is wrapped around it
+held_out.py     metrics on documents not trained on
+validation.py   checks of arguments, model and rows         parity.py a short document against the plain model
+term_gradients.py  gradient norms of the loss's two terms
 interleaved.py  the published layout's masks and positions, for code written against it
 """
 
