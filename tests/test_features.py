@@ -1,5 +1,7 @@
 """Depths, normalisation and pooling, by hand."""
 
+import os
+
 import pytest
 import torch
 
@@ -47,3 +49,23 @@ def test_the_copy_is_frozen_and_stays_as_it_was():
     with torch.no_grad():
         model.lm_head.weight.zero_()
     assert network.causal_lm.lm_head.weight.norm() > 0
+
+
+def test_the_copy_has_the_weights_of_rank_0_where_only_that_loads_them(tmp_path):
+    torch.multiprocessing.spawn(loaded_by_rank_0, (str(tmp_path / "store"),), nprocs=2)
+
+
+def loaded_by_rank_0(rank: int, store: str) -> None:
+    """As under FSDP with cpu_ram_efficient_loading: the weights of other ranks are zeros until training starts."""
+    os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "ACCELERATE_USE_CPU": "true"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
+    loaded, model = tiny_model("llama"), tiny_model("llama")
+    if rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    network = FeatureNetwork(model, [0.5], "last_token")
+    for ours, theirs in zip(network.causal_lm.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and not ours.requires_grad
+    assert rank == 0 or all(not parameter.any() for parameter in model.parameters())
+    torch.distributed.destroy_process_group()

@@ -6,15 +6,18 @@ B  rows   G  tokens per block   D  feature dimension
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from accelerate import PartialState
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.errors import ModelError
+from ebft.config import rules
+from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
@@ -66,11 +69,9 @@ class FeatureNetwork:
         copy: bool = True,
     ):
         self.shares_weights = hasattr(model, "disable_adapter")
-        if self.shares_weights and device is not None:
-            raise ValueError(
-                f"feature_device {device!r} has no effect with an adapter: features come from the policy's own base "
-                "model with the adapter disabled. Unset feature_device, or train without an adapter"
-            )
+        idle = rules.feature_device(device, self.shares_weights, rules.in_python)
+        if idle:
+            raise ConfigError(idle)
         self._model = model if self.shares_weights or not copy else _frozen_copy(model, device)
         self.causal_lm = unwrap_adapter(self._model)
         self.embed_method = embed_method
@@ -127,7 +128,23 @@ def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
 
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
     frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_one_of_many():
+        _take_weights_of_rank_0(frozen)
     return frozen.to(device) if device is not None else frozen
+
+
+def _is_one_of_many() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@torch.no_grad()
+def _take_weights_of_rank_0(model: nn.Module) -> None:
+    """FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 alone and shares them once training starts."""
+    device = PartialState().device
+    for tensor in (*model.parameters(), *model.buffers()):
+        shared = tensor.detach().to(device)
+        distributed.broadcast(shared, 0)
+        tensor.copy_(shared)
 
 
 @contextmanager

@@ -31,7 +31,10 @@ def structured(tmp_path=None, rl="ebft", **keys):
     ("keys", "message"),
     [
         ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
-        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3}, "are 6 completions, which trl.num_generations 8"),
+        (
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 3},
+            "num_generations 8 does not divide 6, .*micro_batch_size times",
+        ),
         ({"eval_batch_size": 12}, "eval_batch_size 12 is no multiple of trl.num_generations 8"),
         ({"trl": {"async_prefetch": True}}, "trl.async_prefetch generates on a server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
@@ -60,7 +63,7 @@ def test_refused_before_anything_is_loaded(tmp_path, keys, message):
 
 
 def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
-    with pytest.raises(ConfigError, match="Full fine-tuning sends all weights .* Set adapter: lora"):
+    with pytest.raises(ConfigError, match="Full fine-tuning sends all weights .* Train an adapter"):
         check_machine(structured(tmp_path, trl={"use_vllm": True}), CPU)
     check_machine(structured(tmp_path, trl={"use_vllm": True}, **LORA), CPU)
 

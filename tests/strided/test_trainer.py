@@ -127,7 +127,7 @@ def test_full_model_saves_and_keeps_its_frozen_copy(tmp_path):
 
 
 def test_feature_device_with_an_adapter_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="feature_device 'cpu' has no effect with an adapter"):
+    with pytest.raises(ValueError, match="feature_device: cpu has no effect with an adapter"):
         make(tmp_path, feature_device="cpu")
 
 
@@ -260,6 +260,12 @@ def test_arguments_without_effect_are_refused(arguments, kwargs, match, tmp_path
     args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **arguments)
     with pytest.raises(ValueError, match=match):
         StridedEBFTTrainer(tiny_model("llama"), args, **kwargs)
+
+
+def test_sharded_parameters_of_deepspeed_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("ebft.strided.validation.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ConfigError, match="DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP"):
+        make(tmp_path)
 
 
 def test_plain_training_arguments_are_refused(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from ebft.config import rules
 from ebft.config.section import Section
 
 _PREPARED = "rows are tokenised anew when the run starts"
@@ -91,7 +92,7 @@ _REMOVE = "remove it"
 UNSUPPORTED = {
     "plugins": _REMOVE,
     "early_stopping_patience": "remove it; load_best_model_at_end: true ends with the best checkpoint",
-    "neftune_noise_alpha": "remove it; noise in the embeddings would make training differ from sampling",
+    "neftune_noise_alpha": f"remove it; {rules.NEFTUNE}",
     "eval_table_size": _REMOVE,
     "eval_max_new_tokens": _REMOVE,
     "cosine_min_lr_ratio": "set lr_scheduler: cosine_with_min_lr and lr_scheduler_kwargs: {min_lr_rate: ...}",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ebft.config import rules
 from ebft.config.options import FeatureOptions
 from ebft.config.section import option_names
 
@@ -26,11 +27,9 @@ PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.1224
 
 def feature_conflicts(config: RunConfig) -> Iterator[str]:
     """A place for the feature network, and an adapter, which needs none."""
-    if config.ebft.feature_device is not None and config.adapter is not None:
-        yield (
-            f"ebft.feature_device: {config.ebft.feature_device} has no effect with an adapter, since features come "
-            "from the policy with its adapter disabled. Remove it."
-        )
+    found = rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
+    if found:
+        yield found
 
 
 def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ebft.config import rules
 from ebft.config.carried_over import Ignored
 from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions
@@ -142,11 +143,11 @@ class GRPO(Method):
             yield from rule(config)
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
-        if config.uses_server and config.adapter is None and not machine.has_accelerator:
-            yield (
-                "Full fine-tuning sends all weights to the vLLM server, which vLLM does between GPUs only, and there "
-                "is none here. Set adapter: lora, or trl.use_vllm: false."
-            )
+        found = rules.full_weights(
+            config.uses_server, config.adapter is not None, machine.has_accelerator, rules.in_config
+        )
+        if found:
+            yield found
 
     def _rewards(self, config: RunConfig) -> Iterator[str]:
         funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
@@ -243,13 +244,9 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
 
 def _batches(config: RunConfig) -> Iterator[str]:
     trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
-    if trl.generation_batch_size is None and samples % trl.num_generations:
-        yield (
-            f"micro_batch_size {config.micro_batch_size} times gradient_accumulation_steps "
-            f"{config.gradient_accumulation_steps} are {samples} completions, which trl.num_generations "
-            f"{trl.num_generations} does not divide: every prompt needs all of its completions in one step. Change one "
-            "of them."
-        )
+    found = rules.groups(samples, trl.num_generations, rules.in_config)
+    if trl.generation_batch_size is None and found:
+        yield found
     per_process = config.eval_batch_size
     if per_process is not None and per_process % trl.num_generations:
         yield f"eval_batch_size {per_process} is no multiple of trl.num_generations {trl.num_generations}. Change one."
@@ -257,13 +254,11 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _rollouts(config: RunConfig) -> Iterator[str]:
     trl = config.trl
-    if trl.async_prefetch and not config.uses_server:
-        yield (
-            "trl.async_prefetch generates on a server while training goes on. Set trl.use_vllm: true with "
-            "trl.vllm_mode: server or managed, or remove it."
-        )
-    if trl.vllm_guided_decoding_regex is not None and not trl.use_vllm:
-        yield "trl.vllm_guided_decoding_regex needs vLLM. Set trl.use_vllm: true, or remove it."
+    shared = (
+        rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config),
+        rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config),
+    )
+    yield from filter(None, shared)
     if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
         yield (
             "trl.sync_ref_model moves a reference model, which there is with trl.beta above 0 and without an adapter "

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ebft.config import rules
 from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, resolve_single_sample
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
@@ -42,11 +43,7 @@ class Strided(Method):
             warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
         if config.torch_compile:
             config.torch_compile = False
-            warnings.warn(
-                "torch_compile: true is set to false in strided mode: attention over rollouts changes its layout "
-                "in every batch, and compiling the model again for each costs more than it saves.",
-                stacklevel=2,
-            )
+            warnings.warn(rules.compiled(rules.in_config), stacklevel=2)
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         try:

@@ -7,8 +7,10 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ebft.anchors import count_blocks, first_anchor
+from ebft.config import rules
 from ebft.data.collator import DocumentCollator
 from ebft.data.lengths import token_counts
 from ebft.errors import ConfigError, DataError
@@ -21,9 +23,9 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be a {config_class.__name__}, got {type(args).__name__}")
     if args.neftune_noise_alpha is not None:
-        raise ConfigError(
-            "neftune_noise_alpha adds noise to the training forward that rollouts are sampled without. Leave it out"
-        )
+        raise ConfigError(f"neftune_noise_alpha: remove it; {rules.NEFTUNE}")
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP.")
     if args.label_smoothing_factor:
         raise ConfigError("label_smoothing_factor has no part in the EBFT loss. Leave it out, or use ce_coef")
     for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
@@ -31,11 +33,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
             raise ConfigError(f"{name} has no effect in StridedEBFTTrainer: leave it out")
     if args.torch_compile:
         args.torch_compile = False
-        warnings.warn(
-            "torch_compile is not applied: the number of blocks changes from batch to batch, and every change would "
-            "compile the model anew",
-            stacklevel=3,
-        )
+        warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
     saving = [
         name
         for name, given in (

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from ebft.config import rules
 from ebft.config.options import (
     DropoutOption,
     FeatureOptions,
@@ -83,18 +84,14 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         self._check_generation_kwargs()
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns = False
-        if self.async_prefetch and not self.uses_server:
-            raise ConfigError(
-                "async_prefetch generates on a server while the trainer trains. Set use_vllm with vllm_mode server or "
-                "managed, or leave async_prefetch out."
-            )
-        samples = self.per_device_train_batch_size * self.steps_per_generation
-        if samples % self.num_generations:
-            raise ConfigError(
-                f"{samples} completions per process and generation step (batch size {self.per_device_train_batch_size} "
-                f"times {self.steps_per_generation} steps) do not hold whole groups of num_generations "
-                f"{self.num_generations}. Change one of them so that the last divides the first."
-            )
+        completions = self.per_device_train_batch_size * self.steps_per_generation
+        for found in (
+            rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),
+            rules.groups(completions, self.num_generations, rules.in_python),
+            rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python),
+        ):
+            if found:
+                raise ConfigError(found)
 
     def _check_generation_kwargs(self) -> None:
         """Refuse what would make sampling differ from scoring, or would do nothing."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
+from ebft.config import rules
 from ebft.data.conversation import Conversation, Renderer
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
@@ -86,11 +87,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         check_model(model, args)
         check_tokenizer(kwargs.get("processing_class"))
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
-        if args.uses_server and not syncs_adapter and not torch.cuda.is_available():
-            raise ConfigError(
-                "Full fine-tuning sends all weights to the vLLM server, which vLLM does between CUDA devices only, and "
-                "there is none here. Set an adapter (adapter: lora, or peft_config), or use_vllm: false."
-            )
+        unreachable = rules.full_weights(args.uses_server, syncs_adapter, torch.cuda.is_available(), rules.in_python)
+        if unreachable:
+            raise ConfigError(unreachable)
         if args.disable_dropout:
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):

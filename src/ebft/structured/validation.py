@@ -28,8 +28,6 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
         raise ConfigError("DeepSpeed ZeRO-3 is not supported with full completions. Use ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not used here: leave it out, or set use_vllm.")
-    if args.vllm_structured_outputs_regex is not None and not args.use_vllm:
-        raise ConfigError("vllm_structured_outputs_regex needs vLLM: set use_vllm, or leave it out.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO
         args.adaptive_max_tokens = False
         warnings.warn(
