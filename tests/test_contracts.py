@@ -1,0 +1,117 @@
+"""What is used of libraries without being part of their public interface: named here, and looked for in the libraries.
+
+A release that moves one of these fails here with its name and meaning, before something fails where it is hard to read.
+A private name that is not listed fails too: everything that touches one is in these files.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+
+from ebft.sft import SFTTrainer
+from ebft.strided import StridedEBFTTrainer
+from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
+
+ROOT = Path(__file__).parents[1] / "src" / "ebft"
+COUNTS = "(batches, device) -> what the loss is normalised by"
+# Private names of the libraries' trainers that each of our classes reads, sets, calls or overrides.
+OF_TRAINERS = {
+    SFTTrainer: {"_prepare_inputs": "puts a batch on the device"},
+    StridedEBFTTrainer: {"_get_num_items_in_batch": COUNTS},
+    RolloutGRPOTrainer: {
+        "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
+        "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
+        "_entropy_bonus_enabled": "whether the loss has an entropy term",
+        "_generate": "(prompts) -> a tuple whose fourth entry is the completions",
+        "_generate_and_score_completions": "(rows) -> the inputs of the loss; gives rollout_func the prompts alone",
+        "_get_num_items_in_batch": COUNTS,
+        "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
+        "_metrics": "{mode: {name: [values]}}, whose means are logged",
+        "_step": "micro-batches trained on",
+        "_tokenizer": "the tokenizer inside processing_class",
+    },
+    EBFTTrainer: {
+        "_buffered_inputs": "the micro-batches of a generation batch",
+        "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
+        "_compute_loss": "(model, inputs) -> the policy's loss",
+        "_generate_and_score_completions": "(rows) -> the inputs of the loss",
+        "_pending_metrics": "what reward functions log",
+        "_step": "micro-batches trained on",
+    },
+}
+# Names of modules that are not in the libraries' documented interface.
+OF_MODULES = {
+    "transformers.cache_utils": ("DynamicLayer", "DynamicSlidingWindowLayer"),
+    "transformers.masking_utils": ("causal_mask_function",),
+    "transformers.integrations.gguf.reader": ("read_gguf_metadata",),
+    "transformers.integrations.integration_utils": ("INTEGRATION_TO_CALLBACK",),
+    "transformers.pytorch_utils": ("Conv1D",),
+    "transformers.trainer_utils": ("SchedulerType",),
+    "transformers.training_args": ("OptimizerNames",),
+    "transformers.utils": ("ModelOutput", "is_flash_attn_2_available", "is_flash_attn_3_available"),
+    "transformers.utils.quantization_config": ("QuantizationMethod",),
+    "trl.models": ("unwrap_model_for_generation",),
+    "trl.trainer.utils": ("pad",),
+}
+OTHERS = [  # (owner, private name, meaning), used outside the trainers
+    (transformers.Trainer, "_load_from_checkpoint", "(folder) loads its weights"),
+    (transformers.TrainingArguments, "_n_gpu", "GPUs of one process; 1 keeps DataParallel away"),
+]
+
+
+def private_names(owner: type) -> set[str]:
+    """Private names that the source of a class uses on `self` or `super()`, or defines."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(owner)))):
+        if isinstance(node, ast.Attribute):
+            value = node.value
+            is_self = isinstance(value, ast.Name) and value.id == "self"
+            is_super = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "super"
+            found |= {node.attr} if is_self or is_super else set()
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def library_names(owner: type) -> set[str]:
+    """The private names of the classes of libraries that a class derives from."""
+    bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] in ("transformers", "trl")]
+    return set().union(*map(private_names, bases))
+
+
+@pytest.mark.parametrize("owner", OF_TRAINERS, ids=lambda owner: owner.__name__)
+def test_private_names_of_trainers_are_those_that_are_listed(owner):
+    listed, there = OF_TRAINERS[owner], library_names(owner)
+    gone = {name: meaning for name, meaning in listed.items() if name not in there}
+    assert not gone, f"{owner.__name__} relies on what trl {trl.__version__} does not have: {gone}"
+    used = private_names(owner) & there
+    assert used == set(listed), f"{owner.__name__}: not listed: {used - set(listed)}; unused: {set(listed) - used}"
+
+
+@pytest.mark.parametrize("module", OF_MODULES)
+def test_undocumented_names_of_modules_are_there(module):
+    found = importlib.import_module(module)
+    gone = [name for name in OF_MODULES[module] if not hasattr(found, name)]
+    assert not gone, f"{module} of transformers {transformers.__version__}, trl {trl.__version__} has no {gone}"
+
+
+@pytest.mark.parametrize(("owner", "name", "meaning"), OTHERS, ids=lambda value: getattr(value, "__name__", None))
+def test_private_names_used_elsewhere_are_there(owner, name, meaning):
+    assert re.search(rf"\b{name}\b", inspect.getsource(owner)), f"{owner.__name__} has no {name}: {meaning}"
+
+
+def test_every_undocumented_module_is_listed():
+    imported = re.compile(r"^\s*from ((?:transformers|trl)\.[\w.]+) import (\([^)]*\)|[^\n]+)", re.MULTILINE)
+    documented = {"transformers.integrations"}
+    for path in ROOT.rglob("*.py"):
+        for module, names in imported.findall(path.read_text(encoding="utf-8")):
+            wanted = {name.strip() for name in names.partition("#")[0].strip("() \n").split(",") if name.strip()}
+            unlisted = wanted - set(OF_MODULES.get(module, ()))
+            assert module in documented or not unlisted, f"{path}: {module}: {sorted(unlisted)} are not listed"
