@@ -1,7 +1,16 @@
 """Energy-based fine-tuning of language models (Jelassi et al. 2026, arXiv 2603.12248)."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see of the names below
+    from ebft.config.load import load_config
+    from ebft.config.schema import RunConfig
+    from ebft.evaluation.result import Evaluation
+    from ebft.evaluation.run import evaluate
+    from ebft.run.training import TrainResult, train
+    from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+    from ebft.structured import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, FeatureMatchingReward
 
 _EXPORTS = {
     "load_config": "ebft.config.load",

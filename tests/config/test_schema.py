@@ -24,6 +24,10 @@ def test_every_key_is_documented_in_one_sentence(option):
     assert option.type and option.default
 
 
+def test_the_config_has_the_groups_in_the_order_in_which_they_are_shown():
+    assert RunConfig.__bases__ == tuple(reversed(GROUPS.values()))
+
+
 def test_no_key_is_declared_twice():
     names = [name for group in GROUPS.values() for name in group.model_fields]
     assert len(names) == len(set(names)) == len(RunConfig.model_fields)

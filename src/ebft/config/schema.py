@@ -1,7 +1,7 @@
 """The whole run config: one class with every key, its type, default, bounds and sentence of help."""
 
 import os
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,11 +18,17 @@ from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.serving.keys import VLLMSection
 
+# What `rl` may be: whatever ebft.methods lists.
+if TYPE_CHECKING:
+    RL = str
+else:
+    RL = Literal[tuple(dict.fromkeys(rl for rl, _ in METHODS if rl))]
+
 
 class MethodKeys(Section):
     """What kind of training it is."""
 
-    rl: Literal[tuple(dict.fromkeys(rl for rl, _ in METHODS if rl))] | None = Field(
+    rl: RL | None = Field(
         None,
         description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: plain fine-tuning "
         "on the cross-entropy.",
@@ -52,7 +58,21 @@ GROUPS: dict[str, type[Section]] = {
 }
 
 
-class RunConfig(*reversed(GROUPS.values())):  # pydantic lists the fields of the last base first
+class RunConfig(  # of the groups, the last first: pydantic lists the fields of the last base first
+    CarriedOverKeys,
+    HubKeys,
+    ReportingKeys,
+    EvaluationKeys,
+    CheckpointKeys,
+    HardwareKeys,
+    LengthKeys,
+    OptimizerKeys,
+    DataKeys,
+    AdapterKeys,
+    AttentionKeys,
+    ModelKeys,
+    MethodKeys,
+):
     """Everything one run needs to know; made by `load_config` or `RunConfig.from_dict`.
 
     `attn_implementation` alone then says which attention was asked for (None: the model's choice).
