@@ -55,7 +55,13 @@ def test_loss_and_gradients(model, tokenizer, tmp_path):
     policy = lora(copy.deepcopy(model))
     twin = copy.deepcopy(policy).eval()
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    options = {"max_completion_length": 8, "ce_coef": 0.3, "use_whitening": True, "temperature": 1.0}
+    options = {
+        "max_completion_length": 8,
+        "gt_length_floor": 1,
+        "ce_coef": 0.3,
+        "use_whitening": True,
+        "temperature": 1.0,
+    }
     trainer = make(policy, tokenizer, tmp_path, Dataset.from_list(rows), **settings, **options)
     loss, gradients, rollouts, batch = one_step(trainer)
     wanted = oracle_loss(twin, model, tokenizer, rollouts, batch, trainer.args)

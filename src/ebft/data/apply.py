@@ -1,7 +1,9 @@
 """Running a transform over raw rows: how it is called, and what is said when it fails."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,9 @@ from ebft.data.config_view import ConfigView
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
 # What becomes of one transformed row: its fields and the words for where it stands, to its columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
@@ -17,7 +22,7 @@ Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
 def apply_transform(
     raw: Dataset,
     entry: Any,
-    config: Any,
+    config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     features: Features,
@@ -46,7 +51,7 @@ def apply_transform(
     )
 
 
-def _build(entry: Any, config: Any) -> tuple[Callable, dict[str, Any]]:
+def _build(entry: Any, config: RunConfig) -> tuple[Callable, dict[str, Any]]:
     built = find_transform(entry.type)(ConfigView(config), dataset=entry)
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(

@@ -1,13 +1,18 @@
 """The config as transforms see it: attributes, and also `cfg["key"]` and `cfg.get("key")` as in other trainers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 
 class ConfigView(Mapping):
     """A run config that reads as a mapping of its keys too; keys that the config lacks are absent."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
 
     def __getattr__(self, key: str) -> Any:

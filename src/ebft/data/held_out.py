@@ -1,9 +1,11 @@
 """Held-out rows for `ebft evaluate`, each with its document: the raw row that it came from."""
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
@@ -11,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data import load, prompts
 from ebft.data.sources import read_source
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 
 @dataclass
@@ -38,7 +43,7 @@ class HeldOut:
         return [0, *np.cumsum([len(source) for source in self._sources])[:-1].tolist()]
 
 
-def load_held_out(config: Any, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """The config's held-out rows (`test_datasets`, or the `val_set_size` split), of `evaluation.documents` documents.
 
     Columns are those of `load_prompts` where completions are whole, else those of `load_datasets`. Raises DataError

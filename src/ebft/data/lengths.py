@@ -1,7 +1,9 @@
 """Bringing rows to `sequence_len` and dropping those that training cannot use, with a count for each reason."""
 
+from __future__ import annotations
+
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 from datasets import Dataset
@@ -9,6 +11,9 @@ from datasets import Dataset
 from ebft.anchors import first_anchor
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 # Reasons to drop, worded to follow "dropped 12 ".
 EMPTY = "without text"
@@ -30,7 +35,7 @@ def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
     return first + ebft.generate_max_len <= length
 
 
-def cut_and_drop(rows: Dataset, config: Any, counts: Counter) -> Dataset:
+def cut_and_drop(rows: Dataset, config: RunConfig, counts: Counter) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; what was cut or dropped is added to `counts` by reason.
 
     Text without a prompt is cut into consecutive windows, rows with a prompt lose their end (`truncated`).
@@ -51,7 +56,7 @@ def cut_and_drop(rows: Dataset, config: Any, counts: Counter) -> Dataset:
 class _Cutter:
     """A batched map function that keeps count."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.sequence_len = config.sequence_len
         self.block = config.ebft if config.method.samples_blocks else None
         # A window of nothing but masked thinking has no labels, and rollouts to learn from all the same.

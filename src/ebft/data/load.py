@@ -1,10 +1,12 @@
 """From the `datasets:` section of a config to rows for training and for evaluation; here rows of tokens."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
@@ -15,11 +17,14 @@ from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
 # Usable rows of a source, given its entry, its raw rows, the number of the first, and the counts to add to.
 LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
 
 
-def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def load_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows (None when the config holds nothing out).
 
     Columns: `input_ids` and `labels` (lists of ints, equally long, at most `sequence_len`, unpadded; labels -100 where
@@ -30,7 +35,7 @@ def load_datasets(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     return _finished(train), None if evaluation is None else _finished(evaluation)
 
 
-def token_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+def token_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Makes rows of tokens, at most `sequence_len` each, of a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
@@ -40,7 +45,7 @@ def token_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     return load_entry
 
 
-def load_sections(config: Any, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
+def load_sections(config: RunConfig, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
     """The rows of `datasets`, shuffled, and those to evaluate on: of `test_datasets`, or held out.
 
     `load_entry` makes usable rows, with the column `document`, of one source; `hint` says what to do where none is
@@ -57,7 +62,7 @@ def load_sections(config: Any, load_entry: LoadEntry, hint: str) -> tuple[Datase
     return train, evaluation
 
 
-def load_held_out_section(config: Any, load_entry: LoadEntry, hint: str) -> Dataset:
+def load_held_out_section(config: RunConfig, load_entry: LoadEntry, hint: str) -> Dataset:
     """The rows to evaluate on, alone, in the order of their documents: of `test_datasets`, or held out of `datasets`.
 
     DataError where the config holds nothing out.
@@ -99,7 +104,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def hint(config: Any) -> str:
+def hint(config: RunConfig) -> str:
     if config.method.samples_blocks:
         ebft = config.ebft
         return (
@@ -110,7 +115,7 @@ def hint(config: Any) -> str:
     return "give rows with text and a reference, or raise sequence_len."
 
 
-def _hold_out(rows: Dataset, documents: int, config: Any) -> tuple[Dataset, Dataset]:
+def _hold_out(rows: Dataset, documents: int, config: RunConfig) -> tuple[Dataset, Dataset]:
     """Split by documents: a share of them below 1, a number of them from 1.
 
     Chosen among all documents, usable or not: methods that drop different ones hold the same ones out.
@@ -128,7 +133,7 @@ def _hold_out(rows: Dataset, documents: int, config: Any) -> tuple[Dataset, Data
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 
 
-def _data_seed(config: Any) -> int:
+def _data_seed(config: RunConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 

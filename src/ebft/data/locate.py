@@ -1,10 +1,15 @@
 """Where a dataset or a base model lives: a path on this machine, a model of `ebft fetch`, or an id on the hub."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ebft.errors import DataError, EBFTError, ModelError
 from ebft.fetch.models import MODELS, fetched_folder, nearest_model
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 REACH_TIMEOUT = 5.0  # seconds; the hub client alone retries for half a minute before it gives up
 
@@ -43,7 +48,7 @@ def lasting_name(name: str) -> str:
     return name if folder is None else str(folder)
 
 
-def base_name(config: Any) -> str:
+def base_name(config: RunConfig) -> str:
     """The base model of `config` by its lasting name: the path of the GGUF file where `gguf_file` names one."""
     folder = lasting_name(config.base_model)
     return folder if config.gguf_file is None else str(Path(folder) / config.gguf_file)

@@ -1,8 +1,10 @@
 """One row of a transform for structured mode: its fields checked, its tokens counted, and why it cannot be used."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +14,9 @@ from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENC
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.messages import messages_of
 from ebft.errors import DataError
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 # A row as JSON, since its columns and their types are known only once all rows are there; the names of its columns; its
 # kind of prompt, empty for none; the reason to drop it, empty for none.
@@ -41,7 +46,7 @@ RESERVED = (
 class PromptRow:
     """Makes the columns of `FEATURES` of what a transform returned; DataError says which field is wrong."""
 
-    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
         self.sequence_len = config.sequence_len
         self.needs_reference = config.method.needs_reference

@@ -1,8 +1,10 @@
 """From the `datasets:` section of a config to prompts with their references, for structured mode and `rl: grpo`."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +17,13 @@ from ebft.data.load import LoadEntry, load_sections
 from ebft.data.prompt_rows import FEATURES, PromptRow
 from ebft.errors import DataError
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
 _BATCH = 1000  # rows unpacked at once
 
 
-def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows (None when the config holds nothing out).
 
     Columns: `prompt` (text in all rows, or messages in all), `ground_truth` (text; None where `rl: grpo` has none),
@@ -32,7 +37,7 @@ def load_prompts(config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
 
 
-def prompt_rows(config: Any, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+def prompt_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Makes packed rows of prompts of a source, of one kind over all sources."""
     sources: dict[str, str] = {}  # the kinds of prompts that there are, each with the first source of it
 
@@ -54,7 +59,7 @@ def unpack_rows(rows: Dataset) -> Dataset:
     return _unpacked(rows, _columns(rows))
 
 
-def hint(config: Any) -> str:
+def hint(config: RunConfig) -> str:
     if not config.method.needs_reference:
         return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
     return (

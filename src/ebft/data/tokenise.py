@@ -1,8 +1,10 @@
 """Token rows: what a transform returns, held to the fields that training on tokens needs."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +13,9 @@ from ebft.data.apply import apply_transform
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 FEATURES = Features(
     {
@@ -23,7 +28,7 @@ FEATURES = Features(
 
 
 def tokenise(
-    raw: Dataset, entry: Any, config: Any, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
+    raw: Dataset, entry: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length` and `document`, the number of the raw row.
 

@@ -3,13 +3,18 @@
 A bare `module` is short for `module.transform` where the module is built in.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ebft.config.imports import find_function, no_function
 from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
 from ebft.errors import DataError
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 _KEY = "datasets.type"
 _FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
@@ -35,7 +40,7 @@ def own_transform(name: str) -> Callable:
     return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
 
 
-def check_transform(name: str, config: Any) -> None:
+def check_transform(name: str, config: RunConfig) -> None:
     """Refuse a `type` that names no transform, or a built-in one whose rows this run cannot train on."""
     found = built_in(name)
     if found is None:
@@ -46,7 +51,7 @@ def check_transform(name: str, config: Any) -> None:
         raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
 
 
-def equivalent_transform(name: str, config: Any) -> str | None:
+def equivalent_transform(name: str, config: RunConfig) -> str | None:
     """The built-in transform that stands in for `name` in this run; None where none is needed, or there is none."""
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
@@ -54,7 +59,7 @@ def equivalent_transform(name: str, config: Any) -> str | None:
     return None if given in (None, config.method.rows) else EQUIVALENT_TRANSFORMS.get(full)
 
 
-def wanted_rows(config: Any) -> str:
+def wanted_rows(config: RunConfig) -> str:
     """Which rows this run trains on and the transforms that give them, worded to follow "but "."""
     wanted = config.method.rows
     fitting = [
@@ -69,7 +74,7 @@ def wanted_rows(config: Any) -> str:
     )
 
 
-def trains_on(config: Any) -> str:
+def trains_on(config: RunConfig) -> str:
     """Which rows this run trains on, in words."""
     return f"{config.method.name} trains on rows of {_FIELDS[config.method.rows]}"
 

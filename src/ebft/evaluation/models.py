@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -19,6 +19,9 @@ from ebft.models.base import check_sequence_len, load_base_model, load_model_con
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
 ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
@@ -32,14 +35,14 @@ class Subject:
     network: FeatureNetwork
 
 
-def own_models(config: Any) -> list[str]:
+def own_models(config: RunConfig) -> list[str]:
     """What a config's run is about, where the user names no model: its base model, and what it has trained."""
     folder = Path(config.output_dir)
     trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
     return [config.base_model, *([config.output_dir] if trained else [])]
 
 
-def check_model(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse, before anything is measured, a model that is not there, or whose tokens or positions do not fit.
 
     Raises ModelError, or ConfigError where `sequence_len` is beyond its positions.
@@ -63,7 +66,7 @@ def check_model(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> N
             )
 
 
-def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
+def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
     """The model `name`, a folder or a hub id of a whole model or an adapter, beside the feature network.
 
     The network is always the config's `base_model`, frozen. Where `name` is that model, or an adapter that leaves its
@@ -84,7 +87,7 @@ def load_subject(config: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> 
     return Subject(policy, network)
 
 
-def _shares_base(config: Any, name: str, adapter: PeftConfig | None) -> bool:
+def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bool:
     """Whether the policy without its adapter is the config's base model, weight by weight."""
     if adapter is None:
         return _same_model(config, name)
@@ -131,7 +134,7 @@ def _adapter_of(name: str) -> PeftConfig | None:
     return found
 
 
-def _with_adapter(config: Any, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     base = adapter.base_model_name_or_path
     try:
         model = load_base_model(_of_base(config, base), tokenizer)
@@ -140,7 +143,7 @@ def _with_adapter(config: Any, adapter: PeftConfig, name: str, tokenizer: PreTra
         raise ModelError(f"an adapter on {base} that cannot be loaded: {error}") from error
 
 
-def _of_base(config: Any, name: str) -> Any:
+def _of_base(config: RunConfig, name: str) -> Any:
     """The config with another base model; its weights' own configuration goes with it."""
     if _same_model(config, name):
         return config
@@ -153,6 +156,6 @@ def _of_base(config: Any, name: str) -> Any:
     return config.model_copy(update={"base_model": name, **own})
 
 
-def _same_model(config: Any, name: str) -> bool:
+def _same_model(config: RunConfig, name: str) -> bool:
     """Whether `name` is the config's base model; its folder is, where `gguf_file` names a file in there."""
     return lasting_name(name) in (base_name(config), lasting_name(config.base_model))

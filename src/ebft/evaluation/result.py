@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from rich.table import Table
 from ebft.errors import ConfigError
 from ebft.evaluation.settings import Settings
 from ebft.scores import CURVE, Scores, interval
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
 # In the order in which they are shown; downstream metrics follow.
@@ -89,7 +92,7 @@ class Evaluation:
 
 
 def summarise(
-    names: list[str], found: list[Scores], settings: Settings, config: Any, documents: list[int], seconds: float
+    names: list[str], found: list[Scores], settings: Settings, config: RunConfig, documents: list[int], seconds: float
 ) -> Evaluation:
     """The evaluation of models called `names` with the scores `found`, in the same order, on `documents`."""
     wanted = config.evaluation

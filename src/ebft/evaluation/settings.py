@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ebft.errors import ConfigError
 from ebft.structured.rollouts.turns import ReferenceLimit
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Settings:
     seed: int
 
     @classmethod
-    def of(cls, config: Any) -> Settings:
+    def of(cls, config: RunConfig) -> Settings:
         """The settings of a config; ConfigError where its pass@k asks for more samples than there are."""
         wanted, of_run = config.evaluation, config.method.sampling(config)
         samples = wanted.samples or max(2, of_run.samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,12 +12,15 @@ from ebft.data.held_out import HeldOut
 from ebft.evaluation.downstream import Metric
 from ebft.evaluation.settings import Settings
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
 
 @dataclass(frozen=True)
 class Task:
     """Everything of an evaluation but the models."""
 
-    config: Any
+    config: RunConfig
     settings: Settings
     held_out: HeldOut
     tokenizer: PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.scores import Scores
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.strided.policy import check_supported
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
 
@@ -65,7 +68,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
     return scores
 
 
-def _takes_blocks(config: Any, subject: Subject) -> bool:
+def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
     """Whether blocks can be sampled from the models; strided mode insists, plain fine-tuning does without."""
     try:
         for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):

@@ -1,8 +1,10 @@
 """LoRA adapters through PEFT: a fresh one, or one to go on training."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -10,8 +12,11 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
-def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | PeftModel:
+
+def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | PeftModel:
     """`model` with the adapter that the config asks for, or `model` itself where it asks for none.
 
     Adapter weights are float32 whatever the base weights are. `lora_model_dir` goes on from a saved adapter, whose own
@@ -40,7 +45,7 @@ def attach_adapter(model: PreTrainedModel, config: Any) -> PreTrainedModel | Pef
         ) from error
 
 
-def lora_config(model: PreTrainedModel, config: Any) -> LoraConfig:
+def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
     """PEFT's settings from the `lora_` keys."""
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -59,7 +64,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     )
 
 
-def _targets(model: PreTrainedModel, config: Any) -> str | list[str]:
+def _targets(model: PreTrainedModel, config: RunConfig) -> str | list[str]:
     wanted = config.lora_target_modules
     if wanted is None:
         return "all-linear"

@@ -1,6 +1,8 @@
 """The base model: loaded once, in the type, place and attention implementation that the config asks for."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,13 +17,16 @@ from ebft.models.precision import weights_dtype
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_model
 from ebft.models.quantisation import quantisation_config
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
-def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
+
+def load_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
     """The model to train: the base model, with the adapter where the config asks for one."""
     return attach_adapter(load_base_model(config, tokenizer), config)
 
 
-def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_base_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The causal language model of `base_model`, its embeddings grown to the tokenizer's vocabulary.
 
     Raises ModelError when it cannot be found or loaded, ConfigError when `sequence_len` is beyond its positions.
@@ -49,7 +54,7 @@ def load_base_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     return model
 
 
-def find_base_model(config: Any) -> str:
+def find_base_model(config: RunConfig) -> str:
     """The lasting name of the base model; ModelError where it is not there."""
     if config.gguf_file is not None:
         check_gguf_file(lasting_name(config.base_model), config.gguf_file)
@@ -57,7 +62,7 @@ def find_base_model(config: Any) -> str:
     return find_model(config.base_model, "base_model")
 
 
-def load_model_config(config: Any) -> Any:
+def load_model_config(config: RunConfig) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
     name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
@@ -77,7 +82,7 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
         )
 
 
-def _check_growth(config: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_growth(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """New embeddings beside an adapter are saved with it where PEFT finds the base's config.json to compare with."""
     size = model.get_input_embeddings().num_embeddings
     if is_gguf(base_name(config)) and config.adapter is not None and len(tokenizer) > size:

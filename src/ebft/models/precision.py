@@ -1,16 +1,21 @@
 """Which type the loaded weights have."""
 
+from __future__ import annotations
+
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 # Least share of 16-bit weights that a step must change. A smaller one is most of a run's movement lost.
 ENOUGH = 0.25
 
 
-def weights_dtype(config: Any) -> torch.dtype:
+def weights_dtype(config: RunConfig) -> torch.dtype:
     """The type that `torch_dtype` names; else what `bf16` asks for; else float32.
 
     `bf16: auto` means bfloat16 where the GPU computes in it. `fp16` is mixed precision: its weights stay float32,

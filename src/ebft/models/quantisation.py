@@ -1,7 +1,9 @@
 """Quantised base weights through bitsandbytes (`load_in_4bit`, `load_in_8bit`)."""
 
+from __future__ import annotations
+
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import BitsAndBytesConfig
@@ -9,8 +11,11 @@ from transformers import BitsAndBytesConfig
 from ebft.errors import ModelError
 from ebft.models.precision import weights_dtype
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
-def quantisation_config(config: Any) -> BitsAndBytesConfig | None:
+
+def quantisation_config(config: RunConfig) -> BitsAndBytesConfig | None:
     """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, None for plain ones.
 
     Raises ModelError without the bitsandbytes package or without a CUDA device.

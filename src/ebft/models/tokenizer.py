@@ -1,7 +1,9 @@
 """The base model's tokenizer, with the config's special tokens and chat template."""
 
+from __future__ import annotations
+
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,8 +12,11 @@ from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
-def load_tokenizer(config: Any) -> PreTrainedTokenizerBase:
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
 
     `special_tokens` that the vocabulary lacks are added to it (`load_model` grows the embeddings). Without a

@@ -1,9 +1,14 @@
 """One line for each log of the trainer: where the run stands, and the EBFT terms with their wanted direction."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 # Label, metric, format, wanted direction (^ up, v down).
 _TERMS = (
@@ -79,6 +84,6 @@ def _rate(logs: dict[str, float]) -> list[str]:
     return [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
 
 
-def default_callbacks(config: Any) -> list[TrainerCallback]:
+def default_callbacks(config: RunConfig) -> list[TrainerCallback]:
     """The callbacks of every run started from a config."""
     return [ConsoleMetrics()]

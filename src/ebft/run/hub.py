@@ -1,11 +1,16 @@
 """Publishing on the model hub: that it can be done is known before training, the upload follows it."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ebft.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
-def check_hub(config: Any) -> None:
+
+def check_hub(config: RunConfig) -> None:
     """Make the repository of `hub_model_id`, which the run needs at its end; ConfigError where that fails."""
     if not config.hub_model_id:
         return
@@ -20,7 +25,7 @@ def check_hub(config: Any) -> None:
         ) from error
 
 
-def push(config: Any) -> None:
+def push(config: RunConfig) -> None:
     """Upload the output folder without its checkpoints."""
     from huggingface_hub import upload_folder
 
