@@ -10,6 +10,12 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whatever ran before it: adapters and samples are random."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE of 512 tokens trained on a few modules of the standard library; no padding token."""
