@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.monitor import CountsBudget, StopOnNonFinite
-from ebft.monitor.held_out import HeldOutMeans
+from ebft.monitor.metrics import HeldOutMeans
 from ebft.scores import perplexities
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import ebft
-from ebft.config.messages import section_of
 from ebft.config.reference import changed_keys, option_groups
 from ebft.config.schema import GROUPS, RunConfig
+from ebft.config.validation_errors import section_of
 
 OPTIONS = [option for options in option_groups().values() for option in options]
 SOURCE = Path(ebft.__file__).parent

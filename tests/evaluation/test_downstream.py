@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ebft import evaluate, load_config
-from ebft.data.held_out import HeldOut
 from ebft.errors import ConfigError, DataError
 from ebft.evaluation.downstream import add_downstream, load_metrics
+from ebft.evaluation.rows import HeldOut
 from ebft.scores import Scores
 
 HERE = "tests.evaluation.metrics"

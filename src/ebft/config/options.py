@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ebft.config.messages import raise_config_error
 from ebft.config.section import Section, option_names, section_of_options, with_help
+from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 
 MAX_TOKENS = 1_000_000

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebft.config.messages import section_of
 from ebft.config.schema import GROUPS, MethodKeys
 from ebft.config.section import Section
+from ebft.config.validation_errors import section_of
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

@@ -7,10 +7,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from ebft.config import checks
 from ebft.config.carried_over import CarriedOverKeys
-from ebft.config.messages import raise_config_error
 from ebft.config.options import EBFTSection
 from ebft.config.section import Section
 from ebft.config.trl import TRLSection
+from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.methods import METHODS, Method, find_method

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.conversation import Message, Renderer
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
+from ebft.data.messages import messages_of
 from ebft.data.transform_names import wanted_rows
-from ebft.data.transforms.messages import messages_of
 from ebft.errors import DataError
 
 if TYPE_CHECKING:

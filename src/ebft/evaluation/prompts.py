@@ -21,8 +21,7 @@ from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.structured.embed import continuation_features, pool_sequence
 from ebft.structured.references import labelled_reference
-from ebft.structured.rollouts.messages import reply_messages
-from ebft.structured.rollouts.turns import Rollout
+from ebft.structured.rollouts.turns import Rollout, reply_messages
 
 EXACT_POSITIONS = 16  # along a completion; after it, curves have one point for each power of two
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from ebft.config.schema import RunConfig
-from ebft.data.held_out import load_held_out
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.downstream import KEY, load_metrics
 from ebft.evaluation.models import Subject, check_model, load_subject, own_models
 from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
+from ebft.evaluation.rows import load_held_out
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.held_out import HeldOut
 from ebft.evaluation.downstream import Metric
+from ebft.evaluation.rows import HeldOut
 from ebft.evaluation.settings import Settings
 
 if TYPE_CHECKING:

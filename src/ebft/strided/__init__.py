@@ -7,11 +7,10 @@ attention.py    prefix and own block, never a dense mask
 tiles.py        the attention itself, with its backward     flex.py   the same by flex_attention, on GPUs
 stacks.py       tiles of short documents that share kernel calls
 embed.py        features of blocks
-logps.py        the head, where a token is scored           loss.py   scoring and the two loss terms
+logps.py        the head, where a token is scored           loss.py   scoring, the two loss terms, their gradients
 policy.py       a causal LM that runs over a layout, inside what is wrapped around it
 held_out.py     metrics on documents not trained on
 validation.py   checks of arguments, model and rows         parity.py a short document against the plain model
-term_gradients.py  gradient norms of the loss's two terms
 interleaved.py  the published layout's masks and positions, for code written against it
 """
 

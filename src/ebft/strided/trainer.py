@@ -34,11 +34,10 @@ from ebft.rewards import FeatureMatch, compute_advantages, match_features
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
-from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.parity import check_parity
 from ebft.strided.policy import check_supported, prepare
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
-from ebft.strided.term_gradients import TermGradients
 from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
 
 BLOCK_OPTIONS = (

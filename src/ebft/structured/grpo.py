@@ -30,11 +30,10 @@ from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
-from ebft.structured.rollouts.messages import reply_messages
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
-from ebft.structured.rollouts.server import ServerRollouts
-from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, roll_out
+from ebft.structured.rollouts.server_rollouts import ServerRollouts
+from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
 from ebft.structured.validation import (
     check_arguments,
     check_model,

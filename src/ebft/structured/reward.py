@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.options import RewardOptions, options_from
@@ -18,6 +18,7 @@ from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.trainable import check_adapter
 from ebft.rewards import FeatureMatch, match_features
+from ebft.scores import feature_scores
 from ebft.structured.embed import embed_continuations
 
 
@@ -152,3 +153,19 @@ def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable
     declared = generation_config.eos_token_id if generation_config is not None else None
     declared = [declared] if isinstance(declared, int) else declared or []
     return {*renderer.end_ids(), *declared, *stop_token_ids}
+
+
+def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:
+    """Feature matching of every group, repeated for its samples (M * N,), in the one space that models compare in:
+
+    normalised and unwhitened, as in strided mode (`ebft.scores.feature_scores`).
+    """
+    n = match.samples.shape[1]
+    values = feature_scores(
+        match.samples,
+        match.reference,
+        alignment_coef=options.alignment_coef,
+        diversity_coef=options.diversity_coef,
+        pass_at=sorted({1, n}),
+    )
+    return {name: value.repeat_interleave(n) for name, value in values.items()}

@@ -22,14 +22,12 @@ from ebft.data.conversation import Conversation
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
-from ebft.monitor.held_out import HeldOutMeans
-from ebft.monitor.metrics import MeanMetrics
+from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
-from ebft.structured.held_out import held_out_values
 from ebft.structured.references import labelled_reference
-from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.reward import FeatureMatchingReward, held_out_values
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.validation import check_arguments, check_rows
 

@@ -6,8 +6,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.messages import Message, replies
 from ebft.data.thinking import thinking_spans, token_mask
-from ebft.data.transforms.messages import Message, replies
 from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.errors import DataError
 

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from ebft.data.messages import chat_of
 from ebft.data.transforms.chat import chat_transform
-from ebft.data.transforms.messages import chat_of
 
 
 def transform(cfg, dataset, **kwargs):

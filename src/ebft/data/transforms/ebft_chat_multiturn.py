@@ -5,7 +5,7 @@
 chat without such a turn is all prompt.
 """
 
-from ebft.data.transforms.messages import Message, answers, before_last_answer, chat_of, content_text
+from ebft.data.messages import Message, answers, before_last_answer, chat_of, content_text
 
 
 def transform(cfg, dataset, **kwargs):

@@ -6,8 +6,8 @@
 
 from typing import Any
 
+from ebft.data.messages import Message
 from ebft.data.transforms.chat import chat_transform
-from ebft.data.transforms.messages import Message
 from ebft.data.transforms.pairs import prompt_and_completion
 
 

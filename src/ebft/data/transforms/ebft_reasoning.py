@@ -6,9 +6,9 @@ thinking of earlier turns apart. `transform_strided` gives `{input_ids, labels, 
 
 from functools import partial
 
+from ebft.data.messages import Message, before_last_answer, chat_of, content_text
 from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
 from ebft.data.transforms.chat import chat_transform
-from ebft.data.transforms.messages import Message, before_last_answer, chat_of, content_text
 
 
 def transform(cfg, dataset, **kwargs):

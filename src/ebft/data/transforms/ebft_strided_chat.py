@@ -6,8 +6,8 @@ The prompt is everything before the last assistant turn, with the chat template'
 
 from functools import partial
 
+from ebft.data.messages import chat_of
 from ebft.data.transforms.chat import chat_transform
-from ebft.data.transforms.messages import chat_of
 
 
 def transform(cfg, dataset, **kwargs):

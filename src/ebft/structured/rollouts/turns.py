@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ebft.data.conversation import Conversation, Turn, end_length
+from ebft.data.conversation import Conversation, Message, Turn, end_length
 from ebft.errors import DataError
 from ebft.structured.rollouts.sampling import Backend
 
@@ -110,3 +110,22 @@ def roll_out(
 def _after_end(lead_ids: list[int], last_id: int, end_ids: Collection[int]) -> list[int]:
     """What leads to the next reply begins by ending this one, which a finished reply has done itself."""
     return lead_ids[end_length(lead_ids, end_ids) :] if last_id in end_ids else lead_ids
+
+
+def reply_messages(
+    tokenizer: Any, rollout: Rollout, remaining_turns: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """A rolled-out conversation as messages: the replies as sampled, the turns between them as given."""
+    replies = iter(tokenizer.batch_decode(rollout.replies, skip_special_tokens=True))
+    messages = [{"role": "assistant", "content": next(replies)}]
+    given: list[Message] = []
+    for message in remaining_turns or []:
+        if message.get("role") != "assistant":
+            given.append({key: value for key, value in message.items() if value is not None})
+            continue
+        reply = next(replies, None)
+        if reply is None:
+            break
+        messages += [*given, {"role": "assistant", "content": reply}]
+        given = []
+    return messages
