@@ -1,4 +1,4 @@
-"""Plain fine-tuning: transformers' own Trainer, whose evaluation gives the cross-entropies that the other modes give.
+"""SFT: transformers' own Trainer, whose evaluation gives the cross-entropies that the other modes give.
 
 B  rows   S  tokens   V  vocabulary
 """

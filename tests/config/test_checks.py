@@ -72,7 +72,7 @@ def test_a_saved_adapter_brings_its_own_settings(make):
 )
 def test_sections_of_other_methods_warn_once_in_plain_fine_tuning(make, sections, idle):
     config, messages = warned(make, **sections, rl=None)
-    assert config.method.name.startswith("plain")
+    assert config.method.name.startswith("SFT")
     assert len(messages) == (idle is not None)
     assert all(message.startswith(f"{idle}: no effect, since rl is not set") for message in messages)
 
@@ -146,5 +146,5 @@ def test_a_compiled_model_has_no_budget_of_flops(make):
 
 def test_a_budget_of_sampled_tokens_means_nothing_in_plain_fine_tuning(make):
     _, messages = warned(make, budget={"generated_tokens": 10})
-    assert messages == ["budget.generated_tokens has no effect in plain fine-tuning, which samples none."]
+    assert messages == ["budget.generated_tokens has no effect in SFT, which samples none."]
     assert not warned(make, budget={"documents": 10, "flops": 1e9})[1]

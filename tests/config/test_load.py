@@ -115,7 +115,7 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("micro_batch_size: true\n", "micro_batch_size: True does not fit; it must be a whole number."),
         ("bf16: maybe\n", "bf16: 'maybe' does not fit; it must be true or false or 'auto'."),
         ("seed: 5000000000\n", "seed: 5000000000 does not fit; it must be at most 4294967295."),
-        ("rl: sft\n", "it must be 'ebft' or 'grpo', or be left out for plain fine-tuning."),
+        ("rl: sft\n", "it must be 'ebft' or 'grpo', or be left out for SFT."),
         ("rl: ebft\nebft: {stride: 1e23}\n", "ebft.stride: 1e+23 does not fit"),
         ("rl: ebft\nebft: {stride: 3000000}\n", "at most 1000000"),
         ("wandb_name: 7\n", "put it in quotes"),

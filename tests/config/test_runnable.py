@@ -25,7 +25,7 @@ from ebft.run.checks import check_runnable
         ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
         (
             {"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
-            "plain fine-tuning .* trains on rows of input_ids and labels",
+            "SFT .* trains on rows of input_ids and labels",
         ),
         ({"deepspeed": {}}, "pip install deepspeed"),
         ({"sample_packing": True, "group_by_length": True}, "group_by_length sorts rows"),

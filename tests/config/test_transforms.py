@@ -30,7 +30,7 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
 @pytest.mark.parametrize(
     ("keys", "name", "message"),
     [
-        ({"rl": None}, "ebft_opencode", r"plain fine-tuning \(rl is not set\) trains on rows of input_ids and labels"),
+        ({"rl": None}, "ebft_opencode", r"SFT \(rl is not set\) trains on rows of input_ids and labels"),
         (MODES["tokens"][1], "ebft_opencode", "strided mode trains on rows of input_ids and labels. Use ebft_pretrain"),
         (
             {"rl": "grpo"},

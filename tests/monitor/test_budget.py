@@ -5,7 +5,7 @@ import torch
 
 from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
 from ebft.run.keys import BudgetSection
-from tests.monitor.plain import plain_trainer
+from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebft.monitor.flops import FlopMeter, forward_flops
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from tests.monitor.plain import plain_trainer
+from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import make as make_strided

@@ -90,7 +90,7 @@ def test_plain_fine_tuning_lowers_the_loss(make):
     result = train(make(max_steps=12, lr_scheduler="constant", learning_rate=5e-3, val_set_size=2, evals_per_epoch=1))
     losses = [entry["loss"] for entry in result.trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] and "eval_loss" in result.metrics
-    assert "plain fine-tuning" in (Path(result.output_dir) / "README.md").read_text()
+    assert "SFT" in (Path(result.output_dir) / "README.md").read_text()
 
 
 def test_plain_lora_in_bfloat16(make):

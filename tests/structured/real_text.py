@@ -20,7 +20,7 @@ def transform(cfg, **kwargs):
 
 
 def make_base_model(folder: Path, steps: int = 500) -> Path:
-    """Train a tokenizer and a Llama of 0.9 million parameters by plain fine-tuning; rows go beside it."""
+    """Train a tokenizer and a Llama of 0.9 million parameters by SFT; rows go beside it."""
     from ebft import train
     from ebft.config.schema import RunConfig
 

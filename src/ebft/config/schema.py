@@ -30,8 +30,8 @@ class MethodKeys(Section):
 
     rl: RL | None = Field(
         None,
-        description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: plain fine-tuning "
-        "on the cross-entropy.",
+        description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: SFT, on the "
+        "cross-entropy alone.",
     )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
     trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode and of GRPO.")

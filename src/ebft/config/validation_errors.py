@@ -84,7 +84,7 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
         return str(detail["ctx"]["error"])
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
     if key == "rl":
-        wanted += ", or be left out for plain fine-tuning"
+        wanted += ", or be left out for SFT"
     return f"{key}: {detail['input']!r} does not fit; it must be {wanted}."
 
 

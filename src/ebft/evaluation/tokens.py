@@ -31,7 +31,7 @@ BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion
 def measure_tokens(task: Task, subject: Subject) -> Scores:
     """The scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
 
-    Rows without room for a block, which plain fine-tuning keeps, count for the cross-entropy alone.
+    Rows without room for a block, which SFT keeps, count for the cross-entropy alone.
     """
     ebft, settings = task.config.ebft, task.settings
     measure = (
@@ -69,7 +69,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
 
 
 def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
-    """Whether blocks can be sampled from the models; strided mode insists, plain fine-tuning does without."""
+    """Whether blocks can be sampled from the models; strided mode insists, SFT does without."""
     try:
         for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
             check_supported(model)

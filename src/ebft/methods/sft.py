@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class SFT(Method):
     """Cross-entropy on the labels of every row, by transformers' own Trainer."""
 
-    name = "plain fine-tuning (rl is not set)"
+    name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
 
     def summary(self, config: RunConfig) -> str:
-        return "plain fine-tuning on the cross-entropy"
+        return "SFT, on the cross-entropy alone"
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
@@ -29,12 +29,10 @@ class SFT(Method):
         if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
             idle.insert(0, "ebft")
         if config.budget.generated_tokens is not None:
-            warnings.warn(
-                "budget.generated_tokens has no effect in plain fine-tuning, which samples none.", stacklevel=2
-            )
+            warnings.warn("budget.generated_tokens has no effect in SFT, which samples none.", stacklevel=2)
         if idle:
             warnings.warn(
-                f"{', '.join(idle)}: no effect, since rl is not set, which is plain fine-tuning. Energy-based "
+                f"{', '.join(idle)}: no effect, since rl is not set, which is SFT. Energy-based "
                 "fine-tuning is rl: ebft.",
                 stacklevel=2,
             )

@@ -105,7 +105,7 @@ class HardwareKeys(Section):
     gradient_checkpointing_kwargs: CheckpointingKwargs | None = Field(
         None, description="Arguments of gradient checkpointing."
     )
-    torch_compile: bool = Field(False, description="Compile the model (plain fine-tuning only).")
+    torch_compile: bool = Field(False, description="Compile the model (SFT only).")
     ddp: bool | None = Field(
         None,
         description="true insists on several processes, false on one; unset takes what was launched.",

@@ -1,4 +1,4 @@
-"""Chats for plain fine-tuning: `{messages}` -> `{input_ids, labels, prompt_length}`, every assistant turn a label."""
+"""Chats for SFT: `{messages}` -> `{input_ids, labels, prompt_length}`, every assistant turn a label."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Raw text for plain fine-tuning and continual pretraining: as `ebft_pretrain`, and EOS ends each document."""
+"""Raw text for SFT and continual pretraining: as `ebft_pretrain`, and EOS ends each document."""
 
 from ebft.data.transforms import ebft_pretrain
 from ebft.data.transforms.rows import text_row

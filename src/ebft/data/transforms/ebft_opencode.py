@@ -22,7 +22,7 @@ def transform(cfg, **kwargs):
 
 
 def transform_strided(cfg, **kwargs):
-    """Transform for strided mode and plain fine-tuning, as `ebft_strided_chat` on the one user turn and its answer."""
+    """Transform for strided mode and SFT, as `ebft_strided_chat` on the one user turn and its answer."""
     return chat_transform(cfg, _chat, last_turn_only=True)
 
 

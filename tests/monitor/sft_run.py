@@ -1,4 +1,4 @@
-"""Plain fine-tuning of a model on a few short rows, as `ebft train` does it."""
+"""SFT of a model on a few short rows, as `ebft train` does it."""
 
 from transformers import TrainingArguments
 
