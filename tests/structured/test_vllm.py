@@ -222,10 +222,12 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
         trainer = make(base, args, RolloutGRPOTrainer, reward_funcs=spaces)
         trainer.train()
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-        rewards[interval] = sum(entry["reward"] for entry in steps[-3:]) / 3 - steps[0]["reward"]
+        rewards[interval] = [entry["reward"] for entry in steps]
         assert steps[-1]["rollouts/staleness"] == (0 if interval == 1 else 11)
-    assert rewards[1] > 0.2  # the server samples from what was trained
-    assert abs(rewards[1000]) < 0.1  # and would not, had it not been told
+    mean = lambda values: sum(values) / len(values)
+    # Of 16 completions a step, the mean reward of one step says little.
+    assert mean(rewards[1][-3:]) > mean(rewards[1000]) + 0.2  # the server samples from what was trained
+    assert abs(mean(rewards[1000][6:]) - mean(rewards[1000][:6])) < 0.1  # and would not without the updates
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
