@@ -12,6 +12,7 @@ from ebft.config.carried_over import IGNORED
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.models import as_folder, is_gguf
+from ebft.methods import own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def resolve(config: "RunConfig") -> None:
     _warn_ignored(config)
     _warn_without_adapter(config)
     _resolve_transforms(config)
+    _warn_of_other_methods(config)
     config.method.resolve(config)
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
@@ -178,6 +180,12 @@ def _warn_ignored(config: "RunConfig") -> None:
         value = getattr(config, key)
         if key in config.model_fields_set and value not in harmless:
             warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
+
+
+def _warn_of_other_methods(config: "RunConfig") -> None:
+    foreign = {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
+    for key in sorted(foreign & config.model_fields_set):
+        warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
 
 
 def _warn_without_adapter(config: "RunConfig") -> None:

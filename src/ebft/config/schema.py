@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, create_model, model_validator
 
 from ebft.config import checks
 from ebft.config.carried_over import CarriedOverKeys
@@ -13,7 +13,7 @@ from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys
 from ebft.evaluation.keys import EvaluationKeys
-from ebft.methods import METHODS, Method, find_method
+from ebft.methods import METHODS, Method, find_method, own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.serving.keys import VLLMSection
@@ -40,9 +40,18 @@ class MethodKeys(Section):
     )
 
 
+if TYPE_CHECKING:
+
+    class OwnKeys(Section): ...
+
+else:
+    # Keys of single methods, which these declare.
+    OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)
+
 # The groups of keys, in the order in which help and reference page show them.
 GROUPS: dict[str, type[Section]] = {
     "Method": MethodKeys,
+    "Keys of single methods": OwnKeys,
     "Model": ModelKeys,
     "Attention": AttentionKeys,
     "Adapter": AdapterKeys,
@@ -71,6 +80,7 @@ class RunConfig(  # of the groups, the last first: pydantic lists the fields of 
     AdapterKeys,
     AttentionKeys,
     ModelKeys,
+    OwnKeys,
     MethodKeys,
 ):
     """Everything one run needs to know; made by `load_config` or `RunConfig.from_dict`.

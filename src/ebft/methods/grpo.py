@@ -16,7 +16,7 @@ from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
 from ebft.methods.method import Method, Sampling
-from ebft.run.arguments import server_address
+from ebft.serving.address import server_address
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig

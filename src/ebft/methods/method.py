@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ebft.config.section import Section
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
@@ -39,6 +41,7 @@ class Method:
     name: ClassVar[str]  # as messages say it
     tag: ClassVar[str]  # of the model card
     rows: ClassVar[Rows]  # what a row of data becomes
+    keys: ClassVar[type[Section]] = Section  # top-level keys of the config that it adds; other methods warn of them
     citation: ClassVar[str | None] = None  # BibTeX
     needs_reference: ClassVar[bool] = True  # whether every row of prompts has one
     samples_blocks: ClassVar[bool] = False  # whether rollouts start along a document, so that every row needs room

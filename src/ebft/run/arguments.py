@@ -78,12 +78,6 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
-def server_address(config: RunConfig) -> tuple[str, int]:
-    """Host and port that the trainer connects to: those of `trl:`, else those that the server is started with."""
-    host, port = config.trl.vllm_server_host, config.trl.vllm_server_port
-    return (config.vllm.host if host is None else host, config.vllm.port if port is None else port)
-
-
 def use_bf16(config: RunConfig, machine: Machine) -> bool:
     """Whether the run uses bfloat16: as asked, or for `auto` where the GPU supports it and fp16 is not set."""
     if config.bf16 == "auto":

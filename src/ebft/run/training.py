@@ -20,12 +20,13 @@ from ebft.models.card import write_model_card
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
-from ebft.run.arguments import planned_steps, server_address, training_kwargs
+from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.run.trackers import wandb_environment
+from ebft.serving.address import server_address
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 
