@@ -30,9 +30,8 @@ def find_method(rl: str | None, mode: str | None) -> Method:
 
 def own_keys() -> tuple[type[Section], ...]:
     """The sections of top-level keys that single methods add to a config."""
-    return tuple(
-        dict.fromkeys(keys for keys in (_class_at(path).keys for path in METHODS.values()) if keys.model_fields)
-    )
+    found = (_class_at(path).keys for path in METHODS.values())
+    return tuple(dict.fromkeys(keys for keys in found if keys.model_fields))
 
 
 def _class_at(path: str) -> type[Method]:
