@@ -18,6 +18,7 @@ import trl
 from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
+from ebft.structured.over_trl import OverTRL
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 COUNTS = "(batches, device) -> what the loss is normalised by"
@@ -25,26 +26,22 @@ COUNTS = "(batches, device) -> what the loss is normalised by"
 OF_TRAINERS = {
     SFTTrainer: {"_prepare_inputs": "puts a batch on the device"},
     StridedEBFTTrainer: {"_get_num_items_in_batch": COUNTS},
-    RolloutGRPOTrainer: {
+    OverTRL: {
         "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
         "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
+        "_compute_loss": "(model, inputs) -> the policy's loss",
         "_entropy_bonus_enabled": "whether the loss has an entropy term",
         "_generate": "(prompts) -> a tuple whose fourth entry is the completions",
         "_generate_and_score_completions": "(rows) -> the inputs of the loss; gives rollout_func the prompts alone",
         "_get_num_items_in_batch": COUNTS,
         "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
         "_metrics": "{mode: {name: [values]}}, whose means are logged",
+        "_pending_metrics": "what reward functions logged: {name: values}",
         "_step": "micro-batches trained on",
         "_tokenizer": "the tokenizer inside processing_class",
     },
-    EBFTTrainer: {
-        "_buffered_inputs": "the micro-batches of a generation batch",
-        "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
-        "_compute_loss": "(model, inputs) -> the policy's loss",
-        "_generate_and_score_completions": "(rows) -> the inputs of the loss",
-        "_pending_metrics": "what reward functions log",
-        "_step": "micro-batches trained on",
-    },
+    RolloutGRPOTrainer: {},
+    EBFTTrainer: {},
 }
 # Names of modules that are not in the libraries' documented interface.
 OF_MODULES = {

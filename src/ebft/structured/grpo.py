@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import GRPOTrainer
 
 from ebft.config import rules
 from ebft.data.conversation import Conversation, Renderer
@@ -28,6 +27,7 @@ from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.over_trl import COMPLETIONS, OverTRL
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
@@ -60,7 +60,7 @@ class RolloutJob:
         return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
-class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
+class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
     """TRL's GRPOTrainer whose completions are rolled out turn by turn, each within its own limit.
 
     Rows hold `prompt` and whatever the reward functions read; `remaining_turns` are rolled out in order.
@@ -107,7 +107,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         self._throughput = Throughput()
         self._ahead: deque[list[Row]] = deque()  # micro-batches read before their turn
         self._epoch_iterator: Any = None
-        self._read = 0  # micro-batches read; TRL's `_step` counts those trained on
+        self._read = 0  # micro-batches read; `trained_micro_batches` counts those trained on
         self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
         self._server: ServerRollouts | None = None
         if args.uses_server:
@@ -122,25 +122,23 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
                 failure=server_failure,
                 transfer=None if syncs_adapter else self.vllm_generation,
             )
-            # Read by TRL: correct for the sampler's probabilities, and sync this before rollouts of a new step.
-            self.use_vllm, self.vllm_generation, self._last_loaded_step = True, self._server, -1
+            self.sync_before_rollouts(self._server)
         if args.uses_server or not args.use_vllm:
             self.rollout_func = lambda prompts, trainer: self._rollout_fields()
 
     # Rollouts
 
-    def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, Any]:
-        self._rows = inputs  # TRL hands the prompts alone to rollout_func
-        return super()._generate_and_score_completions(inputs)
+    def take_rows(self, rows: list[Row]) -> None:
+        self._rows = rows
 
     def _rollout_fields(self) -> dict[str, Any]:
         """The rollouts of the rows at hand, as TRL's rollout_func returns them."""
         started = time.perf_counter()
         job, self._rollouts = self._finished_rollouts()
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["rollouts/wait_s"].append(time.perf_counter() - started)
+        self.log_mean(mode, "rollouts/wait_s", time.perf_counter() - started)
         if self._server is not None:
-            self._metrics[mode]["rollouts/staleness"].append(self.state.global_step - job.weights_step)
+            self.log_mean(mode, "rollouts/staleness", self.state.global_step - job.weights_step)
         logps = [rollout.logps for rollout in self._rollouts]
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self._rollouts],
@@ -217,17 +215,16 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         """How references limit completions: here not at all, since rewards need no reference."""
         return None
 
-    def _generate(self, prompts: list) -> tuple:
+    def after_generation(self, fields: list[Any]) -> list[Any]:
         """TRL's, with the replies of several turns told apart for the reward functions."""
-        fields = list(super()._generate(prompts))
         if self.model.training:
-            self._count_completions(*fields[:_COMPLETIONS])
+            self._count_completions(*fields[:COMPLETIONS])
         if any(len(rollout.replies) > 1 for rollout in self._rollouts):
-            fields[_COMPLETIONS] = [
-                reply_messages(self._tokenizer, rollout, row.get("remaining_turns"))
+            fields[COMPLETIONS] = [
+                reply_messages(self.text_tokenizer, rollout, row.get("remaining_turns"))
                 for rollout, row in zip(self._rollouts, self._rows)
             ]
-        return tuple(fields)
+        return fields
 
     def _count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
         """Add to throughput and budget; `sampled` marks the completions' sampled tokens, None where all are."""
@@ -243,11 +240,12 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
         return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
 
-    def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
+    def before_rewards(self) -> None:
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
-        rewards = super()._calculate_rewards(inputs, *args)
+
+    def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
         if infinite:
             names = ", ".join(self.reward_func_names[index] for index in infinite)
@@ -277,25 +275,26 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Micro-batches of the next optimizer step; with `async_prefetch`, those after them are read ahead too."""
-        if self._step == 0:  # TRL counts from 0 after resuming too, and would generate at the wrong steps
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if self.trained_micro_batches == 0:  # TRL counts from 0 after resuming too: it would generate at wrong steps
+            self.trained_micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
         if self._prefetcher is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is not self._epoch_iterator:
             self._epoch_iterator = epoch_iterator
             self._ahead.clear()
-            self._read = self._step
+            self._read = self.trained_micro_batches
         every = self.args.steps_per_generation * self.num_iterations
         while len(self._ahead) < num_batches + self.args.prefetch_depth * every:
             rows = next(epoch_iterator, None)
             if rows is None:
                 break
-            if self._read % every == 0 or (self._buffered_inputs is None and self._read == self._step):
+            is_first = self.generation_batch is None and self._read == self.trained_micro_batches
+            if self._read % every == 0 or is_first:
                 self._prefetcher.announce(rows)
             self._ahead.append(rows)
             self._read += 1
         batches = [self._ahead.popleft() for _ in range(min(num_batches, len(self._ahead)))]
-        return batches, self._get_num_items_in_batch(batches, device)
+        return batches, self.items_of(batches, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
         if self._prefetcher is not None:
@@ -320,7 +319,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         self._epoch_iterator = None
         if self._server is not None:
             self._server.reset()
-            self._last_loaded_step = -1
+            self.sync_anew()
 
     # Loss
 
@@ -332,10 +331,10 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
         if self._has_no_signal(inputs):
-            self._metrics["train"]["skipped_zero_adv_batches"].append(1.0)
+            self.log_mean("train", "skipped_zero_adv_batches", 1.0)
             return torch.zeros((), device=self.args.device, requires_grad=True)
         if self.args.skip_zero_advantage_batches and self.model.training:
-            self._metrics["train"]["skipped_zero_adv_batches"].append(0.0)
+            self.log_mean("train", "skipped_zero_adv_batches", 0.0)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
@@ -352,10 +351,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GRPOTrainer):
 
     def _signal_besides(self, inputs: dict[str, Any]) -> float:
         """Above 0 where the loss has other terms than the advantages'."""
-        return float(self.beta != 0.0 or self.aux_loss_enabled or self._entropy_bonus_enabled)
-
-
-_COMPLETIONS = 3  # place of the completions in what TRL's `_generate` returns
+        return float(self.beta != 0.0 or self.aux_loss_enabled or self.has_entropy_bonus)
 
 
 def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

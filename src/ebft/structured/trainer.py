@@ -90,22 +90,18 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in HELD_OUT}
         return super().evaluate(eval_dataset, *args, **kwargs)
 
-    def _calculate_rewards(self, inputs: list[Row], *args: Any) -> Tensor:
-        rewards = super()._calculate_rewards(inputs, *args)
+    def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
+        rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
-            for name in [name for name in self._pending_metrics if name.startswith("ebft/")]:
-                del self._pending_metrics[name]  # in the reward's space; held-out metrics have a space of their own
+            self.drop_reward_logs("ebft/")  # in the reward's space; held-out metrics have a space of their own
             values = held_out_values(self.feature_reward.last, self.feature_reward.options)
-            self._held_out["features"].add(values, torch.ones(len(inputs)))
+            self._held_out["features"].add(values, torch.ones(len(rows)))
         return rewards
 
     # Cross-entropy
 
-    def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if self._measures_cross_entropy():
-            output |= self._references(inputs)
-        return output
+    def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs | self._references(rows) if self._measures_cross_entropy() else inputs
 
     def _measures_cross_entropy(self) -> bool:
         return self.args.ce_coef > 0 or not self.model.training
@@ -131,8 +127,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def _labelled(self, row: Row, conversation: Conversation) -> tuple[list[int], list[int]]:
         return labelled_reference(conversation, self.renderer, row["prompt"], mask_thinking=self.args.mask_thinking_ce)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
+    def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         if "reference_ids" not in inputs:
             return loss
         (nll, counts), (nll_all, counts_all) = self._nll_sums(model, inputs)
@@ -150,8 +145,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
         per_generation, per_step = self.args.steps_per_generation, self.current_gradient_accumulation_steps
         if per_generation % per_step:  # batches of this step are still to be generated: its share of this one
             return inputs["reference_tokens"] * per_step / per_generation
-        first = self._step % per_generation // per_step * per_step
-        of_this_step = self._buffered_inputs[first : first + per_step]
+        first = self.trained_micro_batches % per_generation // per_step * per_step
+        of_this_step = self.generation_batch[first : first + per_step]
         counts = sum(batch["reference_mask"].sum() for batch in of_this_step)
         return self.accelerator.reduce(counts, "sum")
 

@@ -1,0 +1,102 @@
+"""TRL's GRPOTrainer, with hooks and names for what it keeps to itself.
+
+Everything private that we touch in TRL is in this file; tests/test_contracts.py looks for it in the installed release.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, device, nn
+from trl import GRPOTrainer
+
+COMPLETIONS = 3  # place of the completions in what TRL's `_generate` returns
+
+
+class OverTRL(GRPOTrainer):
+    """GRPOTrainer whose subclasses add to its steps by overriding the hooks below."""
+
+    # Hooks
+
+    def take_rows(self, rows: list[dict[str, Any]]) -> None:
+        """The rows whose completions are due; `rollout_func` is given their prompts alone."""
+
+    def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of the loss, made of `rows` and their completions."""
+        return inputs
+
+    def after_generation(self, fields: list[Any]) -> list[Any]:
+        """What generation gave: prompts, completions (at COMPLETIONS) and so on, as reward functions get it."""
+        return fields
+
+    def before_rewards(self) -> None:
+        """Called before the reward functions are."""
+
+    def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
+        """The rewards of this process's completions: (completions, functions)."""
+        return rewards
+
+    def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
+        """The loss of a micro-batch, from TRL's own."""
+        return loss
+
+    # Where they are called
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.take_rows(inputs)
+        return self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
+
+    def _generate(self, prompts: list) -> tuple:
+        return tuple(self.after_generation(list(super()._generate(prompts))))
+
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
+        self.before_rewards()
+        return self.after_rewards(inputs, super()._calculate_rewards(inputs, *args))
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
+
+    # Names
+
+    @property
+    def trained_micro_batches(self) -> int:
+        return self._step
+
+    @trained_micro_batches.setter
+    def trained_micro_batches(self, count: int) -> None:
+        self._step = count
+
+    @property
+    def generation_batch(self) -> list[dict[str, Any]] | None:
+        """The inputs of the micro-batches that one generation step gave; None before the first."""
+        return self._buffered_inputs
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self._entropy_bonus_enabled
+
+    @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer inside `processing_class`."""
+        return self._tokenizer
+
+    def log_mean(self, mode: str, name: str, value: float) -> None:
+        """Add to the values whose mean is logged next, of `train` or `eval`."""
+        self._metrics[mode][name].append(value)
+
+    def drop_reward_logs(self, prefix: str) -> None:
+        """Leave out what reward functions logged under names that start with `prefix`."""
+        for name in [name for name in self._pending_metrics if name.startswith(prefix)]:
+            del self._pending_metrics[name]
+
+    def sync_before_rollouts(self, sampler: Any) -> None:
+        """Have TRL sync `sampler` before the next rollouts, and correct for its probabilities."""
+        self.use_vllm, self.vllm_generation, self._last_loaded_step = True, sampler, -1
+
+    def sync_anew(self) -> None:
+        """Forget which weights the sampler has."""
+        self._last_loaded_step = -1
+
+    def items_of(self, batches: list[Any], where: device) -> Any:
+        """What the loss of the batches is normalised by."""
+        return self._get_num_items_in_batch(batches, where)
