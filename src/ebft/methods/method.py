@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,7 +36,7 @@ class Sampling:
     by_reference: tuple[float, int] | None = None  # a limit: lengths of the reference, and the fewest tokens
 
 
-class Method:
+class Method(ABC):
     """One way to train. Methods have no state: everything is in the config they are given."""
 
     name: ClassVar[str]  # as messages say it
@@ -48,16 +49,16 @@ class Method:
 
     # What a config says
 
+    @abstractmethod
     def summary(self, config: RunConfig) -> str:
         """The method in a sentence of the model card, after "trained by"."""
-        raise NotImplementedError
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         """Keys that contradict each other, a message for each, found when the config is loaded."""
         if config.budget.flops is not None and config.torch_compile:
             yield "budget.flops cannot be counted inside a compiled model. Remove it, or torch_compile."
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: RunConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
         """Warn once for each key without effect, and set what gives way to what will run."""
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -70,9 +71,9 @@ class Method:
 
     # What it measures
 
+    @abstractmethod
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         """Names of the metrics of its evaluation, without their prefix `eval_`; the first tells the best checkpoint."""
-        raise NotImplementedError
 
     def sampling(self, config: RunConfig) -> Sampling:
         """How `ebft evaluate` samples."""
@@ -80,9 +81,9 @@ class Method:
 
     # What it trains with
 
+    @abstractmethod
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
         """Rows for training and for evaluation."""
-        raise NotImplementedError
 
     def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
         """Optimizer steps over `rows` rows."""
@@ -93,15 +94,15 @@ class Method:
         """What its training arguments hold beyond those of every method."""
         return {}
 
+    @abstractmethod
     def arguments_class(self) -> type[TrainingArguments]:
         """The class of its training arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build_trainer(
         self, config: RunConfig, model: Any, tokenizer: Any, server: VLLMServer | None, **common: Any
     ) -> Trainer:
         """Its trainer; `common` are the arguments that all trainers of transformers take."""
-        raise NotImplementedError
 
 
 def pass_at(samples: int) -> tuple[str, ...]:
