@@ -68,11 +68,11 @@ def test_models_that_break_on_the_mask_are_refused_with_their_name():
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rehearsal_passes_for_supported_families(family, dtype):
+def test_parity_check_passes_for_supported_families(family, dtype):
     check(tiny_model(family).to(dtype))
 
 
-def test_rehearsal_catches_what_nobody_named():
+def test_parity_check_catches_what_nobody_named():
     """A layer that mixes neighbouring tokens outside attention."""
     model = tiny_model("llama")
     mixer = model.model.layers[1].mlp
@@ -126,5 +126,5 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     check_adapter(tiny_model("qwen2"))
 
 
-def test_rehearsal_fits_models_with_few_positions():
+def test_parity_check_fits_models_with_few_positions():
     check(tiny_model("gpt2", n_positions=12))

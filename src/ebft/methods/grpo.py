@@ -15,7 +15,7 @@ from ebft.config.options import DropoutOption, RewardOptions
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
-from ebft.methods.method import Method, Sampling
+from ebft.methods.method import EvaluationSampling, Method
 from ebft.serving.address import server_address
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ class GRPO(Method):
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("reward", "loss")
 
-    def sampling(self, config: RunConfig) -> Sampling:
+    def sampling(self, config: RunConfig) -> EvaluationSampling:
         trl = config.trl
         options = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        return Sampling(
+        return EvaluationSampling(
             trl.num_generations,
             trl.temperature,
             {name: value for name, value in options.items() if value is not None},

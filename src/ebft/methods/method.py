@@ -25,7 +25,7 @@ FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "di
 
 
 @dataclass(frozen=True)
-class Sampling:
+class EvaluationSampling:
     """How `ebft evaluate` samples completions, where its own section leaves it open."""
 
     samples: int
@@ -75,9 +75,9 @@ class Method(ABC):
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         """Names of the metrics of its evaluation, without their prefix `eval_`; the first tells the best checkpoint."""
 
-    def sampling(self, config: RunConfig) -> Sampling:
+    def sampling(self, config: RunConfig) -> EvaluationSampling:
         """How `ebft evaluate` samples."""
-        return Sampling(config.ebft.n_samples_per_prompt)
+        return EvaluationSampling(config.ebft.n_samples_per_prompt)
 
     # What it trains with
 

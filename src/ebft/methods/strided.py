@@ -13,7 +13,7 @@ from ebft.config.options import StridedOptions, StructuredOptions, check_trainab
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, Method, Sampling, pass_at
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, pass_at
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -63,8 +63,8 @@ class Strided(Method):
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return (*FEATURES, *CROSS_ENTROPY, *pass_at(max(2, config.ebft.n_samples_per_prompt)))
 
-    def sampling(self, config: RunConfig) -> Sampling:
-        return Sampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
+    def sampling(self, config: RunConfig) -> EvaluationSampling:
+        return EvaluationSampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
 
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.load import load_datasets

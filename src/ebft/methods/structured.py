@@ -11,7 +11,7 @@ from ebft.config.options import FeatureOptions, StridedOptions, StructuredOption
 from ebft.config.section import option_names
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, Sampling, pass_at
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -45,7 +45,7 @@ class Structured(GRPO):
         samples = pass_at(config.trl.num_generations)
         return (*FEATURES, *CROSS_ENTROPY, *samples, *super().held_out_metrics(config))
 
-    def sampling(self, config: RunConfig) -> Sampling:
+    def sampling(self, config: RunConfig) -> EvaluationSampling:
         return replace(super().sampling(config), by_reference=reference_limit(config))
 
     def own_options(self) -> list[str]:
