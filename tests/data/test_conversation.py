@@ -2,6 +2,7 @@
 
 import pytest
 
+from ebft.data import conversation as conversations
 from ebft.data.conversation import Renderer, without_end
 from ebft.errors import DataError
 from tests.structured.conftest import chat_tokenizer  # noqa: F401 - a fixture
@@ -77,3 +78,15 @@ def test_messages_need_a_template(chat_tokenizer):  # noqa: F811
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         Renderer(tokenizer).prompt_ids(PROMPT)
+
+
+def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
+    monkeypatch.setattr(conversations, "REMEMBERED", 3)
+    renderer = Renderer(chat_tokenizer)
+    rows = [(prompt, truth, turns) for prompt in (PROMPT, "text") for truth in ("a", "b") for turns in (TURNS, None)]
+    rows = [row for row in rows if row[0] == PROMPT or not row[2]]
+    for row in [*rows, *rows[::-1], *rows]:
+        assert renderer.conversation(*row) == Renderer(chat_tokenizer).conversation(*row)
+    assert renderer.conversation(*rows[-1]) is renderer.conversation(*rows[-1])
+    with pytest.raises(DataError):
+        renderer.conversation("text", "a", TURNS)

@@ -135,6 +135,17 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, tmp_pa
     assert compared == len(gradients) > 20
 
 
+def test_rollouts_reward_and_cross_entropy_share_one_rendering(chat_tokenizer, tmp_path, monkeypatch):
+    trainer = make(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, ce_coef=0.3)
+    rendered = []
+    conversation_of = type(trainer.renderer)._conversation
+    monkeypatch.setattr(
+        type(trainer.renderer), "_conversation", lambda *given: rendered.append(given[1:]) or conversation_of(*given)
+    )
+    *_, batch = one_step(trainer)
+    assert len(rendered) == len(batch) // trainer.args.num_generations > 1
+
+
 # One of each kind: soft-capping, logit scaling, learned positions, sinks, experts, latent attention, running states.
 SCORED = ["gemma2", "cohere2", "granite", "opt", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2"]
 

@@ -20,6 +20,7 @@ from ebft.errors import DataError
 Message = dict[str, Any]
 Prompt = str | list[Message]
 
+REMEMBERED = 1024  # conversations, so that rollouts, reward and cross-entropy of a batch share one rendering
 _REPLY = "EBFT-REPLY-EBFT"  # stands in for a reply, to find where the template puts what follows it
 
 
@@ -57,14 +58,28 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(chat_template_kwargs or {})
+        self._rendered: dict[str, Conversation] = {}
 
     def conversation(
         self, prompt: Prompt, ground_truth: str, remaining_turns: Iterable[Message] | None = None
     ) -> Conversation:
-        """The prompt with its references. DataError where a message or the chat template does not allow it."""
+        """The prompt with its references. DataError where a message or the chat template does not allow it.
+
+        The last `REMEMBERED` conversations are kept, so that one is rendered once for everything that a step does.
+        """
+        remaining = list(remaining_turns or [])
+        key = repr((prompt, ground_truth, remaining))
+        if key not in self._rendered:
+            conversation = self._conversation(prompt, ground_truth, remaining)
+            if len(self._rendered) >= REMEMBERED:
+                del self._rendered[next(iter(self._rendered))]
+            self._rendered[key] = conversation
+        return self._rendered[key]
+
+    def _conversation(self, prompt: Prompt, ground_truth: str, remaining_turns: list[Message]) -> Conversation:
         turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth))]
         between: list[Message] = []
-        for message in _clean(remaining_turns or []):
+        for message in _clean(remaining_turns):
             if message.get("role") != "assistant":
                 between.append(message)
                 continue

@@ -64,7 +64,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
         model = load(model, peft_config, args.seed)
         if processing_class is None:
-            processing_class = pretrained_tokenizer(unwrap_adapter(model).config._name_or_path)
+            processing_class = pretrained_tokenizer(unwrap_adapter(model).config.name_or_path)
         self.feature_reward = FeatureMatchingReward(
             model,
             processing_class,
@@ -77,6 +77,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
+        self.feature_reward.renderer = self.renderer  # what rollouts have rendered, the reward need not
 
     def _reference_limit(self) -> ReferenceLimit | None:
         args = self.args
