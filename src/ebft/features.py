@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
+from ebft.over_transformers import override_attn_implementation
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 
@@ -100,13 +101,8 @@ class FeatureNetwork:
 
     def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
         """The same states as `output_hidden_states` gives them, every layer run, with eager attention."""
-        config = self.causal_lm.config
-        before, config._attn_implementation = config._attn_implementation, "eager"
-        try:
-            with self.frozen():
-                states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
-        finally:
-            config._attn_implementation = before
+        with override_attn_implementation(self.causal_lm, "eager"), self.frozen():
+            states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
         return [states[d] for d in self._depths]
 
     @contextmanager

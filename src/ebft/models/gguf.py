@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from ebft.errors import ModelError
 from ebft.fetch.models import is_gguf, require_gguf
+from ebft.over_transformers import forget_title, read_gguf_metadata
 
 # How `tokenizer.ggml.pre` calls GPT-2's way to split text, and the same with each digit on its own.
 _LIKE_GPT2 = {"gpt-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
@@ -60,8 +60,7 @@ def load_gguf_config(name: str, **options: Any) -> Any:
     """The transformers configuration that the GGUF file `name` describes."""
     with _undamaged(name):
         config = AutoConfig.from_pretrained(**_file(name), **options)
-    if hasattr(config, "_model_name_or_path"):  # the file's title, which is the name of no folder
-        del config._model_name_or_path
+    forget_title(config)
     return config
 
 

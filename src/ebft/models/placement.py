@@ -4,7 +4,8 @@ import warnings
 from importlib.util import find_spec
 
 import torch
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from ebft.over_transformers import is_flash_attn_2_available, is_flash_attn_3_available
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 

@@ -8,11 +8,11 @@ from typing import Any
 from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import set_seed
-from transformers.utils.quantization_config import QuantizationMethod
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_model
+from ebft.over_transformers import QuantizationMethod
 
 # Initialisations of LoRA that move a part of the base weights into the adapter.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")

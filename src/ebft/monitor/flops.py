@@ -14,10 +14,10 @@ from math import prod
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.recording import is_replayed
+from ebft.over_transformers import Conv1D
 
 
 class FlopMeter:

@@ -14,8 +14,7 @@ def check_optimizer(config: RunConfig) -> None:
     keys = ("optimizer", "lr_scheduler", "lr_scheduler_kwargs")
     if all(getattr(config, key) == type(config).model_fields[key].default for key in keys):
         return
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
+    from ebft.over_transformers import OptimizerNames, SchedulerType
 
     _check_name("optimizer", config.optimizer, [name.value for name in OptimizerNames])
     _check_name("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType])

@@ -52,7 +52,7 @@ def check_report_to(config: RunConfig) -> None:
 
 
 def _check_other(name: str) -> None:
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from ebft.over_transformers import INTEGRATION_TO_CALLBACK
 
     if name not in INTEGRATION_TO_CALLBACK:
         raise ConfigError(f"report_to: there is no tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")

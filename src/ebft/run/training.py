@@ -20,6 +20,7 @@ from ebft.models.card import write_model_card
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
+from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
@@ -114,7 +115,7 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
         raise
     except (ValueError, ImportError) as error:
         raise ConfigError(f"transformers cannot train with these settings: {error}") from error
-    args._n_gpu = min(args.n_gpu, 1)  # one process trains on one GPU: Trainer would use DataParallel on several
+    use_one_gpu(args)
     return args
 
 
@@ -203,7 +204,7 @@ def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
     )
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    trainer._load_from_checkpoint(best if best is not None and Path(best).is_dir() else checkpoint)
+    load_weights(trainer, best if best is not None and Path(best).is_dir() else checkpoint)
 
 
 def has_model(output_dir: str) -> bool:

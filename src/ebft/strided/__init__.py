@@ -14,12 +14,12 @@ validation.py   checks of arguments, model and rows         parity.py a short do
 interleaved.py  the published layout's masks and positions, for code written against it
 """
 
+from ebft.over_transformers import override_attn_implementation
 from ebft.strided.interleaved import (
     build_strided_dense_mask_and_positions,
     build_strided_position_ids,
     create_strided_block_mask,
 )
-from ebft.strided.policy import override_attn_implementation
 from ebft.strided.trainer import StridedEBFTConfig, StridedEBFTTrainer, StridedOutput
 
 __all__ = [

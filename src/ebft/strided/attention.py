@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
 
 from ebft.errors import ModelError
+from ebft.over_transformers import causal_mask_function
 from ebft.strided import flex
 from ebft.strided.layout import StridedLayout
 from ebft.strided.stacks import Stack, stack_up

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from ebft.errors import EBFTError, ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
+from ebft.over_transformers import override_attn_implementation
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import score
-from ebft.strided.policy import override_attn_implementation, prepare
+from ebft.strided.policy import prepare
 from ebft.strided.rollout import sample_rollouts
 
 _DOCUMENT_TOKENS = 24

@@ -19,11 +19,11 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
 from ebft.models.products import fast_products
+from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
 from ebft.strided.attention import IMPLEMENTATION, StridedPass
 from ebft.strided.logps import Head
 
@@ -48,7 +48,7 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
             f"cannot be shared by rollouts that start at different places. {_HINT}"
         )
-    if not causal_lm._supports_attention_backend:
+    if not takes_attention_functions(causal_lm):
         raise ModelError(f"{name} does not use the attention interface of transformers. {_HINT}")
 
 
@@ -80,12 +80,12 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     """
     causal_lm = unwrap_adapter(model)
     check_supported(causal_lm)
-    if "_plain_forward" in causal_lm.__dict__:
+    if "forward_of_model" in causal_lm.__dict__:
         return causal_lm
-    causal_lm._plain_forward = causal_lm.forward
+    causal_lm.forward_of_model = causal_lm.forward
     causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
     for module in backbone_of(causal_lm).modules():
-        if hasattr(module, "config"):  # what reads config._attn_implementation: the backbone and its attention
+        if hasattr(module, "config"):  # what reads the attention's name: the backbone and its attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
     return causal_lm
@@ -101,7 +101,7 @@ def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
 
     @wraps(type(causal_lm).forward)
     def forward(self, *args, function=None, **kwargs):
-        return self._plain_forward(*args, **kwargs) if function is None else function(self)
+        return self.forward_of_model(*args, **kwargs) if function is None else function(self)
 
     return forward
 
@@ -193,7 +193,7 @@ def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     causal_lm._modules[name] = _GivenStates()
     try:
         with fast_products():
-            return causal_lm._plain_forward(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
+            return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules[name] = backbone
 
@@ -205,25 +205,10 @@ def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
 def _switch_on(module, args, kwargs):
     run = kwargs.get("strided")
     if run is not None:
-        run.previous_implementation.append(module.config._attn_implementation)
-        module.config._attn_implementation = IMPLEMENTATION
+        run.previous_implementation.append(switch_attention(module, IMPLEMENTATION))
 
 
 def _switch_off(module, args, kwargs, output):
     run = kwargs.get("strided")
     if run is not None:
-        module.config._attn_implementation = run.previous_implementation.pop()
-
-
-@contextmanager
-def override_attn_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Use another attention implementation inside the block ("eager", "sdpa", ...), whatever raises in it.
-
-    For plain calls of a model: strided passes switch attention by themselves, call by call.
-    """
-    previous = model.config._attn_implementation
-    model.config._attn_implementation = implementation
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = previous
+        switch_attention(module, run.previous_implementation.pop())

@@ -15,6 +15,7 @@ from ebft.data.collator import DocumentCollator
 from ebft.data.lengths import token_counts
 from ebft.errors import ConfigError, DataError
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.over_transformers import use_one_gpu
 from ebft.strided.layout import Documents
 
 
@@ -48,7 +49,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
             f"single_pass cannot be had with {', '.join(saving)}, which needs a forward of its own for the loss. "
             "Leave one of them out"
         )
-    args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: DataParallel would split what belongs together
+    use_one_gpu(args)
 
 
 def check_grad_norms(args: Any, **ruling_out: bool) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.models.causal_lm import backbone_of
+from ebft.over_transformers import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
 
 
 def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
@@ -48,7 +48,7 @@ def continuation_features(
 
 def shares_prompts(causal_lm: PreTrainedModel) -> bool:
     """Whether the prompt's cache can be handed to several continuations: not where layers keep a running state."""
-    if causal_lm._is_stateful:
+    if has_running_state(causal_lm):
         return False
     layers = DynamicCache(config=causal_lm.config.get_text_config()).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

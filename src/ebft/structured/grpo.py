@@ -117,7 +117,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
                 self.processing_class,
                 self.accelerator,
                 self.sampling,
-                base_model=unwrap_adapter(model).config._name_or_path,
+                base_model=unwrap_adapter(model).config.name_or_path,
                 step=lambda: self.state.global_step,
                 failure=server_failure,
                 transfer=None if syncs_adapter else self.vllm_generation,

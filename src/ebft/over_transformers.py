@@ -1,0 +1,90 @@
+"""What transformers does not promise, and is used here all the same.
+
+Every name that its documentation leaves out is imported in this file, and everything private is touched in it;
+tests/test_contracts.py looks for both in the installed release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.gguf.reader import read_gguf_metadata
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.masking_utils import causal_mask_function
+from transformers.pytorch_utils import Conv1D
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+from transformers.utils import ModelOutput, is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.quantization_config import QuantizationMethod
+
+__all__ = [
+    "INTEGRATION_TO_CALLBACK",
+    "Conv1D",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "ModelOutput",
+    "OptimizerNames",
+    "QuantizationMethod",
+    "SchedulerType",
+    "causal_mask_function",
+    "forget_title",
+    "has_running_state",
+    "is_flash_attn_2_available",
+    "is_flash_attn_3_available",
+    "load_weights",
+    "override_attn_implementation",
+    "read_gguf_metadata",
+    "switch_attention",
+    "takes_attention_functions",
+    "use_one_gpu",
+]
+
+
+def has_running_state(causal_lm: PreTrainedModel) -> bool:
+    """Whether layers keep a state of the tokens so far in place of their keys and values."""
+    return causal_lm._is_stateful
+
+
+def use_one_gpu(args: TrainingArguments) -> None:
+    """Keep a process with several GPUs from using DataParallel, which would split what belongs together."""
+    args._n_gpu = min(args.n_gpu, 1)
+
+
+def load_weights(trainer: Trainer, folder: str) -> None:
+    """Load the weights, or the adapter, of a checkpoint into the trainer's model."""
+    trainer._load_from_checkpoint(folder)
+
+
+def forget_title(config: PretrainedConfig) -> None:
+    """Take the title that a GGUF file gives its model out of its configuration: it is the name of no folder."""
+    if hasattr(config, "_model_name_or_path"):
+        del config._model_name_or_path
+
+
+def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
+    """Whether attention goes through the functions registered with `AttentionInterface`."""
+    return causal_lm._supports_attention_backend
+
+
+def switch_attention(module: nn.Module, implementation: str) -> str:
+    """Have a module with a `config` use an attention implementation from now on; the one that it used before."""
+    before = module.config._attn_implementation
+    module.config._attn_implementation = implementation
+    return before
+
+
+@contextmanager
+def override_attn_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Use another attention implementation inside the block ("eager", "sdpa", ...), whatever raises in it.
+
+    For plain calls of a model: strided passes switch attention by themselves, call by call.
+    """
+    before = switch_attention(model, implementation)
+    try:
+        yield
+    finally:
+        switch_attention(model, before)
