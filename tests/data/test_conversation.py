@@ -80,7 +80,7 @@ def test_messages_need_a_template(chat_tokenizer):  # noqa: F811
         Renderer(tokenizer).prompt_ids(PROMPT)
 
 
-def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
+def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(conversations, "REMEMBERED", 3)
     renderer = Renderer(chat_tokenizer)
     rows = [(prompt, truth, turns) for prompt in (PROMPT, "text") for truth in ("a", "b") for turns in (TURNS, None)]

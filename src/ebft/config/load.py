@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import parse_yaml, problem
+from ebft.config.yaml_text import YAMLError, parse_yaml, problem
 from ebft.errors import ConfigError
 
 
@@ -34,7 +32,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"The config {path} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
     try:
         values = parse_yaml(text)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         line, words = problem(error)
         where = f"{path}, line {line}" if line else f"{path}"
         raise ConfigError(f"{where}: not valid YAML: {words}.") from None
@@ -64,7 +62,7 @@ def _split(override: str) -> tuple[str, Any]:
         raise ConfigError(f"The override {override!r} is not key=value. Write for example ebft.stride=4.")
     try:
         return key, parse_yaml(text)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         _, words = problem(error)
         raise ConfigError(
             f"The value of the override {override!r} is not YAML: {words}. Quote it: {key}='\"...\"'."

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
@@ -31,15 +31,14 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
 
 
 def _header(config: RunConfig) -> str:
-    header = {
-        "base_model": base_name(config),
-        "library_name": "peft" if config.adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [config.method.tag],
-        "datasets": [entry.path for entry in config.datasets if not os.path.exists(entry.path)],
-    }
-    filled = {key: value for key, value in header.items() if value}
-    return f"---\n{yaml.safe_dump(filled, sort_keys=False)}---"
+    header = ModelCardData(
+        base_model=base_name(config),
+        library_name="peft" if config.adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=[config.method.tag],
+        datasets=[entry.path for entry in config.datasets if not os.path.exists(entry.path)] or None,
+    )
+    return f"---\n{header.to_yaml()}\n---"
 
 
 def _summary(config: RunConfig) -> str:
