@@ -1,9 +1,11 @@
 import dataclasses
+import pickle
 import warnings
 from dataclasses import dataclass
 
 import pytest
 
+from ebft.config.load import load_config
 from ebft.config.options import (
     EBFTSection,
     StridedOptions,
@@ -97,3 +99,8 @@ def test_greedy_training_is_refused():
     check_trainable(Options())
     with pytest.raises(ConfigError, match="temperature: 0.*Set temperature above 0"):
         check_trainable(Options(temperature=0))
+
+
+def test_a_config_can_be_sent_to_another_process(write):
+    config = load_config(write("rl: ebft\nebft: {mode: strided, stride: 3}\n"))
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -45,10 +45,11 @@ def option_names(*options: type) -> list[str]:
 
 @cache
 def section_of_options(options: type, name: str | None = None, base: type[Section] = Section) -> type[Section]:
-    """The section of a config with the options of a dataclass."""
+    """The section of a config with the options of a dataclass, whose module must hold it for it to be pickled."""
     hints = get_type_hints(options, include_extras=True)
     declared = {option.name: (hints[option.name], _default(option)) for option in fields(options)}
-    return create_model(name or options.__name__, __base__=base, __doc__=options.__doc__, **declared)
+    about = {"__base__": base, "__doc__": options.__doc__, "__module__": options.__module__}
+    return create_model(name or options.__name__, **about, **declared)
 
 
 def _default(option: Any) -> Any:
