@@ -189,7 +189,7 @@ def test_option(name, adapter, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
 def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch):
     """Tiles of one block or one document token, and of a few: windows, caps, sinks and chunks included."""
-    monkeypatch.setattr("ebft.strided.attention._ROWS_PER_TILE", {"cpu": rows})
+    monkeypatch.setattr("ebft.strided.attention.passes._ROWS_PER_TILE", {"cpu": rows})
     monkeypatch.setattr("ebft.strided.logps.LOGITS_PER_CHUNK", {"cpu": 1})
     target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
     model = with_lora(tiny_model(family), target_modules=target)

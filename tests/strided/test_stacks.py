@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ebft.strided import stacks
-from ebft.strided.stacks import Stack, stack_up
-from ebft.strided.tiles import Scores, Tile
+from ebft.strided.attention import stacks
+from ebft.strided.attention.stacks import Stack, stack_up
+from ebft.strided.attention.tiles import Scores, Tile
 from tests.strided.test_tiles import PIECES, in_tiles, make_inputs
 
 

@@ -3,9 +3,7 @@
 trainer.py      the training step, top to bottom
 layout.py       documents, anchors, blocks, chunks
 rollout.py      sampling, block-parallel and cached
-attention.py    prefix and own block, never a dense mask
-tiles.py        the attention itself, with its backward     flex.py   the same by flex_attention, on GPUs
-stacks.py       tiles of short documents that share kernel calls
+attention/      prefix and own block, never a dense mask
 embed.py        features of blocks
 logps.py        the head, where a token is scored           loss.py   scoring, the two loss terms, their gradients
 policy.py       a causal LM that runs over a layout, inside what is wrapped around it

@@ -2,7 +2,7 @@
 
 One rollout per block, block b at anchor `context_length + b * stride`. For tests and debugging, and for code
 written against this layout. The trainer does not use it: it keeps rollouts block-major and never builds a
-dense mask (see layout.py and attention.py).
+dense mask (see layout.py and attention/).
 """
 
 from __future__ import annotations

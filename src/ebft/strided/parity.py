@@ -1,6 +1,6 @@
 """A parity check before training: a few tokens through strided attention and through the plain model must agree.
 
-Known obstacles are refused by name (policy.py, attention.py). This catches the ones nobody has named yet: a new
+Known obstacles are refused by name (policy.py, attention/). This catches the ones nobody has named yet: a new
 architecture whose layers mix tokens outside attention, share keys between layers, read the batch's layout, or add
 noise while training.
 """

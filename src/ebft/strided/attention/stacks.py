@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ebft.strided.tiles import Tile
+from ebft.strided.attention.tiles import Tile
 
 # Scores of a stack at most: what stays in a processor's cache.
 _SCORES = 2**18

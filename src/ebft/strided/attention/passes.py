@@ -22,10 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ebft.errors import ModelError
 from ebft.over_transformers import causal_mask_function
-from ebft.strided import flex
+from ebft.strided.attention import flex
+from ebft.strided.attention.stacks import Stack, stack_up
+from ebft.strided.attention.tiles import Own, Scores, Tile, attend
 from ebft.strided.layout import StridedLayout
-from ebft.strided.stacks import Stack, stack_up
-from ebft.strided.tiles import Own, Scores, Tile, attend
 
 IMPLEMENTATION = "ebft_strided"
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from ebft.strided.attention.tiles import Scores
 from ebft.strided.layout import StridedLayout
-from ebft.strided.tiles import Scores
 
 
 def available(device: torch.device) -> bool:
