@@ -270,7 +270,7 @@ def test_own_samples_are_judged_at_temperature_one(write_config, models):
 
 def test_generation_kwargs_cannot_change_what_is_measured(write_config, models):
     path = write_config("structured")
-    with pytest.raises(ConfigError, match="do_sample is not set there"):
+    with pytest.raises(ConfigError, match="do_sample cannot be set here"):
         measured(path, ["base"], models, "trl.generation_kwargs={do_sample: true}")
     with pytest.warns(UserWarning, match="trl.generation_kwargs.min_tokens, trl.vllm_guided_decoding_regex"):
         measured(

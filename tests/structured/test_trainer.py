@@ -415,7 +415,7 @@ def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokeni
     trainer.train()
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     policy.resize_token_embeddings(len(chat_tokenizer) + 8)
-    with pytest.raises(ModelError, match="its base model as saved, which has 260 token embeddings"):
+    with pytest.raises(ModelError, match="its saved base model, but the base model has 260 token embeddings"):
         make(policy, chat_tokenizer, tmp_path, beta=0.1)
 
 
