@@ -422,7 +422,7 @@ def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokeni
 def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):
     trainer = make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path)
     trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
-    with pytest.raises(NonFiniteLossError, match="The loss is nan at step 0, in a batch of prompts that begin with"):
+    with pytest.raises(NonFiniteLossError, match="The loss is nan at step 0, in a batch of prompts that start with"):
         trainer.train()
     infinite = lambda completions, **_: [float("inf")] * len(completions)
     trainer = EBFTTrainer(
