@@ -8,7 +8,7 @@ from typing import Any
 from ebft.errors import ConfigError
 from ebft.evaluation.result import Evaluation, ModelResult
 
-_NLL = {"reference_nll": "reference", "rollout_nll": "own samples", "rollout_nll_base": "own samples, by the base"}
+_NLL = {"reference_nll": "reference", "rollout_nll": "own samples", "rollout_nll_base": "own samples, base model"}
 _STYLES = ("-", "--", ":")
 
 
@@ -49,7 +49,7 @@ def _pyplot() -> Any:
 
 
 def _draw_nll(axis: Any, models: list[ModelResult]) -> None:
-    axis.set(title="Cross-entropy along a completion", xlabel="token", ylabel="nats per token")
+    axis.set(title="Cross-entropy by position in the completion", xlabel="token", ylabel="nats per token")
     for index, result in enumerate(models):
         for style, (curve, label) in zip(_STYLES, _NLL.items()):
             _draw_curve(axis, result, curve, f"{result.model}: {label}", f"C{index}", style)
@@ -75,7 +75,7 @@ def _draw_curve(axis: Any, result: ModelResult, curve: str, label: str, colour: 
 
 
 def _draw_histogram(axis: Any, models: list[ModelResult], name: str) -> None:
-    axis.set(title=f"{name.capitalize()} of single samples", xlabel=name, ylabel="share of the samples")
+    axis.set(title=f"{name.capitalize()} of individual samples", xlabel=name, ylabel="fraction of samples")
     for index, result in enumerate(models):
         if name in result.histograms:
             histogram = result.histograms[name]

@@ -19,7 +19,7 @@ class VLLMSection(Section):
     )
     env: dict[str, str] | None = Field(None, description="Additional environment variables for the server.")
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 listens on all interfaces.")
-    port: Port = Field(8000, description="Port to listen on; if unset, trl.vllm_server_port is used if it is set.")
+    port: Port = Field(8000, description="Port to listen on; defaults to trl.vllm_server_port if that is set.")
     device: str = Field("auto", description="Device of the server: auto, cpu or cuda.")
     tensor_parallel_size: Count | None = Field(None, description="Number of GPUs per copy of the model.")
     data_parallel_size: Count | None = Field(None, description="Number of copies of the model.")

@@ -24,7 +24,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     if args.neftune_noise_alpha is not None:
-        raise ConfigError(f"neftune_noise_alpha: remove it; {rules.NEFTUNE}")
+        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     if is_deepspeed_zero3_enabled():
         raise ConfigError("DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP.")
     if args.label_smoothing_factor:

@@ -107,7 +107,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         self._throughput = Throughput()
         self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
         self._epoch_iterator: Any = None
-        self._read = 0  # micro-batches read; `trained_micro_batches` counts those trained on
+        self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
         self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
         self._server: ServerRollouts | None = None
         if args.uses_server:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, device, nn
 from trl import GRPOTrainer
 
-COMPLETIONS = 3  # place of the completions in what TRL's `_generate` returns
+COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
 
 
 class OverTRL(GRPOTrainer):

@@ -25,7 +25,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
                 "FeatureMatchingReward as a reward function instead."
             )
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported with full completions. Use ZeRO-2 or DDP.")
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not supported. Remove it, or set use_vllm: true.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO

@@ -30,7 +30,7 @@ class Stack:
     rows: slice
     width: int
     row_index: Tensor  # (D, R)
-    is_padding: Tensor | None  # (D, R); None where all tiles have R rows
+    is_padding: Tensor | None  # (D, R); None if all tiles have R rows
     key_start: Tensor  # (D,)
     hidden: Tensor  # (D, R, W)
 

@@ -175,7 +175,7 @@ class _Weights:
 
     def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
-        self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over tiles
+        self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
         self.owners, self.own_width, self.own_products = 0, 0, None
         if own_key is not None:
             self.owners, self.own_width = own_key.shape[1:3]

@@ -94,7 +94,7 @@ class ModelBackend:
 
 @contextmanager
 def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
-    """Replace the model's generation config, since transformers takes values that `config` leaves unset from it."""
+    """Temporarily replace the model's generation config, which transformers uses for values unset in `config`."""
     own, causal_lm.generation_config = causal_lm.generation_config, config
     try:
         yield causal_lm
