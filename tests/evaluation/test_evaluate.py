@@ -212,7 +212,7 @@ def test_a_larger_vocabulary_may_not_be_sampled_from(write_config, models, tmp_p
         model.resize_token_embeddings(600, mean_resizing=False)
 
     config = load_config(write_config("strided"))
-    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*embeds 512 tokens only"):
+    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*has only 512 token embeddings"):
         evaluate(config, [save_changed(models, tmp_path / "padded", grow)])
 
 
