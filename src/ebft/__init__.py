@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what editors and type checkers see of the names below
+if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.config.load import load_config
     from ebft.config.schema import RunConfig
     from ebft.evaluation.result import Evaluation
@@ -32,9 +32,9 @@ __all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import ebft` costs nothing."""
+    """Import a public name on first use, so that `import ebft` is fast."""
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'ebft' has no attribute {name!r}; it has {', '.join(_EXPORTS)}.")
+        raise AttributeError(f"module 'ebft' has no attribute {name!r}. Available: {', '.join(_EXPORTS)}.")
     value = getattr(import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

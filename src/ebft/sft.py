@@ -1,4 +1,4 @@
-"""SFT: transformers' own Trainer, whose evaluation gives the cross-entropies that the other modes give.
+"""SFT with transformers' Trainer; evaluation reports the same cross-entropies as the other methods.
 
 B  rows   S  tokens   V  vocabulary
 """
@@ -19,7 +19,7 @@ from ebft.scores import perplexities
 
 
 class SFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
-    """Fine-tuning on the text alone."""
+    """Supervised fine-tuning with the cross-entropy loss."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]))

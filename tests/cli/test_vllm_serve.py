@@ -75,7 +75,9 @@ def test_a_signal_ends_everything(serve, tmp_path, number):
     process = serve("output_dir=out", program=stand_in(pids))
     line = process.stdout.readline()
     assert re.fullmatch(
-        r"vLLM serves nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\); Ctrl-C stops it\n", line
+        r"vLLM is serving nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\)\. "
+        r"Press Ctrl-C to stop it\.\n",
+        line,
     )
     started = pids_in(pids)
     assert len(alive(started)) == 2

@@ -20,7 +20,7 @@ def warned(make, **keys):
     [
         ({"adapter": "lora"}, "adapter: lora needs lora_r"),
         ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
-        ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules names some. Keep one"),
+        ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules is also set. Keep one"),
         ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
         ({**LORA, "rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, "no effect with an adapter"),
         ({"load_in_4bit": True}, "Set adapter: qlora"),
@@ -28,7 +28,7 @@ def warned(make, **keys):
         ({**LORA, "load_in_8bit": True, "base_model": "b/a.gguf"}, "`ebft fetch b/a.gguf --to DIR`, and set"),
         (
             {"gguf_file": "a.gguf", "rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": "managed"}},
-            "some/model/a.gguf is a GGUF file, and vLLM serves a folder of safetensors",
+            "some/model/a.gguf is a GGUF file, which cannot be served with vLLM",
         ),
         ({**LORA, "load_in_4bit": True}, "Set adapter: qlora"),
         ({"load_in_8bit": True}, "Set adapter: lora"),
@@ -38,18 +38,18 @@ def warned(make, **keys):
         ({"save_steps": 5, "saves_per_epoch": 2}, "save_steps and saves_per_epoch"),
         (
             {"save_steps": 5, "save_strategy": "epoch"},
-            r"save_steps contradicts save_strategy: epoch. Remove it \(as an override: save_steps=\)",
+            r"save_steps conflicts with save_strategy: epoch. Remove it \(as an override: save_steps=\)",
         ),
         ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "Keep one"),
         ({"eval_steps": 5}, "eval_steps needs held-out data"),
         ({"eval_strategy": "epoch"}, "eval_strategy needs held-out data"),
-        ({"val_set_size": 2, "metric_for_best_model": "accuracy"}, "'accuracy' is not measured .* Choose from loss"),
+        ({"val_set_size": 2, "metric_for_best_model": "accuracy"}, "'accuracy' is not computed .* Choose from loss"),
         ({**STRIDED, "val_set_size": 2, "metric_for_best_model": "loss"}, "Choose from cfm_loss, "),
         ({"save_strategy": "best"}, "save_strategy: best needs held-out data"),
         ({"resume_from_checkpoint": "a", "auto_resume_from_checkpoints": True}, "Keep one"),
         ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and fsdp"),
         ({"fsdp_config": {"version": 2}}, "Add fsdp: true"),
-        ({"model_type": "AutoModelForSequenceClassification"}, "is no causal language model"),
+        ({"model_type": "AutoModelForSequenceClassification"}, "is not a causal language model"),
     ],
 )
 def test_a_contradiction_names_the_way_out(make, keys, message):
@@ -74,12 +74,12 @@ def test_sections_of_other_methods_warn_once_in_plain_fine_tuning(make, sections
     config, messages = warned(make, **sections, rl=None)
     assert config.method.name.startswith("SFT")
     assert len(messages) == (idle is not None)
-    assert all(message.startswith(f"{idle}: no effect, since rl is not set") for message in messages)
+    assert all(message.startswith(f"{idle}: no effect because rl is not set") for message in messages)
 
 
 def test_lora_keys_without_an_adapter_warn_once(make):
     _, messages = warned(make, lora_r=8, lora_alpha=16)
-    assert messages == ["lora_r, lora_alpha: no effect, since adapter is not set, so all weights are trained."]
+    assert messages == ["lora_r, lora_alpha: no effect because adapter is not set (all weights are trained)."]
 
 
 def test_torch_compile_gives_way_in_strided_mode_only(make):
@@ -139,12 +139,12 @@ def test_wandb_run_id_names_the_run(make):
 
 def test_a_compiled_model_has_no_budget_of_flops(make):
     keys = {"torch_compile": True, "budget": {"flops": 1e18}}
-    with pytest.raises(ConfigError, match="budget.flops cannot be counted inside a compiled model"):
+    with pytest.raises(ConfigError, match="budget.flops is not supported with torch_compile"):
         make(**keys)
     assert warned(make, **keys, **STRIDED)[0].torch_compile is False
 
 
 def test_a_budget_of_sampled_tokens_means_nothing_in_plain_fine_tuning(make):
     _, messages = warned(make, budget={"generated_tokens": 10})
-    assert messages == ["budget.generated_tokens has no effect in SFT, which samples none."]
+    assert messages == ["budget.generated_tokens has no effect in SFT, which does not sample tokens."]
     assert not warned(make, budget={"documents": 10, "flops": 1e9})[1]

@@ -14,10 +14,10 @@ def strided(device):
 @pytest.mark.parametrize(
     ("machine", "keys", "message"),
     [
-        (CPU, {"fsdp": True}, "fsdp needs GPUs"),
-        (GPU, {"fsdp": ["full_shard"]}, "but one runs. Launch several"),
-        (CPU, {"fp16": True, "bf16": False}, "fp16: true needs a GPU"),
-        (CPU, strided("cuda:7"), "'cuda:7' is not here. Choose from cpu, or remove it"),
+        (CPU, {"fsdp": True}, "fsdp requires GPUs"),
+        (GPU, {"fsdp": ["full_shard"]}, "but only one runs. Launch several"),
+        (CPU, {"fp16": True, "bf16": False}, "fp16: true requires a GPU"),
+        (CPU, strided("cuda:7"), "'cuda:7' is unavailable. Choose from cpu, or remove it"),
         (GPU, strided("banana"), "Choose from cpu, cuda, cuda:0"),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_yaml_section_has_the_same_defaults():
         ("context_length", 0, "at least 1"),
         ("generate_max_len", 0, "at least 1"),
         ("n_samples_per_prompt", 0, "at least 1"),
-        ("stride", 2.5, "a whole number"),
+        ("stride", 2.5, "an integer"),
         ("temperature", -0.1, "at least 0"),
         ("top_p", 0.0, "above 0"),
         ("top_p", 1.1, "at most 1"),

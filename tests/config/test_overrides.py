@@ -38,14 +38,14 @@ def test_a_value_may_hold_an_equals_sign(write):
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("stride", ("'stride' is not key=value", "ebft.stride=4")),
-        ("=4", ("is not key=value",)),
-        ("base_model.x=1", ("looks for 'x' inside 'some/model'",)),
-        ("datasets.7.path=a", ("a position in a list of 1", "'7'")),
+        ("stride", ("'stride'; expected key=value", "ebft.stride=4")),
+        ("=4", ("expected key=value",)),
+        ("base_model.x=1", ("cannot set 'x' in 'some/model'",)),
+        ("datasets.7.path=a", ("'7' is not a valid index for a list of length 1",)),
         ("datasets.first.path=a", ("'first'",)),
-        ("datasets.².path=a", ("a position in a list of 1",)),
+        ("datasets.².path=a", ("not a valid index for a list of length 1",)),
         ("--learning-rate=1e-4", ("without dashes: learning_rate=1e-4",)),
-        ("seed=[", ("is not YAML", "Quote it")),
+        ("seed=[", ("not valid YAML", "Quote it")),
         ("ebft.strid=1", ("Unknown key 'ebft.strid'", "'ebft.stride'")),
     ],
 )

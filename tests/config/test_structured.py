@@ -34,10 +34,10 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
         (
             {"micro_batch_size": 2, "gradient_accumulation_steps": 3},
-            "num_generations 8 does not divide 6, .*micro_batch_size times",
+            "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps",
         ),
-        ({"eval_batch_size": 12}, "eval_batch_size 12 is no multiple of trl.num_generations 8"),
-        ({"trl": {"async_prefetch": True}}, "trl.async_prefetch generates on a server"),
+        ({"eval_batch_size": 12}, "eval_batch_size: 12 is not a multiple of trl.num_generations: 8"),
+        ({"trl": {"async_prefetch": True}}, "trl.async_prefetch requires a vLLM server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
         ({"trl": {"replay_buffer_size": 10}}, "trl.replay_buffer_size: 10 is not supported"),
         ({"trl": {"reroll_start_fraction": 0.5}}, "trl.reroll_start_fraction"),
@@ -46,13 +46,13 @@ def structured(tmp_path=None, rl="ebft", **keys):
             {"trl": {"reward_funcs": ["json.loads"], "reward_weights": [1.0]}},
             "1 weights for 2 rewards: feature_",
         ),
-        ({"trl": {"reward_funcs": ["feature_matching"]}}, "names a reward twice"),
-        ({"trl": {"reward_funcs": ["nomodule.f"]}}, "trl.reward_funcs: 'nomodule.f' means function 'f'"),
-        ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex needs vLLM"),
-        ({"trl": {"sync_ref_model": True}}, "sync_ref_model moves a reference model"),
+        ({"trl": {"reward_funcs": ["feature_matching"]}}, "feature_matching, feature_matching contains a duplicate"),
+        ({"trl": {"reward_funcs": ["nomodule.f"]}}, "trl.reward_funcs: 'nomodule.f' refers to function 'f'"),
+        ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex requires vLLM"),
+        ({"trl": {"sync_ref_model": True}}, "sync_ref_model requires a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
         ({"fsdp": True}, "fsdp is not supported with full completions"),
-        ({"group_by_length": True}, "group_by_length would tear groups"),
+        ({"group_by_length": True}, "group_by_length is incompatible with grouped completions"),
     ],
 )
 def test_refused_before_anything_is_loaded(tmp_path, keys, message):
@@ -64,7 +64,7 @@ def test_refused_before_anything_is_loaded(tmp_path, keys, message):
 
 
 def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
-    with pytest.raises(ConfigError, match="Full fine-tuning sends all weights .* Train an adapter"):
+    with pytest.raises(ConfigError, match="Full fine-tuning with a vLLM server requires CUDA.* Train an adapter"):
         check_machine(structured(tmp_path, trl={"use_vllm": True}), CPU)
     check_machine(structured(tmp_path, trl={"use_vllm": True}, **LORA), CPU)
 
@@ -73,7 +73,7 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
     ("keys", "message"),
     [
         ({"trl": {"reward_num_workers": 4}}, "reward_num_workers has no effect: reward functions run"),
-        ({"trl": {"streaming_partial_batch": True}}, "group by group already"),
+        ({"trl": {"streaming_partial_batch": True}}, "rewards are already computed group by group"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),
         ({"trl": {"prefetch_depth": 2}}, "trl.prefetch_depth has no effect without async_prefetch"),
         ({"rl": "grpo", "ebft": {"ce_coef": 0.5}}, "ebft.ce_coef has no effect with rl: grpo and these rewards"),
@@ -137,7 +137,7 @@ def test_the_trainer_connects_to_where_the_server_listens():
 
 def test_a_server_that_training_starts_listens_where_the_trainer_connects():
     trl = {"use_vllm": True, "vllm_mode": "managed", "vllm_server_port": 9001}
-    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001: .* Keep one of them"):
+    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep one of them"):
         structured(vllm={"port": 9002}, trl=trl)
     structured(vllm={"port": 9001}, trl=trl)
     structured(trl=trl)

@@ -23,7 +23,7 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
         check_transform(name, make(**keys))
     other = "prompts" if rows == "tokens" else "tokens"
     for keys in MODES[other]:
-        with pytest.raises(DataError, match=f"datasets.type: '{name}' gives rows of .* trains on rows of"):
+        with pytest.raises(DataError, match=f"datasets.type: '{name}' returns rows of .* trains on rows of"):
             check_transform(name, make(**keys))
 
 
@@ -38,8 +38,12 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
             "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, ",
         ),
         ({"rl": "ebft"}, "completion", "structured mode .* trains on rows of prompt and ground_truth"),
-        ({"rl": "ebft"}, "ebft_reasoning.transfrom", "It has transform, transform_answer_only, transform_split"),
-        ({"rl": "ebft"}, "ebft_opencoed.transform", "no such module here.*Did you mean 'ebft_opencode'"),
+        (
+            {"rl": "ebft"},
+            "ebft_reasoning.transfrom",
+            "Available functions: transform, transform_answer_only, transform_split",
+        ),
+        ({"rl": "ebft"}, "ebft_opencoed.transform", "the module was not found.*Did you mean 'ebft_opencode'"),
     ],
 )
 def test_what_cannot_be_used_says_why(make, keys, name, message):
@@ -67,7 +71,7 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
         used = EQUIVALENT_TRANSFORMS[f"{module}.{function}"]
         assert [entry.type for entry in getattr(config, section)] == [used, used]
         messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
-        assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} becomes {used}: ")
+        assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} is replaced with {used}: ")
         assert " trains on rows of " in messages[0]
         check_transform(used, config)
     for keys in MODES[given]:
@@ -79,7 +83,7 @@ def test_what_has_no_counterpart_stays(make, name):
     given = BUILT_IN_TRANSFORMS[built_in(name)[0]][built_in(name)[1]]
     config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
     assert config.datasets[0].type == name
-    with pytest.raises(DataError, match="gives rows of"):
+    with pytest.raises(DataError, match="returns rows of"):
         check_transform(name, config)
 
 

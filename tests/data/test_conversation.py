@@ -60,8 +60,8 @@ def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
 @pytest.mark.parametrize(
     ("prompt", "turns", "message"),
     [
-        ("text", TURNS, "needs a prompt of messages"),
-        (PROMPT, [TURNS[1], TURNS[1]], "two assistant turns in a row"),
+        ("text", TURNS, "requires a prompt of messages"),
+        (PROMPT, [TURNS[1], TURNS[1]], "two consecutive assistant turns"),
         (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "must be text"),
         ("", None, "empty prompt"),
     ],

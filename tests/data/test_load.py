@@ -25,14 +25,14 @@ def test_report_counts_what_was_dropped(make_config, write_jsonl, tokenizer, cap
     rows = [{"text": TEXT}, {"text": ""}, {"text": None}, {"text": "short"}, {"text": TEXT * 6}]
     load_datasets(make_config(write_jsonl(rows)), tokenizer)
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("datasets: 5 documents gave ")
+    assert line.startswith("datasets: 5 documents produced ")
     assert "1 cut into windows of sequence_len" in line
     assert "2 without text" in line and "1 too short for one block" in line
 
 
 def test_one_document_is_no_plural(make_config, write_jsonl, tokenizer, capsys):
     load_datasets(make_config(write_jsonl([{"text": TEXT}])), tokenizer)
-    assert "datasets: 1 document gave 1 row" in capsys.readouterr().err
+    assert "datasets: 1 document produced 1 row" in capsys.readouterr().err
 
 
 def test_chats_without_a_reply_are_told_from_empty_ones(make_config, write_jsonl, tokenizer, capsys):
@@ -48,12 +48,14 @@ def test_chats_without_a_reply_are_told_from_empty_ones(make_config, write_jsonl
 def test_report_only_on_rank_zero(make_config, write_jsonl, tokenizer, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load_datasets(make_config(write_jsonl([{"text": TEXT}])), tokenizer)
-    assert " gave " not in capsys.readouterr().err
+    assert " produced " not in capsys.readouterr().err
 
 
 def test_nothing_left_names_counts_and_way_out(make_config, write_jsonl, tokenizer):
     config = make_config(write_jsonl([{"text": "a"}, {"text": ""}]))
-    with pytest.raises(DataError, match=r"1 without text, 1 too short.*Lower the first three, raise sequence_len"):
+    with pytest.raises(
+        DataError, match=r"1 without text, 1 too short.*Decrease the first three, increase sequence_len"
+    ):
         load_datasets(config, tokenizer)
 
 
@@ -114,7 +116,7 @@ def test_what_is_held_out_does_not_depend_on_what_was_dropped(make_config, write
 def test_val_set_needs_documents_on_both_sides(make_config, write_jsonl, tokenizer):
     path = write_jsonl([{"text": TEXT}])
     with pytest.raises(
-        DataError, match="0.1 of 1 documents holds 0 out, which leaves 1 usable ones for training and 0"
+        DataError, match="0.1 of 1 documents holds out 0, which leaves 1 usable documents for training and 0"
     ):
         load_datasets(make_config(path, val_set_size=0.1), tokenizer)
 

@@ -53,7 +53,7 @@ def test_hub_id_that_exists(hub):
 
 def test_missing_path_is_not_looked_up(hub):
     asked = hub(None)
-    with pytest.raises(ModelError, match="base_model: './gone' was taken as a local path and there is no such file"):
+    with pytest.raises(ModelError, match="base_model: the local path './gone' does not exist"):
         locate("./gone", "model", "base_model")
     assert not asked
 
@@ -61,8 +61,8 @@ def test_missing_path_is_not_looked_up(hub):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (HFValidationError("bad id"), "taken as a hub id, and the hub has no such dataset"),
-        (OSError("no route"), "the hub cannot be reached .no route.. Give a local path, or set HF_HUB_OFFLINE=1"),
+        (HFValidationError("bad id"), "interpreted as a Hub id, but there is no such dataset on the Hub"),
+        (OSError("no route"), "the Hub cannot be reached .no route.. Use a local path, or set HF_HUB_OFFLINE=1"),
     ],
 )
 def test_hub_that_says_no(hub, error, message):
@@ -73,7 +73,9 @@ def test_hub_that_says_no(hub, error, message):
 
 def test_name_like_one_to_fetch_is_told(hub):
     hub(HFValidationError("bad id"))
-    with pytest.raises(ModelError, match=r"a hub id \(`ebft fetch` has smollm2-135m\), and the hub has no such"):
+    with pytest.raises(
+        ModelError, match=r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"
+    ):
         locate("smollm2-135", "model", "base_model")
 
 

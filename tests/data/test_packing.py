@@ -61,7 +61,7 @@ def test_rows_that_come_packed_stay_packed():
         documents = Documents.from_inputs(DocumentCollator(0)([row, {"input_ids": [6, 7, 8, 9, 10, 11]}]))
         assert documents.lengths.tolist() == [3, 2, 6]
         assert documents.tokens.tolist() == list(range(1, 12))
-    with pytest.raises(DataError, match="5 input_ids and positions for 4"):
+    with pytest.raises(DataError, match="5 input_ids and 4 positions"):
         DocumentCollator(0)([{**by_length, "seq_lengths": [2, 2]}])
 
 

@@ -64,7 +64,7 @@ def test_rows(make_structured, write_jsonl, chatml, capsys):
     assert evaluation is None and train.column_names == ["prompt", "ground_truth"]
     assert train[0] == {"prompt": [user("Add 1 2")], "ground_truth": "3"}
     assert train["ground_truth"][:] == ["3", "4"]
-    assert "\ndatasets: 2 documents gave 2 rows\n" in capsys.readouterr().err
+    assert "\ndatasets: 2 documents produced 2 rows\n" in capsys.readouterr().err
 
 
 def test_remaining_turns_are_uniform(make_structured, write_jsonl, chatml):
@@ -88,7 +88,7 @@ def test_what_is_dropped_is_counted(make_structured, write_jsonl, chatml, capsys
     train, _ = load_prompts(make_structured(write_jsonl(rows)), chatml)
     assert len(train) == 1
     assert (
-        "\ndatasets: 7 documents gave 1 row; dropped 2 without a prompt, 3 without a reference, "
+        "\ndatasets: 7 documents produced 1 row; dropped 2 without a prompt, 3 without a reference, "
         "1 whose prompt and reference do not fit within sequence_len\n"
     ) in capsys.readouterr().err
 
@@ -115,7 +115,9 @@ def test_sequence_len_holds_the_whole_conversation(make_structured, write_jsonl,
 
 def test_nothing_left_names_counts_and_way_out(make_structured, write_jsonl, chatml):
     path = write_jsonl([{"input": "a", "output": ""}])
-    with pytest.raises(DataError, match=r"1 without a reference. Nothing usable is left: .* or raise sequence_len 200"):
+    with pytest.raises(
+        DataError, match=r"1 without a reference. No usable rows are left: .* sequence_len: 200 .*increase"
+    ):
         load_prompts(make_structured(path), chatml)
 
 
@@ -136,7 +138,9 @@ def test_grpo_counts_the_prompt_alone(make_grpo, write_jsonl, tokenizer, own, ca
     length = len(tokenizer("a b c")["input_ids"])
     train, _ = load_prompts(make_grpo(path, type, sequence_len=length + 1), tokenizer)
     assert train[0]["ground_truth"] == ["assert f()"] * 99
-    with pytest.raises(DataError, match="1 whose prompt leaves no room within sequence_len. .*give rows with a prompt"):
+    with pytest.raises(
+        DataError, match="1 whose prompt leaves no room within sequence_len. .*provide rows with a prompt"
+    ):
         load_prompts(make_grpo(path, type, sequence_len=length), tokenizer)
 
 
@@ -185,36 +189,40 @@ def test_a_column_of_two_types(make_grpo, write_jsonl, tokenizer, own):
     paths = [write_jsonl([{"q": "a", "n": 1}], "a.jsonl"), write_jsonl([{"q": "b", "n": "one"}], "b.jsonl")]
     type = own('{"prompt": example["q"]}', '{"remove_columns": ["q"]}')
     config = make_grpo("unused", datasets=[{"path": str(path), "type": type} for path in paths])
-    with pytest.raises(DataError, match="column 'n' holds values of different types .* or leave it out"):
+    with pytest.raises(DataError, match="column 'n' contains values of different types .* or remove it"):
         load_prompts(config, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["completion", "completion_ids", "completions", "prompts", "trainer_state"])
 def test_names_that_the_trainer_uses(make_grpo, write_jsonl, tokenizer, own, name):
     type = own('{"prompt": "a"}', "{}")
-    with pytest.raises(DataError, match=f"row 0: {name} cannot be a column, .* name it in the .* remove_columns"):
+    with pytest.raises(DataError, match=f"row 0: {name}: reserved column name, .* add it to the .* remove_columns"):
         load_prompts(make_grpo(write_jsonl([{name: "x"}]), type), tokenizer)
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ('{"prompt": 3, "ground_truth": "y"}', "row 0: prompt must hold a list of messages"),
-        ('{"prompt": "x", "ground_truth": 3}', "row 0: ground_truth must be text, it is int"),
-        ('{"prompt": "x"}', "row 0: the field 'ground_truth' is missing, it returned prompt: structured mode"),
+        ('{"prompt": 3, "ground_truth": "y"}', "row 0: prompt must contain a list of messages"),
+        ('{"prompt": "x", "ground_truth": 3}', "row 0: ground_truth must be text, got int"),
+        (
+            '{"prompt": "x"}',
+            "row 0: the field 'ground_truth' is missing; the transform returned prompt, but structured mode",
+        ),
         ('{"ground_truth": "x"}', "row 0: the field 'prompt' is missing"),
-        ('{"prompt": "x", "ground_truth": "y", "remaining_turns": "z"}', "row 0: remaining_turns must hold a list"),
-        ('{"prompt": "x", "ground_truth": "y", "when": object()}', "row 0: column 'when' holds object, .* into text"),
+        ('{"prompt": "x", "ground_truth": "y", "remaining_turns": "z"}', "row 0: remaining_turns must contain a list"),
+        ('{"prompt": "x", "ground_truth": "y", "when": object()}', "row 0: column 'when' contains object, .* to text"),
         (
             '{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"text": "x"}]}], '
             '"ground_truth": "y"}',
-            "row 0: the messages of a row have contents of different types .list, str.. Give the content of every",
+            "row 0: the contents of the messages in a row have different types .list, str.. Use text for the content",
         ),
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', "row 0: .* no chat template"),
         (
             '{"input_ids": [1, 2], "labels": [1, 2]}',
-            "row 0: it returned input_ids and no prompt, but structured mode .* trains on rows of prompt and "
-            "ground_truth. Use ebft_strided_structured.transform_prompts, ebft_opencode.transform, .* change the mode",
+            "row 0: the transform returned input_ids and no prompt, but structured mode .* trains on rows of prompt "
+            "and ground_truth. Use ebft_strided_structured.transform_prompts, ebft_opencode.transform, .* change the "
+            "mode",
         ),
     ],
 )

@@ -77,5 +77,5 @@ def test_a_tokenizer_without_offsets():
     class SlowTokenizer:
         is_fast = False
 
-    with pytest.raises(DataError, match="SlowTokenizer does not tell which characters .* Use a fast tokenizer"):
+    with pytest.raises(DataError, match="SlowTokenizer does not support offset mapping, .* Use a fast tokenizer"):
         token_mask(SlowTokenizer(), "a", [])

@@ -84,16 +84,19 @@ def test_several_processes_give_the_same_rows(run_own):
     [
         (
             '{"prompt": "x", "ground_truth": "y"}',
-            "row 0: it returned prompt and ground_truth, but strided mode trains on rows of input_ids and labels. "
-            "Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the mode",
+            "row 0: the transform returned prompt and ground_truth, but strided mode trains on rows of input_ids "
+            "and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the mode",
         ),
-        ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing, it returned prompt"),
+        ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing; the transform returned prompt"),
         ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),
-        ('{"input_ids": [1, 2], "labels": [1]}', "labels has 1 entries, input_ids has 2"),
-        ('{"input_ids": "abc", "labels": [1]}', "input_ids must be a list of token numbers, it is abc"),
-        ('{"input_ids": [1], "labels": [1], "prompt_length": -1}', "prompt_length must be a whole number from 0"),
+        ('{"input_ids": [1, 2], "labels": [1]}', "labels has 1 entries, but input_ids has 2"),
+        ('{"input_ids": "abc", "labels": [1]}', "input_ids must be a list of token ids, got abc"),
+        (
+            '{"input_ids": [1], "labels": [1], "prompt_length": -1}',
+            "prompt_length must be a non-negative integer, got -1",
+        ),
         ('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}', "must be ones followed by zeros"),
-        ("[1, 2]", "it returned list, it must return a dict of fields"),
+        ("[1, 2]", "the transform returned list; it must return a dict of fields"),
         ('example["b"]', "row 0: KeyError: 'b'. The row has the columns a"),
     ],
 )
@@ -119,14 +122,17 @@ def test_built_in_names(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ebft_pretrian.transform", "no such module here.*Did you mean 'ebft_pretrain'"),
-        ("alpaca", "there is no 'alpaca'.*your own is written module.function"),
-        ("ebft_pretrain.transfrom", "has no function 'transfrom'. It has transform.$"),
+        ("ebft_pretrian.transform", "the module was not found.*Did you mean 'ebft_pretrain'"),
+        ("alpaca", "unknown name 'alpaca'.*Custom functions are written as module.function"),
+        ("ebft_pretrain.transfrom", "has no function 'transfrom'. Available functions: transform.$"),
         (
             "ebft_chat_multiturn.transform_frist",
-            "no function 'transform_frist'. It has transform, transform_last_turn, transform_all_turns",
+            "no function 'transform_frist'. Available functions: transform, transform_last_turn, transform_all_turns",
         ),
-        ("textwrap.nothing", "module textwrap has no function 'nothing'. It has TextWrapper, wrap, fill, shorten"),
+        (
+            "textwrap.nothing",
+            "module textwrap has no function 'nothing'. Available functions: TextWrapper, wrap, fill, shorten",
+        ),
     ],
 )
 def test_unknown_names(name, message):

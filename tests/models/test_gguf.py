@@ -119,7 +119,7 @@ def test_digits_are_split_where_the_file_says_so(base, tmp_path):
 
 def test_unknown_splitting_is_told(base, tmp_path):
     write_gguf(tmp_path / "model.gguf", *base, pre="of-the-future")
-    with pytest.warns(UserWarning, match="as 'of-the-future' does, which is not known here.*tokenizer_config"):
+    with pytest.warns(UserWarning, match="the pre-tokenizer 'of-the-future', which is not supported.*tokenizer_config"):
         load_gguf_tokenizer(str(tmp_path / "model.gguf"))
 
 
@@ -142,25 +142,27 @@ def test_packed_weights_are_refused_by_the_trainers(tiny_gguf):
 def test_without_the_package_the_error_has_its_command(make_gguf_config, monkeypatch):
     present = importlib.util.find_spec
     monkeypatch.setattr("ebft.fetch.models.find_spec", lambda name: None if name == "gguf" else present(name))
-    with pytest.raises(ModelError, match=r"needs the package gguf: pip install 'ebft\[gguf\]'"):
+    with pytest.raises(ModelError, match=r"requires the package gguf: pip install 'ebft\[gguf\]'"):
         load_tokenizer(make_gguf_config())
 
 
 def test_file_that_is_not_there_is_told_beside_those_that_are(make_gguf_config, tiny_gguf):
-    with pytest.raises(ModelError, match=rf"other.gguf is no GGUF file in .*; it holds {tiny_gguf.name}"):
+    with pytest.raises(ModelError, match=rf"other.gguf is not a GGUF file in .*, which contains {tiny_gguf.name}"):
         load_tokenizer(make_gguf_config(gguf_file="other.gguf"))
 
 
 @pytest.mark.parametrize("base_model", ["./nowhere", "owner/name", "smollm2-135m"])
 def test_base_model_must_be_a_folder(make_gguf_config, base_model, tmp_path, monkeypatch):
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=f"'{base_model}' is no folder on this machine. Set base_model to the folder"):
+    with pytest.raises(
+        ModelError, match=f"'{base_model}' is not a folder on this machine. Set base_model to the folder"
+    ):
         load_tokenizer(make_gguf_config(base_model=base_model))
 
 
 def test_folder_without_gguf_file_is_told_what_to_add(make_gguf_config, tiny_gguf):
     with pytest.raises(
-        ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, name the file itself: {tiny_gguf}"
+        ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, give the path of the file: {tiny_gguf}"
     ):
         load_tokenizer(make_gguf_config(gguf_file=None))
     with pytest.raises(ModelError, match="it is a GGUF model"):
@@ -171,7 +173,7 @@ def test_folder_without_gguf_file_is_told_what_to_add(make_gguf_config, tiny_ggu
 def test_file_that_is_no_model_is_refused(content, make_gguf_config, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(content)
     config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(ModelError, match="no tokenizer can be loaded from .*bad.gguf"):
+    with pytest.raises(ModelError, match="cannot load a tokenizer from .*bad.gguf"):
         load_tokenizer(config)
 
 
@@ -193,5 +195,5 @@ def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
 
 
 def test_4_bits_are_refused(make_gguf_config):
-    with pytest.raises(ConfigError, match="A GGUF file is loaded as dense weights"):
+    with pytest.raises(ConfigError, match="not supported with GGUF files, which are loaded dense"):
         make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})

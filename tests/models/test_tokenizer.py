@@ -25,12 +25,12 @@ def test_special_tokens_are_applied_without_a_warning(make_config):
 
 
 def test_missing_folder_says_what_was_assumed(make_config):
-    with pytest.raises(ModelError, match="base_model: './nowhere' was taken as a local path"):
+    with pytest.raises(ModelError, match="base_model: the local path './nowhere' does not exist"):
         load_tokenizer(make_config(base_model="./nowhere"))
 
 
 def test_folder_without_tokenizer(make_config, tmp_path):
-    with pytest.raises(ModelError, match="tokenizer_config: no tokenizer can be loaded from"):
+    with pytest.raises(ModelError, match="tokenizer_config: cannot load a tokenizer from"):
         load_tokenizer(make_config(tokenizer_config=str(tmp_path)))
 
 
@@ -60,8 +60,8 @@ def test_template_from_text_and_file(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("chatlm", "neither a known name .chatml, llama3, tokenizer_default. nor a file"),
-        ("tokenizer_default", "and the tokenizer has none"),
+        ("chatlm", "'chatlm'; expected a known name .chatml, llama3, tokenizer_default., the path of a file"),
+        ("tokenizer_default", "but the tokenizer has no chat template"),
     ],
 )
 def test_unusable_templates(make_config, choice, message):

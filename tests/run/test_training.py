@@ -142,7 +142,7 @@ def test_auto_resume_takes_the_newest_complete_checkpoint(make, tmp_path):
 def test_resuming_a_finished_run_trains_nothing(make, tmp_path, adapter):
     first = train(strided(make, **adapter, save_steps=2))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    with pytest.warns(UserWarning, match="Nothing is left to train: .*checkpoint-2 is at step 2"):
+    with pytest.warns(UserWarning, match="Training is already complete: .*checkpoint-2 is at step 2"):
         again = train(strided(make, **adapter, save_steps=2, auto_resume_from_checkpoints=True))
     assert again.trainer.state.global_step == 2 and again.metrics["loss"] == first.metrics["loss"]
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -155,14 +155,16 @@ def test_a_finished_run_without_its_model_gets_it_from_the_checkpoint(make, tmp_
     model = tmp_path / "out" / "model.safetensors"
     before = model.read_bytes()
     model.unlink()
-    with pytest.warns(UserWarning, match="Nothing is left to train"):
+    with pytest.warns(UserWarning, match="Training is already complete"):
         train(make(num_epochs=1, auto_resume_from_checkpoints=True))
     assert model.read_bytes() == before
 
 
 def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
     config = make(base_model="does/not-exist", resume_from_checkpoint=tmp_path / "nope")
-    with pytest.raises(ConfigError, match="resume_from_checkpoint: .*nope is not a folder. There is none"):
+    with pytest.raises(
+        ConfigError, match="resume_from_checkpoint: .*nope is not a folder. output_dir .* has no checkpoint"
+    ):
         train(config)
 
 
@@ -224,7 +226,7 @@ def test_a_hub_that_cannot_be_reached_is_told_first(make, monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub, "create_repo", refuse)
-    with pytest.raises(ConfigError, match="hub_model_id: 'me/model' cannot be made or reached .*no route"):
+    with pytest.raises(ConfigError, match="hub_model_id: 'me/model' cannot be created or reached .*no route"):
         train(make(base_model="does/not-exist", hub_model_id="me/model"))
 
 
@@ -300,7 +302,7 @@ def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
 
 
 def test_what_transformers_refuses_is_a_config_error(make):
-    with pytest.raises(ConfigError, match="transformers cannot train with these settings: .*strategy"):
+    with pytest.raises(ConfigError, match="transformers does not accept these settings: .*strategy"):
         train(make(base_model="does/not-exist", val_set_size=2, save_steps=3, load_best_model_at_end=True))
 
 
@@ -314,7 +316,7 @@ def test_a_run_that_spent_its_budget_is_not_trained_on(make, tmp_path, save):
     assert state["log_history"][-1]["budget/documents"] == 4
     rate = [entry["learning_rate"] for entry in first.trainer.state.log_history if "learning_rate" in entry][-1]
     assert rate == pytest.approx(1e-3 * 5 / 6)  # the schedule is that of six steps
-    with pytest.warns(UserWarning, match=r"Nothing is left to train: .* step 2, .* Raise budget.documents to train on"):
+    with pytest.warns(UserWarning, match=r"already complete: .* step 2, .* Increase budget.documents to continue"):
         again = train(strided(make, **keys, budget={"documents": 3}, auto_resume_from_checkpoints=True))
     assert again.trainer.state.global_step == 2 and again.metrics["budget/documents"] == 4
     more = train(strided(make, **keys, budget={"documents": 5}, auto_resume_from_checkpoints=True))

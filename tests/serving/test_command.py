@@ -127,7 +127,7 @@ def test_a_local_model_is_named_by_its_absolute_path(make_config, tmp_path, monk
 
 def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypatch):
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="Type `ebft fetch smollm2-135m` first"):
+    with pytest.raises(ModelError, match="Run `ebft fetch smollm2-135m` first"):
         command(make_config(base_model="smollm2-135m"))
     folder = cached_folder("smollm2-135m")
     folder.mkdir(parents=True)

@@ -96,7 +96,8 @@ def serve(model, tmp_path):
 
 def test_it_serves_and_ends_with_ctrl_c(serve, model):
     serving = serve()
-    assert serving.line == f"vLLM serves {model} at {serving.url} (LoRA up to rank 16); Ctrl-C stops it\n"
+    ready = f"vLLM is serving {model} at {serving.url} (LoRA up to rank 16). Press Ctrl-C to stop it.\n"
+    assert serving.line == ready
     assert any("EngineCore" in word for worker in serving.workers for word in worker.cmdline())
     answer = serving.post("/v1/completions", model=str(model), prompt=PROMPT, max_tokens=4, return_token_ids=True)
     choice = answer["choices"][0]

@@ -113,10 +113,10 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     for config, match in (
         (
             LoraConfig(r=2, target_modules="all-linear", bias="all", task_type="CAUSAL_LM"),
-            "trainable beside the adapter",
+            "trainable in addition to the adapter",
         ),
-        (PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PrefixTuningConfig puts virtual tokens"),
-        (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PromptTuningConfig puts virtual tokens"),
+        (PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PrefixTuningConfig adds virtual tokens"),
+        (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PromptTuningConfig adds virtual tokens"),
     ):
         with pytest.raises(ModelError, match=match):
             check_adapter(get_peft_model(tiny_model("qwen2"), config))

@@ -207,7 +207,7 @@ def test_model_by_name_with_a_new_adapter(tmp_path):
     trainer = StridedEBFTTrainer(str(tmp_path / "base"), args, peft_config=adapter, train_dataset=documents())
     trainer.train()
     assert trainer.feature_network.shares_weights
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(ValueError, match="already has an adapter"):
         StridedEBFTTrainer(trainer.model, args, peft_config=adapter)
     with pytest.raises(ValueError, match="model must be a causal language model"):
         StridedEBFTTrainer(None, args)

@@ -21,10 +21,10 @@ def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
     ("changes", "error", "message"),
     [
         ({"num_generations": 5}, ValueError, "divisible by num_generations"),
-        ({"async_prefetch": True}, ConfigError, "async_prefetch generates on a server"),
-        ({"use_vllm": True}, ConfigError, "Full fine-tuning sends all weights"),
-        ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: 'sum' does not fit"),
-        ({"vllm_structured_outputs_regex": "a"}, ConfigError, "needs vLLM"),
+        ({"async_prefetch": True}, ConfigError, "async_prefetch requires a vLLM server"),
+        ({"use_vllm": True}, ConfigError, "Full fine-tuning with a vLLM server requires CUDA"),
+        ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: invalid value 'sum'"),
+        ({"vllm_structured_outputs_regex": "a"}, ConfigError, "requires vLLM"),
     ],
 )
 def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):

@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_where_it_was(first_run):
     assert {name for name in after if after[name] != before.get(name)} == {f"{lost}.json"}
     assert json.loads((folder / f"{lost}.json").read_text())["metrics"] == old["metrics"]
     log = (first_run / "output" / "logs" / f"{lost}.txt").read_text()
-    assert "Nothing is left to train" in log and printed.count("Made by an earlier run") == 2
+    assert "Training is already complete" in log and printed.count("Made by an earlier run") == 2
 
 
 def test_no_cell_starts_after_the_hours(first_run):

@@ -1,4 +1,4 @@
-"""The command `ebft`: parse, call, print. Heavy imports wait until a command needs them."""
+"""The command `ebft`. Heavy imports are deferred until a command needs them."""
 
 from importlib.metadata import version
 from typing import Annotated
@@ -37,7 +37,7 @@ fetch_command.register(app)
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Energy-based fine-tuning of language models."""

@@ -1,12 +1,12 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML config file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.", show_default=False),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that override the config file.", show_default=False),
 ]

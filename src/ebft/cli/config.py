@@ -1,4 +1,4 @@
-"""`ebft config`: every key a config can have; `ebft config --check FILE`: is this file right?"""
+"""`ebft config`: list all config keys; `ebft config --check FILE`: check a config file."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,11 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 
-HELP = "Print every key of a config with its meaning, or check a config."
+HELP = "List all config keys with their descriptions, or check a config file."
 CHECK_HELP = (
-    "Check this YAML file: every key and value, contradictions, the optimizer and schedule, trackers, output_dir, the "
-    "dataset transforms, and room for a block. Models, datasets and devices are looked at when training starts."
+    "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
+    "transforms, and whether a block fits in sequence_len. Models, datasets and devices are checked when training "
+    "starts."
 )
 
 
@@ -33,7 +34,7 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[WORD | KEY=VALUE...]",
-            help="Show only the keys that contain WORD; with --check, overrides as for `ebft train`.",
+            help="Show only keys that contain WORD. With --check: overrides, as in `ebft train`.",
             show_default=False,
         ),
     ] = None,
@@ -45,10 +46,10 @@ def command(
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
 ) -> None:
-    """Print the keys, their JSON schema, or what a checked file changes."""
+    """Print the keys, their JSON schema, or the settings of a checked file that differ from the defaults."""
     if json_schema:
         if check is not None or words:
-            raise ConfigError("--json-schema prints the schema of every config. Leave out --check and other words.")
+            raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
         return
     console = Console(soft_wrap=check is not None)
@@ -56,7 +57,7 @@ def command(
         search = " ".join(words or [])
         found = list(option_listing(search))
         if not found:
-            raise ConfigError(f"No key contains {search!r}. `ebft config` prints every key.")
+            raise ConfigError(f"No key contains {search!r}. Run `ebft config` to list all keys.")
         for part in found:
             console.print(part)
         return
@@ -64,5 +65,5 @@ def command(
     check_runnable(config)
     for key, value in changed_keys(config):
         console.print(f"{key}: {value!r}", markup=False)
-    rest = "every option not shown has its default. Data and models were not looked at"
+    rest = "options not shown have their default values. Data and models were not checked"
     console.print(f"{check} is valid; {rest}.", markup=False)

@@ -1,4 +1,4 @@
-"""What the commands print on the error stream: errors in red, warnings in yellow, one message each."""
+"""Output of the commands on stderr: errors in red, warnings in yellow, one message each."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors that the user can put right, and Ctrl-C, end in one message and an exit code."""
+    """Make a command end with one message and an exit code on user errors and Ctrl-C."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -28,8 +28,8 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             _say(("Error: ", "bold red"), (str(error), "red"))
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
-            _say(str(error) or "Stopped before training began; nothing was saved.")
-            # TrainingInterrupted says which signal it was; it is not imported here, since that imports torch.
+            _say(str(error) or "Interrupted before training started; nothing was saved.")
+            # TrainingInterrupted has the signal number; it is not imported here, since that imports torch.
             number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
             raise typer.Exit(INTERRUPTED + number) from None
 
@@ -37,7 +37,7 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def show_warnings() -> None:
-    """Print each warning once, as one line without the place in the code that raised it."""
+    """Print each warning once, on one line and without its location in the code."""
     seen = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -50,7 +50,7 @@ def show_warnings() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is the first of the processes that a launcher started, or the only one."""
+    """Whether this is the main process (rank 0) or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 

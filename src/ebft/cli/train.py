@@ -8,7 +8,7 @@ from ebft.cli.listing import key_overview
 from ebft.config.load import load_config
 from ebft.run.checks import check_runnable
 
-HELP = """Train a model as a config says.
+HELP = """Train a model with the settings of a config.
 
 Examples:
 
@@ -22,7 +22,7 @@ ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    # Unknown options reach the overrides, which say how they are written.
+    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
     settings = {"ignore_unknown_options": True}
     app.command("train", help=HELP, short_help="Train a model.", epilog=key_overview(), context_settings=settings)(
         command
@@ -34,10 +34,10 @@ def command(
     config: ConfigFile,
     overrides: Overrides = None,
 ) -> None:
-    """Load the config, train, and say where the model is."""
+    """Load the config, train, and print the path of the model."""
     run_config = load_config(config, overrides or [])
     check_runnable(run_config)
-    from ebft.run.training import train  # imports torch, which help and config errors need not wait for
+    from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
     result = train(run_config)
     if is_main_process():
@@ -46,7 +46,7 @@ def command(
 
 
 def leave_process_group() -> None:
-    """End the communication with other processes of a torchrun; left to the interpreter's exit, it may abort there."""
+    """Close the process group of torchrun: leaving this to the exit of the interpreter may abort the process."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():

@@ -14,7 +14,7 @@ from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 
-HELP = """Serve a config's model with vLLM, for structured training.
+HELP = """Serve the model of a config with vLLM, for training in structured mode.
 
 Examples:
 
@@ -29,7 +29,7 @@ SERVER_FAILED = 1
 
 
 class Stopped(KeyboardInterrupt):
-    """The command was asked to end by a signal, which its exit code tells."""
+    """The command was terminated by a signal, which determines its exit code."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__("The vLLM server was stopped.")
@@ -38,7 +38,7 @@ class Stopped(KeyboardInterrupt):
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    # Unknown options reach the overrides, which say how they are written.
+    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
     settings = {"ignore_unknown_options": True}
     app.command("vllm-serve", help=HELP, short_help="Serve a model with vLLM.", context_settings=settings)(command)
 
@@ -47,9 +47,11 @@ def register(app: typer.Typer) -> None:
 def command(
     config: ConfigFile,
     overrides: Overrides = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help=f"Also show what the server writes to {LOG}.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help=f"Also print the output of the server, which is written to {LOG}.")
+    ] = False,
 ) -> None:
-    """Start the server, say where it is once it is ready, and wait for its end or a signal."""
+    """Start the server, print its address when it is ready, and wait until it ends or a signal arrives."""
     run_config = load_config(config, overrides or [])
     from ebft.data.locate import locate, looks_local
     from ebft.serving.command import server_command
@@ -64,7 +66,7 @@ def command(
         server = VLLMServer(server_command(run_config, python, _visible_gpus()), Path(run_config.output_dir) / LOG)
         try:
             with server, _shown(server.log, verbose):
-                typer.echo(f"Starting vLLM; its log is {server.log.path}", err=True)
+                typer.echo(f"Starting vLLM (log: {server.log.path})", err=True)
                 server.wait_until_healthy(run_config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
                 typer.echo(_ready_line(server.command))
                 server.wait()
@@ -75,18 +77,18 @@ def command(
 
 def _ready_line(server: Any) -> str:
     lora = f" (LoRA up to rank {server.max_lora_rank})" if server.max_lora_rank is not None else ""
-    return f"vLLM serves {server.model} at {server.url}{lora}; Ctrl-C stops it"
+    return f"vLLM is serving {server.model} at {server.url}{lora}. Press Ctrl-C to stop it."
 
 
 def _visible_gpus() -> int:
-    import torch  # takes seconds, which help and config errors need not wait for
+    import torch  # slow, and not needed for help and config errors
 
     return torch.cuda.device_count()
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """While this lasts, Ctrl-C and SIGTERM raise `Stopped`, so that the server is stopped on the way out."""
+    """In this context, Ctrl-C and SIGTERM raise `Stopped`, so that the server is shut down."""
 
     def stop(number: int, _: Any) -> None:
         raise Stopped(number)
@@ -101,7 +103,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _shown(log: Any, verbose: bool) -> Iterator[None]:
-    """While this lasts, show the log on the error stream if asked to."""
+    """In this context, print the log to stderr if `verbose`."""
     ended = threading.Event()
     thread = threading.Thread(target=log.follow, args=(sys.stderr, ended), daemon=True)
     if verbose:

@@ -1,5 +1,5 @@
-"""The run config: loading, overrides, checks, and what every section of keys has in common; imports no torch.
+"""The run config: loading, overrides, checks, and the base class of its sections. Does not import torch.
 
-Keys are declared where they are read, in files called `keys.py`; `options` declares those of `ebft:`, `trl` those of
-`trl:`. `schema` joins them, `checks` holds what concerns several of them, `load` reads files.
+Keys are declared in the `keys.py` of the package that reads them; `options` declares those of `ebft:`, `trl` those of
+`trl:`. `schema` combines them, `checks` validates combinations of keys, `load` reads files.
 """

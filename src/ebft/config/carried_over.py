@@ -1,6 +1,6 @@
-"""Keys of configs for other trainers: those without effect, each with a reason; those refused; those of other names.
+"""Keys of configs for other trainers: keys without effect, unsupported keys, and keys with a different name here.
 
-A key without effect is accepted without a warning at its harmless value, which is what happens here anyway.
+A key without effect is accepted without a warning if its value describes what happens here anyway.
 """
 
 from typing import Any, NamedTuple
@@ -10,68 +10,66 @@ from pydantic import Field
 from ebft.config import rules
 from ebft.config.section import Section
 
-_PREPARED = "rows are tokenised anew when the run starts"
-_KERNELS = "adapters run through PEFT's own layers, with the same results"
-_LIGER = "the model's own layers run, with the same results"
+_PREPARED = "rows are tokenised at the start of every run"
+_KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
+_LIGER = "Liger kernels are not used; the model's own layers give the same results"
 
 
 class CarriedOverKeys(Section):
-    """Keys of configs for other trainers, accepted so that those configs load."""
+    """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
-    eval_sample_packing: bool | None = Field(None, description="Without effect: evaluation is the same either way.")
-    pad_to_sequence_len: bool = Field(False, description="Without effect: a batch is as long as its longest row.")
-    skip_prepare_dataset: bool = Field(False, description="Without effect: there is no separate preparation.")
-    dataset_prepared_path: str | None = Field(None, description="Without effect: rows are tokenised in each run.")
-    activation_offloading: bool = Field(
-        False, description="Without effect: gradient_checkpointing is how memory is saved here."
+    eval_sample_packing: bool | None = Field(
+        None, description="No effect: held-out documents are evaluated individually."
     )
-    save_safetensors: bool = Field(True, description="Without effect: models are always saved as safetensors.")
-    strict: bool = Field(True, description="Without effect: unknown keys are always errors.")
+    pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
+    skip_prepare_dataset: bool = Field(False, description="No effect: there is no separate preparation step.")
+    dataset_prepared_path: str | None = Field(None, description="No effect: rows are tokenised in every run.")
+    activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
+    save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
+    strict: bool = Field(True, description="No effect: unknown keys are always errors.")
     model_type: str | None = Field(
         None,
-        description="Without effect: the class follows from the model's own config, and must be a causal LM.",
+        description="No effect: the class is determined by the model's config and must be a causal LM.",
     )
-    tokenizer_type: str | None = Field(
-        None, description="Without effect: the class follows from the tokenizer's files."
-    )
-    debug: bool = Field(False, description="Without effect: there is no debug mode.")
-    local_rank: int | None = Field(None, description="Without effect: the launcher tells each process its rank.")
+    tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
+    debug: bool = Field(False, description="No effect: there is no debug mode.")
+    local_rank: int | None = Field(None, description="No effect: the launcher sets the rank of each process.")
     is_llama_derived_model: bool | None = Field(
-        None, description="Without effect: the family follows from the model's own config."
+        None, description="No effect: the model family is determined by the model's config."
     )
-    lora_mlp_kernel: bool = Field(False, description="Without effect: there are no fused adapter kernels.")
-    lora_qkv_kernel: bool = Field(False, description="Without effect, like lora_mlp_kernel.")
-    lora_o_kernel: bool = Field(False, description="Without effect, like lora_mlp_kernel.")
-    liger_rope: bool = Field(False, description="Without effect: the model's own layers run.")
-    liger_rms_norm: bool = Field(False, description="Without effect, like liger_rope.")
-    liger_glu_activation: bool = Field(False, description="Without effect, like liger_rope.")
-    liger_layer_norm: bool = Field(False, description="Without effect, like liger_rope.")
+    lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
+    lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
+    lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
+    liger_rope: bool = Field(False, description="No effect: Liger kernels are not used.")
+    liger_rms_norm: bool = Field(False, description="No effect, see liger_rope.")
+    liger_glu_activation: bool = Field(False, description="No effect, see liger_rope.")
+    liger_layer_norm: bool = Field(False, description="No effect, see liger_rope.")
     liger_fused_linear_cross_entropy: bool = Field(
-        False, description="Without effect: strided mode computes its losses in chunks already."
+        False, description="No effect: strided mode already computes its losses in chunks."
     )
-    profiler_steps: int | list[int] | None = Field(None, description="Without effect: there is no profiler.")
+    profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
 
 class Ignored(NamedTuple):
-    """One key without effect: the values that need no word, and why the others change nothing."""
+    """A key without effect: the values that give no warning, and why other values change nothing."""
 
     harmless: tuple[Any, ...]
     reason: str
 
 
 IGNORED: dict[str, Ignored] = {
-    "eval_sample_packing": Ignored((False, None), "held-out documents are measured one by one, packed or not"),
-    "pad_to_sequence_len": Ignored((False,), "a batch is padded to its longest row only"),
+    "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
+    "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
     "dataset_prepared_path": Ignored((), _PREPARED),
-    "activation_offloading": Ignored((False,), "gradient_checkpointing is how memory is saved here"),
+    "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
-    "model_type": Ignored(("AutoModelForCausalLM",), "the model's own config names its class"),
-    "tokenizer_type": Ignored(("AutoTokenizer",), "the tokenizer's own files name its class"),
+    "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
+    "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),
     "debug": Ignored((False,), "there is no debug mode"),
-    "local_rank": Ignored((), "the launcher tells each process its rank"),
-    "is_llama_derived_model": Ignored((), "the model's own config names its family"),
+    "local_rank": Ignored((), "the launcher sets the rank of each process"),
+    "is_llama_derived_model": Ignored((), "the model family is determined by the model's config"),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),
     **dict.fromkeys(
         (
@@ -83,7 +81,7 @@ IGNORED: dict[str, Ignored] = {
         ),
         Ignored((False,), _LIGER),
     ),
-    "profiler_steps": Ignored((), "there is no profiler; run the command under torch.profiler"),
+    "profiler_steps": Ignored((), "there is no built-in profiler; run the command under torch.profiler"),
 }
 
 
@@ -91,23 +89,23 @@ _REMOVE = "remove it"
 
 UNSUPPORTED = {
     "plugins": _REMOVE,
-    "early_stopping_patience": "remove it; load_best_model_at_end: true ends with the best checkpoint",
+    "early_stopping_patience": "remove it; load_best_model_at_end: true loads the best checkpoint at the end",
     "neftune_noise_alpha": f"remove it; {rules.NEFTUNE}",
     "eval_table_size": _REMOVE,
     "eval_max_new_tokens": _REMOVE,
     "cosine_min_lr_ratio": "set lr_scheduler: cosine_with_min_lr and lr_scheduler_kwargs: {min_lr_rate: ...}",
     "peft_use_dora": _REMOVE,
     "peft_use_rslora": _REMOVE,
-    "peft_layers_to_transform": "name the modules in lora_target_modules, as a regular expression",
+    "peft_layers_to_transform": "select the modules with a regular expression in lora_target_modules",
     "lora_fan_in_fan_out": _REMOVE,
     "relora_steps": _REMOVE,
-    "unfrozen_parameters": "train all weights, or an adapter",
-    "roles_to_train": "remove it; the assistant's turns are trained on",
-    "chat_template_jinja": "write the template itself as chat_template",
+    "unfrozen_parameters": "train all weights or an adapter instead",
+    "roles_to_train": "remove it; only assistant turns are trained on",
+    "chat_template_jinja": "set chat_template to the text of the template",
     "s2_attention": _REMOVE,
 }
 
-# What other trainers call a key -> the key.
+# Name of a key in other trainers -> its name here.
 OTHER_NAMES = {
     "model": "base_model",
     "model_name_or_path": "base_model",

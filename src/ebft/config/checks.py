@@ -1,7 +1,7 @@
-"""What no single key can tell: contradictions between keys, and settings that give way to others.
+"""Checks that involve several keys: contradictions between keys, and settings that other settings override.
 
-Contradictions raise a ConfigError that names both sides and a way to resolve them. Where a run goes on with something
-else than was asked for, one warning names the key.
+Contradictions raise a ConfigError that names both keys and how to resolve the conflict. If a run continues with a
+setting other than the one requested, one warning names the key.
 """
 
 import warnings
@@ -28,7 +28,7 @@ _ATTENTION_FLAGS = {
 
 
 def refuse_contradictions(config: "RunConfig") -> None:
-    """Raise a ConfigError that lists every contradiction between the keys of `config`."""
+    """Raise a ConfigError that lists all contradictions between the keys of `config`."""
     found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
@@ -42,11 +42,11 @@ def _adapter(config: "RunConfig") -> Iterator[str]:
             example = "lora_r: 16 with lora_alpha: 32"
             yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
     if config.lora_target_linear and config.lora_target_modules is not None:
-        yield "lora_target_linear: true means every linear layer, but lora_target_modules names some. Keep one."
+        yield "lora_target_linear: true selects every linear layer, but lora_target_modules is also set. Keep one."
     elif not config.lora_target_linear and config.lora_target_modules is None:
         yield (
-            f"adapter: {config.adapter} needs to know which modules to adapt. Set lora_target_linear: true, "
-            "or name them in lora_target_modules."
+            f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
+            "lora_target_modules."
         )
 
 
@@ -54,11 +54,11 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
     if config.load_in_4bit and config.load_in_8bit:
         yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
     elif config.adapter == "qlora" and not config.load_in_4bit:
-        yield "adapter: qlora trains on 4-bit weights. Add load_in_4bit: true, or set adapter: lora."
+        yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
     elif config.load_in_4bit and config.adapter != "qlora":
-        yield "load_in_4bit: true cannot be trained without its adapter. Set adapter: qlora, or remove it."
+        yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
     elif config.load_in_8bit and config.adapter != "lora":
-        yield "load_in_8bit: true cannot be trained without an adapter. Set adapter: lora, or remove it."
+        yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
 
 
 def _gguf(config: "RunConfig") -> Iterator[str]:
@@ -67,14 +67,14 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
         return
     hint = as_folder(file)
     if config.load_in_4bit or config.load_in_8bit:
-        yield f"A GGUF file is loaded as dense weights, which load_in_4bit and load_in_8bit do not quantise. {hint}"
+        yield f"load_in_4bit and load_in_8bit are not supported with GGUF files, which are loaded dense. {hint}"
 
 
 def _model_type(config: "RunConfig") -> Iterator[str]:
     if config.model_type is not None and not config.model_type.endswith("ForCausalLM"):
         yield (
-            f"model_type: {config.model_type} is no causal language model, which is what is trained here. Remove it, "
-            "or set AutoModelForCausalLM."
+            f"model_type: {config.model_type} is not a causal language model. Only causal language models are "
+            "supported. Remove it, or set AutoModelForCausalLM."
         )
 
 
@@ -94,7 +94,7 @@ def _schedule(config: "RunConfig") -> Iterator[str]:
             yield f"{steps} and {per_epoch} are both set. Keep one of them."
         elif given and chosen not in (None, "steps", "best"):
             yield (
-                f"{given[0]} contradicts {strategy}: {chosen}. Remove it (as an override: {given[0]}=), or set "
+                f"{given[0]} conflicts with {strategy}: {chosen}. Remove it (as an override: {given[0]}=), or set "
                 f"{strategy}: steps."
             )
 
@@ -104,11 +104,11 @@ def _evaluation(config: "RunConfig") -> Iterator[str]:
         yield "test_datasets and val_set_size are both set. Keep one of them."
     metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
     if metric is not None and metric.removeprefix("eval_") not in known:
-        yield f"metric_for_best_model: {metric!r} is not measured in this run. Choose from {', '.join(known)}."
+        yield f"metric_for_best_model: {metric!r} is not computed in this run. Choose from {', '.join(known)}."
     if config.test_datasets or config.val_set_size:
         return
     if config.save_strategy == "best":
-        yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or save by steps or epoch."
+        yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
     for key in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
         if getattr(config, key):
             yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
@@ -142,7 +142,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
 
 
 def resolve(config: "RunConfig") -> None:
-    """Bring `config` to what will run; every change of what was asked for is one warning."""
+    """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
     _set_attention(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
@@ -160,7 +160,7 @@ def _set_attention(config: "RunConfig") -> None:
 
 
 def _resolve_transforms(config: "RunConfig") -> None:
-    """Replace transforms of the other kind of rows by equivalent ones, so that one dataset serves every method."""
+    """Replace transforms that give the other kind of rows with equivalent ones, so that a dataset suits all methods."""
     used: dict[str, str] = {}
     for section in ("datasets", "test_datasets"):
         entries = getattr(config, section)
@@ -171,8 +171,8 @@ def _resolve_transforms(config: "RunConfig") -> None:
         ]
         setattr(config, section, resolved)
     if used:
-        pairs = ", ".join(f"{asked} becomes {other}" for asked, other in used.items())
-        warnings.warn(f"{pairs}: {trains_on(config)}, and these are made of the same columns.", stacklevel=2)
+        pairs = ", ".join(f"{asked} is replaced with {other}" for asked, other in used.items())
+        warnings.warn(f"{pairs}: {trains_on(config)}. The replacement reads the same columns.", stacklevel=2)
 
 
 def _warn_ignored(config: "RunConfig") -> None:
@@ -191,16 +191,16 @@ def _warn_of_other_methods(config: "RunConfig") -> None:
 def _warn_without_adapter(config: "RunConfig") -> None:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
     if config.adapter is None and given:
-        reason = "adapter is not set, so all weights are trained"
-        warnings.warn(f"{', '.join(given)}: no effect, since {reason}.", stacklevel=2)
+        reason = "adapter is not set (all weights are trained)"
+        warnings.warn(f"{', '.join(given)}: no effect because {reason}.", stacklevel=2)
 
 
 def _resolve_attention(keys: AttentionKeys) -> str | None:
-    """The implementation that was asked for, None if none was; two different ones are refused."""
+    """The requested implementation, or None. Raises ConfigError if several different ones are requested."""
     if keys.xformers_attention:
         raise ConfigError(
-            "xformers_attention: true is not available, since transformers has no xformers attention. "
-            "Set attn_implementation: sdpa, which uses the same memory-saving kernels."
+            "xformers_attention: true is not supported: transformers has no xformers attention. "
+            "Set attn_implementation: sdpa, which uses the same memory-efficient kernels."
         )
     asked = {flag: value for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag)}
     if keys.attn_implementation is not None:
@@ -215,7 +215,7 @@ def _resolve_attention(keys: AttentionKeys) -> str | None:
     refused = [flag for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag) is False and value in chosen]
     if refused:
         value = keys.attn_implementation
-        raise ConfigError(f"{refused[0]}: false contradicts attn_implementation: {value}. Remove one of them.")
+        raise ConfigError(f"{refused[0]}: false conflicts with attn_implementation: {value}. Remove one of them.")
     return chosen.pop() if chosen else None
 
 

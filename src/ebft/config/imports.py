@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in a config as `module.function`."""
+"""User-defined functions, referenced in a config as `module.function`."""
 
 import importlib
 import os
@@ -11,23 +11,23 @@ from ebft.errors import ConfigError, EBFTError
 
 
 def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
-    """The function `name` (`module.function`) that `key` of a config names; `error`, with `hint`, where there is none.
+    """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
 
-    Modules are looked up as Python does, and in the working directory.
+    Modules are looked up on Python's path and in the working directory.
     """
     module, _, function = name.rpartition(".")
     if not module:
-        raise error(f"{key}: there is no {name!r}. A function of your own is written module.function.{hint}")
+        raise error(f"{key}: unknown name {name!r}. Custom functions are written as module.function.{hint}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
-            raise  # the module is there, but something that it imports is not
+            raise  # the module exists, but something that it imports does not
         raise error(
-            f"{key}: {name!r} means function {function!r} of module {module!r}, and there is no such module here "
-            f"(looked in {os.getcwd()} and the installed packages).{hint}"
+            f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
+            f"{os.getcwd()} or in the installed packages.{hint}"
         ) from missing
     if not callable(vars(found).get(function)):
         raise no_function(key, name, module, function, _functions(found), error)
@@ -37,9 +37,9 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
 def no_function(
     key: str, name: str, module: str, function: str, there: Iterable[str], error: type[EBFTError]
 ) -> EBFTError:
-    """The error for a module without such a function; `there` are those that it has."""
+    """The error for a module without the function; `there` lists the functions that it has."""
     known = ", ".join(there) or "none"
-    return error(f"{key}: {name!r}: module {module} has no function {function!r}. It has {known}.")
+    return error(f"{key}: {name!r}: module {module} has no function {function!r}. Available functions: {known}.")
 
 
 def _functions(module: ModuleType) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides (`ebft.stride=4`, `datasets.0.path=notes.txt`) to a checked run config."""
+"""Load a run config from a YAML file and overrides (`ebft.stride=4`, `datasets.0.path=notes.txt`)."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ebft.errors import ConfigError
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file at `path`, apply `overrides` (`dotted.key=value`), and check the result.
 
-    ConfigError says what is wrong: file and line of malformed YAML, or each wrong key with what is allowed.
+    Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
     """
     values = _read(Path(path))
     apply_overrides(values, overrides)
@@ -27,26 +27,26 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot read the config {path}: {error.strerror}. Give the path of a YAML file.") from None
+        raise ConfigError(f"Cannot read config file {path}: {error.strerror}. Give the path to a YAML file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"The config {path} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
+        raise ConfigError(f"Config file {path} is not valid UTF-8 ({error.reason}). Save it as UTF-8.") from None
     try:
         values = parse_yaml(text)
     except YAMLError as error:
         line, words = problem(error)
         where = f"{path}, line {line}" if line else f"{path}"
-        raise ConfigError(f"{where}: not valid YAML: {words}.") from None
+        raise ConfigError(f"{where}: invalid YAML: {words}.") from None
     if values is None:
-        raise ConfigError(f"The config {path} is empty. It needs at least base_model and datasets.")
+        raise ConfigError(f"Config file {path} is empty. At least base_model and datasets are required.")
     if not isinstance(values, dict):
-        raise ConfigError(f"The config {path}, line 1: it must be keys with values (key: value), not {values!r:.60}.")
+        raise ConfigError(f"Config file {path}, line 1: expected a mapping (key: value), got {values!r:.60}.")
     return values
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Write each `dotted.key=value` into the nested `values`; values are YAML, an empty one means unset."""
+    """Write each `dotted.key=value` into the nested `values`; values are parsed as YAML, an empty one means unset."""
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides must be a list of texts, not one text. Write [{overrides!r}].")
+        raise ConfigError(f"overrides must be a list of strings, not a string. Use [{overrides!r}].")
     for override in overrides:
         key, value = _split(override)
         _assign(values, key.split("."), value, override)
@@ -57,20 +57,22 @@ def _split(override: str) -> tuple[str, Any]:
     key = key.strip()
     if key.startswith("-"):
         plain = key.strip("-").replace("-", "_")
-        raise ConfigError(f"The override {override!r} is written without dashes: {plain}={text or 'VALUE'}.")
+        raise ConfigError(
+            f"Invalid override {override!r}: overrides are written without dashes: {plain}={text or 'VALUE'}."
+        )
     if not equals or not key:
-        raise ConfigError(f"The override {override!r} is not key=value. Write for example ebft.stride=4.")
+        raise ConfigError(f"Invalid override {override!r}; expected key=value, for example ebft.stride=4.")
     try:
         return key, parse_yaml(text)
     except YAMLError as error:
         _, words = problem(error)
         raise ConfigError(
-            f"The value of the override {override!r} is not YAML: {words}. Quote it: {key}='\"...\"'."
+            f"Invalid override {override!r}: the value is not valid YAML: {words}. Quote it: {key}='\"...\"'."
         ) from None
 
 
 def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
-    """Walk along `path` and set its last part; sections that are not there yet are made."""
+    """Follow `path` and set its last part, creating missing sections."""
     for part, following in zip(path, path[1:]):
         step = _step(values, part, override)
         inner = values[step] if isinstance(values, list) else values.get(step)
@@ -83,15 +85,15 @@ def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
 
 
 def _step(values: Any, part: str, override: str) -> str | int:
-    """`part` as a key of a mapping or a position in a list; ConfigError where it can be neither."""
+    """`part` as a mapping key or a list index. Raises ConfigError if it is neither."""
     if isinstance(values, dict):
         return part
     if not isinstance(values, list):
-        raise ConfigError(f"The override {override!r} looks for {part!r} inside {values!r}, which has no keys.")
+        raise ConfigError(f"Invalid override {override!r}: cannot set {part!r} in {values!r}, which has no keys.")
     if not part.isdecimal() or int(part) > len(values):
         raise ConfigError(
-            f"The override {override!r} needs a position in a list of {len(values)}, not {part!r}. "
-            "Positions count from 0."
+            f"Invalid override {override!r}: {part!r} is not a valid index for a list of length {len(values)}. "
+            "Indices start at 0."
         )
     position = int(part)
     if position == len(values):  # one past the end adds an element

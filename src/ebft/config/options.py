@@ -1,7 +1,7 @@
-"""Every EBFT option, declared once: type, default, bounds and help.
+"""All EBFT options, each declared once with its type, default, bounds and help text.
 
-The options are dataclasses, which the trainers' config classes inherit; the YAML section `ebft:`, `--help` and the
-reference page are made of the same declarations.
+The options are dataclasses that the trainers' config classes inherit. The YAML section `ebft:`, `--help` and the
+reference page are generated from the same declarations.
 """
 
 import warnings
@@ -15,22 +15,22 @@ from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 
 MAX_TOKENS = 1_000_000
-MIN_TEMPERATURE = 1e-3  # below it logits divided by the temperature overflow
+MIN_TEMPERATURE = 1e-3  # dividing logits by a smaller temperature overflows
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @with_help
 @dataclass
 class RewardOptions:
-    """The feature network and the reward made of it."""
+    """Options of the feature network and of the reward computed from its features."""
 
     feature_layers: Annotated[
         list[Fraction],
         Field(
             min_length=1,
             strict=False,
-            description="Depths of the hidden states that make a feature, as fractions of the number of layers "
-            "(0 is the embedding output, 1 the last layer).",
+            description="Layers whose hidden states are concatenated into the features, as fractions of the network "
+            "depth (0 is the embedding output, 1 the last layer).",
         ),
     ] = field(default_factory=lambda: [0.25, 0.5, 0.75])
     embed_method: Annotated[
@@ -38,11 +38,18 @@ class RewardOptions:
         Field(description="How the token features of a block are pooled into one embedding."),
     ] = "last_token"
     use_whitening: Annotated[
-        bool, Field(description="Whiten the embeddings by the second moment of the samples before the reward.")
+        bool,
+        Field(
+            description="Whiten the embeddings with the second-moment matrix of the samples before computing the "
+            "reward."
+        ),
     ] = False
     whitening_space: Annotated[
         Literal["feature", "sample"],
-        Field(description="Whiten in feature space (the paper's formula) or between samples (the authors' code)."),
+        Field(
+            description="Space in which embeddings are whitened: feature (the paper's formula) or sample (the "
+            "authors' code)."
+        ),
     ] = "feature"
     alignment_coef: Annotated[
         float, Field(ge=0, description="Weight of the alignment term (similarity with the reference) in the reward.")
@@ -52,24 +59,27 @@ class RewardOptions:
     ] = 1.0
     feature_device: Annotated[
         str | None,
-        Field(description="Device of the frozen copy in full fine-tuning (cuda:1, cpu); unset is the model's own."),
+        Field(
+            description="Device of the frozen feature network in full fine-tuning, for example cuda:1 or cpu. If "
+            "unset, the model's device."
+        ),
     ] = None
 
 
 @with_help
 @dataclass
 class DropoutOption:
-    """What every trainer reads."""
+    """Option of all trainers."""
 
     disable_dropout: Annotated[
-        bool, Field(description="Train without dropout, as the rollouts are sampled without it.")
+        bool, Field(description="Disable dropout during training, since rollouts are sampled without dropout.")
     ] = True
 
 
 @with_help
 @dataclass
 class FeatureOptions(RewardOptions, DropoutOption):
-    """What the trainers of both modes share: the reward, and what else is in the loss."""
+    """Options shared by the trainers of both modes: the reward and the cross-entropy term of the loss."""
 
     ce_coef: Annotated[
         float, Field(ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
@@ -79,56 +89,72 @@ class FeatureOptions(RewardOptions, DropoutOption):
 @with_help
 @dataclass
 class StridedOptions(FeatureOptions):
-    """Everything the strided trainer needs to know beyond the usual training arguments."""
+    """Options of the strided trainer, in addition to the usual training arguments."""
 
-    stride: Annotated[int, Field(ge=1, le=MAX_TOKENS, description="Tokens between two anchors of a document.")] = 8
+    stride: Annotated[
+        int, Field(ge=1, le=MAX_TOKENS, description="Number of tokens between consecutive anchors of a document.")
+    ] = 8
     context_length: Annotated[
         int,
         Field(
             ge=1,
             le=MAX_TOKENS,
-            description="Fewest tokens before the first anchor of a document; a rollout sees the whole prefix.",
+            description="Minimum number of tokens before the first anchor of a document. Rollouts attend to the "
+            "entire prefix.",
         ),
     ] = 8
-    generate_max_len: Annotated[int, Field(ge=1, le=MAX_TOKENS, description="Tokens sampled at each anchor.")] = 8
-    n_samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_TOKENS, description="Rollouts sampled at each anchor.")] = 4
+    generate_max_len: Annotated[
+        int, Field(ge=1, le=MAX_TOKENS, description="Number of tokens sampled in each rollout.")
+    ] = 8
+    n_samples_per_prompt: Annotated[
+        int, Field(ge=1, le=MAX_TOKENS, description="Number of rollouts sampled at each anchor.")
+    ] = 4
     temperature: Annotated[
         float,
         Field(
-            ge=0, description="Sampling temperature; rollouts are scored at it too. 0 is greedy, for evaluation only."
+            ge=0,
+            description="Sampling temperature, also applied when computing the log-probabilities of rollouts. 0 is "
+            "greedy decoding, for evaluation only.",
         ),
     ] = 0.6
-    top_p: Annotated[float, Field(gt=0, le=1, description="Share of probability kept by nucleus sampling.")] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Cumulative probability kept by nucleus (top-p) sampling.")
+    ] = 1.0
     min_completion_prefix: Annotated[
         int,
-        Field(ge=0, le=MAX_TOKENS, description="Completion tokens before the first anchor of a prompt/completion row."),
+        Field(
+            ge=0,
+            le=MAX_TOKENS,
+            description="Minimum number of completion tokens before the first anchor of a prompt/completion row.",
+        ),
     ] = 0
     rl_coef: Annotated[float, Field(ge=0, description="Weight of the policy-gradient term in the loss.")] = 1.0
     advantage_estimator: Annotated[
         Literal["rloo", "group_norm", "reinforce"],
-        Field(description="How the rewards of one anchor's rollouts become advantages."),
+        Field(description="How advantages are computed from the rewards of the rollouts at one anchor."),
     ] = "rloo"
     rloo_baseline: Annotated[
         Literal["independent", "mean"],
         Field(
-            description="Leave-one-out baseline: free of sample j also in the diversity terms, or the plain mean "
-            "of the other rewards."
+            description="Leave-one-out baseline of sample j. independent: does not depend on sample j, including "
+            "through the diversity terms; mean: the mean of the other samples' rewards."
         ),
     ] = "independent"
     rollout_tokens_per_pass: Annotated[
         int | None,
         Field(
             ge=1,
-            description="Rollout tokens in one forward at most, for when n_samples_per_prompt * blocks * "
-            "generate_max_len do not fit into memory: more take several, with the same loss and gradient; unset takes "
-            "all at once.",
+            description="Maximum number of rollout tokens per forward pass. Set it if n_samples_per_prompt * blocks * "
+            "generate_max_len tokens do not fit in memory: larger batches are processed in several passes with the "
+            "same loss and gradient. If unset, all rollouts are processed in one pass.",
         ),
     ] = None
     single_pass: Annotated[
         bool | None,
         Field(
-            description="Train on what was computed while sampling, instead of computing it again; unset: on CPU. Not "
-            "with gradient checkpointing, rollout_tokens_per_pass, dropout or FSDP."
+            description="Reuse the computation of the sampling pass for the loss instead of running another forward "
+            "pass. If unset, enabled on CPU only. Not supported with gradient checkpointing, rollout_tokens_per_pass, "
+            "dropout or FSDP."
         ),
     ] = None
     grad_norms_every: Annotated[
@@ -136,9 +162,9 @@ class StridedOptions(FeatureOptions):
         Field(
             ge=0,
             le=MAX_TOKENS,
-            description="Log the gradient norms of the two terms of the loss, ebft/rl_grad_norm and "
-            "ebft/ce_grad_norm, every so many optimizer steps; 0 is never. Such a step takes a backward pass more for "
-            "each term, and memory for two float32 gradients. Not with FSDP, DeepSpeed, fp16 or reentrant gradient "
+            description="Log the gradient norms of the two loss terms, ebft/rl_grad_norm and ebft/ce_grad_norm, every "
+            "grad_norms_every optimizer steps; 0 disables it. These steps need an additional backward pass per term "
+            "and memory for two float32 gradients. Not supported with FSDP, DeepSpeed, fp16 or reentrant gradient "
             "checkpointing.",
         ),
     ] = 0
@@ -147,12 +173,12 @@ class StridedOptions(FeatureOptions):
 @with_help
 @dataclass
 class ThinkingOption:
-    """What both modes read where they turn a reference into tokens."""
+    """Option that both modes read when they tokenise a reference."""
 
     mask_thinking_ce: Annotated[
         bool,
         Field(
-            description="Leave thinking blocks (<think>...</think> and the like) of a reference out of the "
+            description="Exclude thinking blocks (<think>...</think> and similar tags) of a reference from the "
             "cross-entropy."
         ),
     ] = False
@@ -161,51 +187,62 @@ class ThinkingOption:
 @with_help
 @dataclass
 class StructuredOptions:
-    """What only structured mode reads."""
+    """Options of structured mode only."""
 
     adaptive_max_tokens: Annotated[
         bool,
         Field(
-            description="Limit each completion by the length of its own reference too, not by "
-            "max_completion_length alone (structured mode)."
+            description="Structured mode: limit the length of each completion by the length of its reference, in "
+            "addition to max_completion_length."
         ),
     ] = True
     gt_length_multiplier: Annotated[
-        float, Field(ge=0.1, description="That limit, in lengths of the reference in tokens (structured mode).")
+        float,
+        Field(
+            ge=0.1,
+            description="Structured mode: length limit of adaptive_max_tokens as a multiple of the reference length in "
+            "tokens.",
+        ),
     ] = 1.5
     gt_length_floor: Annotated[
-        int, Field(ge=1, le=MAX_TOKENS, description="That limit is never below so many tokens (structured mode).")
+        int,
+        Field(
+            ge=1, le=MAX_TOKENS, description="Structured mode: minimum length limit of adaptive_max_tokens, in tokens."
+        ),
     ] = 64
 
 
 @with_help
 @dataclass
 class ModeOption:
-    """Which of the two modes."""
+    """The mode of energy-based fine-tuning."""
 
     mode: Annotated[
         Literal["structured", "strided"],
-        Field(description="structured: full completions of prompts. strided: short rollouts along each document."),
+        Field(
+            description="structured: sample full completions of prompts. strided: sample short rollouts at regular "
+            "intervals in each document."
+        ),
     ] = "structured"
 
 
 @with_help
 @dataclass
 class EBFTOptions(StructuredOptions, StridedOptions, ThinkingOption, ModeOption):
-    """Every option of the section `ebft:`."""
+    """All options of the section `ebft:`."""
 
 
 if TYPE_CHECKING:
 
     class EBFTSection(EBFTOptions, Section):
-        """The section `ebft:`: its options, and `model_fields_set`, those that a config gives."""
+        """The section `ebft:`; `model_fields_set` holds the options that the config sets."""
 
 else:
     EBFTSection = section_of_options(EBFTOptions, "EBFTSection")
 
 
 def options_from(options: type, given: dict[str, Any]) -> Any:
-    """The `options` made of `given`, defaults for the rest; ConfigError names an unknown or wrong one."""
+    """Build `options` from `given`, with defaults for the rest. Raises ConfigError for unknown or invalid options."""
     section = section_of_options(options)
     try:
         return section.model_validate(given)
@@ -214,7 +251,7 @@ def options_from(options: type, given: dict[str, Any]) -> Any:
 
 
 def validate_options(options: type, obj: Any) -> None:
-    """Check the attributes of `obj` against types and bounds; ConfigError names the first wrong option.
+    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options.
 
     Values that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`.
     """
@@ -224,31 +261,31 @@ def validate_options(options: type, obj: Any) -> None:
 
 
 def resolve_single_sample(options: Any) -> None:
-    """One sample per anchor has no baseline and no pair: use `reinforce`, no diversity, and warn once."""
+    """With one sample per anchor, which has no baseline and no pairs, use `reinforce` without diversity and warn."""
     if options.n_samples_per_prompt > 1:
         return
     changes = []
     if options.advantage_estimator != "reinforce":
         options.advantage_estimator = "reinforce"
-        changes.append("advantage_estimator becomes reinforce")
+        changes.append("advantage_estimator is set to reinforce")
     if options.diversity_coef != 0:
         options.diversity_coef = 0.0
-        changes.append("diversity_coef becomes 0")
+        changes.append("diversity_coef is set to 0")
     if changes:
-        reason = "n_samples_per_prompt: 1 leaves no other sample to compare with"
+        reason = "n_samples_per_prompt: 1 provides no other sample for a baseline or the diversity term"
         warnings.warn(f"{reason}: {' and '.join(changes)}.", stacklevel=2)
 
 
 def check_trainable(options: Any) -> None:
-    """Refuse options that are fine for evaluation but carry no training signal."""
+    """Raise ConfigError for options that are valid for evaluation but give no training signal."""
     if 0 < options.temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"temperature: {options.temperature} is too close to 0 for logits to be divided by it. Set at least "
+            f"temperature: {options.temperature} is too small: dividing logits by it overflows. Set it to at least "
             f"{MIN_TEMPERATURE}."
         )
     if options.temperature == 0:
         raise ConfigError(
-            "temperature: 0 samples the same greedy rollout every time, so no advantage is left to train on. "
-            "Set temperature above 0 (the default is "
-            f"{StridedOptions.temperature}); 0 is for evaluation."
+            "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. "
+            "Set temperature above 0 (default: "
+            f"{StridedOptions.temperature}); 0 is only supported for evaluation."
         )

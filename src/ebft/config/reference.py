@@ -1,4 +1,4 @@
-"""The schema as rows of text: what help, the reference page and the tests read."""
+"""The schema as rows of text, for help, the reference page and the tests."""
 
 import types
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Option(NamedTuple):
-    """One key of the config, in words."""
+    """One key of the config as text."""
 
     key: str
     type: str
@@ -24,7 +24,7 @@ class Option(NamedTuple):
 
 
 def option_groups(nested: bool = True) -> dict[str, list[Option]]:
-    """The keys of every group, in order; `nested` adds the keys of sections, the method's as their own groups."""
+    """The keys of each group, in order; `nested` adds the keys of sections, those of the method as separate groups."""
     groups: dict[str, list[Option]] = {}
     for title, model in GROUPS.items():
         for option in _options(model, "", nested):
@@ -63,7 +63,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict or annotation is dict:
         return "mapping"
-    names = {int: "int", float: "float", bool: "true, false", str: "text"}
+    names = {int: "int", float: "float", bool: "true, false", str: "string"}
     return names.get(annotation, "section")
 
 
@@ -93,7 +93,7 @@ def _spelled(value: Any) -> str:
 
 
 def changed_keys(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every option whose value is not its default; lists of entries as plain data."""
+    """Dotted key and value of each option that differs from its default; sections in lists as plain dicts."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         default = None if info.is_required() else info.get_default(call_default_factory=True)

@@ -1,14 +1,14 @@
-"""Rules that hold for a config file and for arguments made in Python alike, each written once.
+"""Rules shared by config files and by arguments created in Python.
 
-A rule returns what to say, or None. `key` writes the name of an option as the caller knows it: `in_python` as arguments
-of the trainers, `in_config` as keys of a config.
+A rule returns an error message, or None. `key` returns the name of an option as the user writes it: `in_python` as a
+trainer argument, `in_config` as a config key.
 """
 
 from collections.abc import Callable
 
 Key = Callable[[str], str]
 
-# Arguments of the trainers -> keys of a config, where these differ.
+# Trainer argument -> config key, where the names differ.
 _IN_CONFIG = {
     "per_device_train_batch_size": "micro_batch_size",
     "feature_device": "ebft.feature_device",
@@ -21,12 +21,12 @@ _IN_CONFIG = {
 
 
 def in_python(name: str) -> str:
-    """The name of an argument of the trainers, as it is."""
+    """The name of a trainer argument, unchanged."""
     return name
 
 
 def in_config(name: str) -> str:
-    """The key of a config that sets the argument `name` of the trainers."""
+    """The config key that sets the trainer argument `name`."""
     return _IN_CONFIG.get(name, name)
 
 
@@ -34,36 +34,37 @@ def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> str | None:
     if not async_prefetch or uses_server:
         return None
     return (
-        f"{key('async_prefetch')} generates on a server while training goes on. Set {key('use_vllm')}: true with "
+        f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true with "
         f"{key('vllm_mode')}: server or managed, or remove it."
     )
 
 
 def groups(completions: int, num_generations: int, key: Key) -> str | None:
-    """`completions` are those of one process in a generation step."""
+    """`completions` is the number of completions per process and generation step."""
     if completions % num_generations == 0:
         return None
     return (
-        f"{key('num_generations')} {num_generations} does not divide {completions}, the completions of a process in "
-        f"one step ({key('per_device_train_batch_size')} times gradient_accumulation_steps, unless "
-        f"{key('generation_batch_size')} is set): every prompt needs all of its completions in one step. Change one of "
-        "them."
+        f"{key('num_generations')}: {num_generations} does not divide {completions}, the number of completions per "
+        f"process and generation step ({key('per_device_train_batch_size')} * gradient_accumulation_steps, unless "
+        f"{key('generation_batch_size')} is set). All completions of a prompt must be in the same step. Change one of "
+        "these values."
     )
 
 
 def regex(pattern: str | None, use_vllm: bool, key: Key) -> str | None:
     if pattern is None or use_vllm:
         return None
-    return f"{key('vllm_structured_outputs_regex')} needs vLLM. Set {key('use_vllm')}: true, or remove it."
+    return f"{key('vllm_structured_outputs_regex')} requires vLLM. Set {key('use_vllm')}: true, or remove it."
 
 
 def full_weights(uses_server: bool, has_adapter: bool, has_cuda: bool, key: Key) -> str | None:
-    """Whether all weights can be sent to the server."""
+    """Full fine-tuning with a server needs a CUDA device."""
     if not uses_server or has_adapter or has_cuda:
         return None
     return (
-        "Full fine-tuning sends all weights to the vLLM server, which vLLM does between CUDA devices only, and there "
-        f"is none here. Train an adapter (adapter: lora; peft_config in Python), or set {key('use_vllm')}: false."
+        "Full fine-tuning with a vLLM server requires CUDA: vLLM transfers full weights between CUDA devices only, and "
+        "no CUDA device is available. Train an adapter (adapter: lora; peft_config in Python), or set "
+        f"{key('use_vllm')}: false."
     )
 
 
@@ -71,16 +72,16 @@ def feature_device(device: str | None, has_adapter: bool, key: Key) -> str | Non
     if device is None or not has_adapter:
         return None
     return (
-        f"{key('feature_device')}: {device} has no effect with an adapter, since features come from the policy with "
-        "its adapter disabled. Remove it."
+        f"{key('feature_device')}: {device} has no effect with an adapter, since the feature network is the policy "
+        "with its adapter disabled. Remove it."
     )
 
 
 def compiled(key: Key) -> str:
     return (
-        f"{key('torch_compile')}: true is set to false in strided mode: attention over rollouts changes its layout in "
-        "every batch, and compiling the model again for each costs more than it saves."
+        f"{key('torch_compile')}: true is set to false in strided mode: the attention layout changes in every batch, "
+        "and recompiling the model for each of them costs more than it saves."
     )
 
 
-NEFTUNE = "noise in the embeddings would make training differ from the rollouts, which are sampled without it"
+NEFTUNE = "embedding noise during training would be inconsistent with the rollouts, which are sampled without it"

@@ -1,4 +1,4 @@
-"""The whole run config: one class with every key, its type, default, bounds and sentence of help."""
+"""The run config: one class with the type, default, bounds and description of every key."""
 
 import os
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.serving.keys import VLLMSection
 
-# What `rl` may be: whatever ebft.methods lists.
+# Allowed values of `rl`: those in ebft.methods.
 if TYPE_CHECKING:
     RL = str
 else:
@@ -26,17 +26,17 @@ else:
 
 
 class MethodKeys(Section):
-    """What kind of training it is."""
+    """The training method and its sections."""
 
     rl: RL | None = Field(
         None,
-        description="ebft: energy-based fine-tuning; grpo: TRL's GRPO on `trl.reward_funcs`; unset: SFT, on the "
-        "cross-entropy alone.",
+        description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
+        "unset: SFT with the cross-entropy loss.",
     )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
     trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode and of GRPO.")
     vllm: VLLMSection = Field(
-        default_factory=VLLMSection, description="Options of the server that generates completions."
+        default_factory=VLLMSection, description="Options of the vLLM server that generates completions."
     )
 
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     class OwnKeys(Section): ...
 
 else:
-    # Keys of single methods, which these declare.
+    # Keys that individual methods declare.
     OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)
 
-# The groups of keys, in the order in which help and reference page show them.
+# The groups of keys, in the order of the help and the reference page.
 GROUPS: dict[str, type[Section]] = {
     "Method": MethodKeys,
-    "Keys of single methods": OwnKeys,
+    "Method-specific keys": OwnKeys,
     "Model": ModelKeys,
     "Attention": AttentionKeys,
     "Adapter": AdapterKeys,
@@ -63,11 +63,11 @@ GROUPS: dict[str, type[Section]] = {
     "Evaluation": EvaluationKeys,
     "Logs and trackers": ReportingKeys,
     "Hub": HubKeys,
-    "Carried over without effect": CarriedOverKeys,
+    "Accepted without effect": CarriedOverKeys,
 }
 
 
-class RunConfig(  # of the groups, the last first: pydantic lists the fields of the last base first
+class RunConfig(  # groups in reverse order: pydantic lists the fields of the last base class first
     CarriedOverKeys,
     HubKeys,
     ReportingKeys,
@@ -83,14 +83,14 @@ class RunConfig(  # of the groups, the last first: pydantic lists the fields of 
     OwnKeys,
     MethodKeys,
 ):
-    """Everything one run needs to know; made by `load_config` or `RunConfig.from_dict`.
+    """The config of a run, created by `load_config` or `RunConfig.from_dict`.
 
-    `attn_implementation` alone then says which attention was asked for (None: the model's choice).
+    After validation, `attn_implementation` is the only attention key that is set (None: the model's default).
     """
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """A config from nested dicts and lists; ConfigError names each wrong key with its dotted path."""
+        """Create a config from nested dicts and lists. Raises ConfigError that lists each invalid key's dotted path."""
         try:
             return cls.model_validate(_paths_as_text(values))
         except ValidationError as error:
@@ -104,17 +104,17 @@ class RunConfig(  # of the groups, the last first: pydantic lists the fields of 
 
     @property
     def method(self) -> Method:
-        """How this run trains: `ebft.methods` has one class for each."""
+        """The training method of this run, a class in `ebft.methods`."""
         return find_method(self.rl, self.ebft.mode)
 
     @property
     def uses_server(self) -> bool:
-        """Whether completions come from a vLLM server in a process of its own."""
+        """Whether completions come from a vLLM server in a separate process."""
         return self.method.rows == "prompts" and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
 
 
 def _paths_as_text(value: Any) -> Any:
-    """`value` with pathlib paths, at any depth, as the strings the schema takes."""
+    """`value` with pathlib paths, at any depth, converted to strings, as the schema requires."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, dict):

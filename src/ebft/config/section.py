@@ -1,7 +1,7 @@
-"""What every part of a run config has in common: strict types, no unknown keys, empty values mean unset.
+"""Base class of the sections of a run config: strict types, no unknown keys, empty values mean unset.
 
-Options that trainers take from Python too are dataclasses whose annotations hold bounds and help. A section of the
-config is made of them here.
+Options that trainers also accept from Python are dataclasses whose annotations hold bounds and help texts. This module
+converts them to config sections.
 """
 
 from dataclasses import MISSING, fields
@@ -24,14 +24,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_means_unset(cls, data: Any) -> Any:
-        """`key:` without a value, as in `wandb_run_id:`, is the same as leaving the key out."""
+        """Treat `key:` without a value, as in `wandb_run_id:`, as if the key were absent."""
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
 
 
 def with_help(options: Options) -> Options:
-    """Give the fields of a dataclass the help of their annotations, where transformers' argument parser reads it."""
+    """Copy the help texts of a dataclass's annotations to its fields, for transformers' argument parser."""
     hints = get_type_hints(options, include_extras=True)
     for option in fields(options):
         option.metadata = MappingProxyType({"help": hints[option.name].__metadata__[0].description})
@@ -39,13 +39,13 @@ def with_help(options: Options) -> Options:
 
 
 def option_names(*options: type) -> list[str]:
-    """The names of the options of dataclasses."""
+    """The names of the options of one or more dataclasses."""
     return [option.name for dataclass in options for option in fields(dataclass)]
 
 
 @cache
 def section_of_options(options: type, name: str | None = None, base: type[Section] = Section) -> type[Section]:
-    """The section of a config with the options of a dataclass, whose module must hold it for it to be pickled."""
+    """The config section with the options of a dataclass; can be pickled if it is an attribute of that module."""
     hints = get_type_hints(options, include_extras=True)
     declared = {option.name: (hints[option.name], _default(option)) for option in fields(options)}
     about = {"__base__": base, "__doc__": options.__doc__, "__module__": options.__module__}

@@ -1,4 +1,4 @@
-"""The section `trl:`, which structured mode and GRPO read; elsewhere it has no effect, and a warning says so."""
+"""The section `trl:`, read by structured mode and GRPO. With other methods it has no effect and gives a warning."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,138 +17,162 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 @with_help
 @dataclass
 class RolloutOptions:
-    """Where rollouts come from and how fresh they are: what our trainers add to TRL's own arguments."""
+    """Options for generating rollouts that the trainers add to TRL's arguments."""
 
     vllm_mode: Annotated[
         Literal["server", "managed", "colocate"],
         Field(
-            description="Where vLLM runs (use_vllm: true): server, started with `ebft vllm-serve`; managed, a server "
-            "that training starts, watches and stops itself; colocate, in the trainer's own process."
+            description="Where vLLM runs if use_vllm is true. server: a server started with `ebft vllm-serve`; "
+            "managed: a server that training starts, monitors and stops; colocate: in the training process."
         ),
     ] = "server"
     vllm_sync_interval: Annotated[
-        int, Field(ge=1, description="Optimizer steps between two updates of vLLM's weights.")
+        int, Field(ge=1, description="Number of optimizer steps between weight updates of vLLM.")
     ] = 1
     async_prefetch: Annotated[
-        bool, Field(description="Generate the next batches while training on this one (server and managed).")
+        bool,
+        Field(
+            description="Generate the next batches while training on the current one (vllm_mode: server or managed)."
+        ),
     ] = False
-    prefetch_depth: Annotated[int, Field(ge=1, description="Generation batches made ahead with async_prefetch.")] = 1
+    prefetch_depth: Annotated[
+        int, Field(ge=1, description="Number of generation batches to prefetch with async_prefetch.")
+    ] = 1
     skip_zero_advantage_batches: Annotated[
-        bool, Field(description="Skip forward and backward of micro-batches whose advantages are all zero.")
+        bool, Field(description="Skip the forward and backward pass of micro-batches whose advantages are all zero.")
     ] = True
 
 
 class SamplingKeys(Section):
     """How completions are sampled."""
 
-    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="Completions per prompt.")
+    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="Number of completions per prompt.")
     generation_batch_size: Count | None = Field(
-        None, description="Completions per generation step, over all processes; unset: those of one optimizer step."
+        None,
+        description="Number of completions per generation step, over all processes. If unset, the completions of one "
+        "optimizer step.",
     )
-    max_completion_length: Count = Field(256, description="Most tokens of a completion.")
+    max_completion_length: Count = Field(256, description="Maximum number of tokens in a completion.")
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = Field(
-        0.7, description="Sampling temperature; completions are scored at it too."
+        0.7, description="Sampling temperature, also applied when computing the log-probabilities of completions."
     )
-    top_p: Probability | None = Field(None, description="Share of probability kept by nucleus sampling.")
+    top_p: Probability | None = Field(None, description="Cumulative probability kept by nucleus (top-p) sampling.")
     top_k: Annotated[int, Field(ge=0)] | None = Field(None, description="Number of tokens kept by top-k sampling.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Tokens below this share of the most probable one are dropped."
+        None, description="Minimum probability of a token, relative to the most likely token."
     )
-    repetition_penalty: Positive | None = Field(None, description="Penalty on tokens that appeared before.")
+    repetition_penalty: Positive | None = Field(None, description="Penalty on tokens that have already appeared.")
     generation_kwargs: dict[str, Any] | None = Field(
-        None, description="Further sampling parameters of vLLM, such as stop_token_ids."
+        None, description="Additional sampling parameters of vLLM, such as stop_token_ids."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Arguments of the chat template, such as enable_thinking."
+        None, description="Arguments passed to the chat template, such as enable_thinking."
     )
-    vllm_guided_decoding_regex: str | None = Field(None, description="Regular expression completions must match.")
-    rollout_func: str | None = Field(None, description="Not supported: the trainer makes the rollouts.")
+    vllm_guided_decoding_regex: str | None = Field(
+        None, description="Regular expression that completions must match (requires vLLM)."
+    )
+    rollout_func: str | None = Field(None, description="Not supported: the trainer generates the rollouts.")
 
 
 class PolicyLossKeys(Section):
     """The clipped policy-gradient loss and its corrections."""
 
-    beta: Annotated[float, Field(ge=0)] | None = Field(None, description="Weight of the KL penalty (unset: 0).")
-    num_iterations: Count | None = Field(None, description="Updates per generated batch (unset: 1).")
-    epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio (unset: 0.2).")
+    beta: Annotated[float, Field(ge=0)] | None = Field(None, description="Coefficient of the KL penalty (0 if unset).")
+    num_iterations: Count | None = Field(None, description="Number of updates per generated batch (1 if unset).")
+    epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio (0.2 if unset).")
     epsilon_high: Positive | None = Field(
-        None, description="Upper clipping bound of the probability ratio (unset: as epsilon)."
+        None, description="Upper clipping bound of the probability ratio (epsilon if unset)."
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
-        "grpo", description="How TRL forms and normalises the policy's loss."
+        "grpo", description="Formulation and normalisation of TRL's policy loss."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
         None,
-        description="Divide rewards by their standard deviation: of the group (true or unset), of the batch, or not.",
+        description="Divide rewards by their standard deviation over the group (group, true or unset) or the batch "
+        "(batch), or do not scale them (none or false).",
     )
-    mask_truncated_completions: bool | None = Field(None, description="Leave cut completions out of the loss.")
+    mask_truncated_completions: bool | None = Field(None, description="Exclude truncated completions from the loss.")
     vllm_importance_sampling_correction: bool | None = Field(
-        None, description="Correct for vLLM's probabilities differing from the trainer's (unset: true)."
+        None,
+        description="Correct for differences between the token probabilities of vLLM and of the trainer (true if "
+        "unset).",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
-        None, description="Unit of the probability ratio."
+        None, description="Level of the probability ratio: per token or per sequence."
     )
     vllm_importance_sampling_mode: (
         Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] | None
     ) = Field(
-        None, description="Unit of that correction, and what happens to ratios beyond the cap (unset: sequence_mask)."
+        None,
+        description="Level of the vLLM importance sampling correction, and whether ratios above the cap are masked or "
+        "truncated (sequence_mask if unset).",
     )
-    vllm_importance_sampling_cap: Positive | None = Field(None, description="Cap of that ratio (unset: 3).")
+    vllm_importance_sampling_cap: Positive | None = Field(
+        None, description="Cap of the ratio in the vLLM importance sampling correction (3 if unset)."
+    )
     off_policy_mask_threshold: Positive | None = Field(
-        None, description="Divergence above which a stale sequence is left out."
+        None, description="Divergence above which off-policy sequences are excluded from the loss."
     )
-    use_bias_correction_kl: bool | None = Field(None, description="Correct the KL penalty for stale samples.")
-    sync_ref_model: bool | None = Field(None, description="Move the reference model along with the policy.")
+    use_bias_correction_kl: bool | None = Field(None, description="Correct the KL penalty for off-policy samples.")
+    sync_ref_model: bool | None = Field(
+        None, description="Periodically update the reference model with the weights of the policy."
+    )
     ref_model_mixup_alpha: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Share of the policy in that move."
+        None, description="Weight of the policy in updates of the reference model."
     )
-    ref_model_sync_steps: Count | None = Field(None, description="Steps between two such moves.")
+    ref_model_sync_steps: Count | None = Field(
+        None, description="Number of steps between updates of the reference model."
+    )
 
 
 class RewardKeys(Section):
-    """Rewards beside the feature-matching reward."""
+    """Rewards in addition to the feature-matching reward."""
 
-    reward_funcs: list[str] | None = Field(None, description="Import paths or hub names of reward functions.")
-    reward_weights: list[float] | None = Field(None, description="Weights of those functions.")
+    reward_funcs: list[str] | None = Field(
+        None, description="Reward functions, as import paths or as Hub names of reward models."
+    )
+    reward_weights: list[float] | None = Field(None, description="Weights of the reward functions.")
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
-        None, description="Order of summing and normalising several rewards."
+        None, description="Whether several rewards are summed before or after normalisation."
     )
     reward_num_workers: Count | None = Field(
-        None, description="Without effect: reward functions run in the training process."
+        None, description="No effect: reward functions run in the training process."
     )
 
 
 class RolloutServerKeys(Section):
-    """Where completions come from and how fresh they are."""
+    """How completions are generated and logged."""
 
-    use_vllm: bool = Field(False, description="Generate with vLLM instead of the model's own generate().")
-    vllm_server_host: str | None = Field(None, description="Host of the vLLM server; unset: vllm.host.")
-    vllm_server_port: Port | None = Field(None, description="Port of the vLLM server; unset: vllm.port.")
+    use_vllm: bool = Field(False, description="Generate completions with vLLM instead of the model's generate().")
+    vllm_server_host: str | None = Field(None, description="Host of the vLLM server. If unset, vllm.host.")
+    vllm_server_port: Port | None = Field(None, description="Port of the vLLM server. If unset, vllm.port.")
     vllm_server_timeout: Positive | None = Field(
         None,
-        description="Seconds to wait for the server to be up, and for its answers (unset: 240, and 600 for a "
-        "server that ebft itself starts to be up).",
+        description="Timeout in seconds for the server to start and for its responses. If unset, 240, and 600 for the "
+        "start of a server that ebft starts itself.",
     )
     vllm_lora_sync: bool | None = Field(
         None,
-        description="Send the adapter to vLLM through the file system, which is how adapters are always sent here.",
+        description="No effect: adapters are always sent to vLLM through the file system.",
     )
-    vllm_enable_sleep_mode: bool | None = Field(None, description="Free vLLM's memory while it waits (colocate).")
+    vllm_enable_sleep_mode: bool | None = Field(
+        None, description="Release vLLM's memory while it is idle (vllm_mode: colocate)."
+    )
     use_data_producer: bool | None = Field(
-        None, description="Without effect: every run generates and prefetches in the same way."
+        None, description="No effect: generation and prefetching do not use a data producer."
     )
-    streaming_partial_batch: bool | None = Field(None, description="Without effect: groups are scored one by one.")
-    streaming_min_groups: Count | None = Field(None, description="Without effect, like streaming_partial_batch.")
+    streaming_partial_batch: bool | None = Field(None, description="No effect: rewards are computed group by group.")
+    streaming_min_groups: Count | None = Field(None, description="No effect, see streaming_partial_batch.")
     replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Not supported above 0: there is no replay buffer."
     )
-    replay_recompute_logps: bool | None = Field(None, description="Without effect: there is no replay buffer.")
+    replay_recompute_logps: bool | None = Field(None, description="No effect: there is no replay buffer.")
     reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Not supported below 1: failed prompts are not tried again."
+        None, description="Not supported below 1: failed prompts are not retried."
     )
-    reroll_max_groups: Count | None = Field(None, description="Without effect: failed prompts are not tried again.")
+    reroll_max_groups: Count | None = Field(None, description="No effect: failed prompts are not retried.")
     log_completions: bool | None = Field(None, description="Log sample completions.")
-    num_completions_to_print: Count | None = Field(None, description="Completions printed per step.")
+    num_completions_to_print: Count | None = Field(None, description="Number of completions to print per step.")
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Validation errors of pydantic, told in words: which key, what was given, what is allowed, what to type."""
+"""Readable messages for pydantic's validation errors: the key, the given value, the expected value, a suggestion."""
 
 import difflib
 import re
@@ -12,33 +12,33 @@ from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED
 from ebft.errors import ConfigError
 
 _WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
     "float_type": "a number",
     "float_parsing": "a number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
-    "string_type": "a text (put it in quotes if it looks like a number)",
+    "string_type": "a string (put it in quotes if it looks like a number)",
     "list_type": "a list",
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
-# Similarity above which a known key is taken for what an unknown one meant: a slip, not another word.
+# Minimum similarity for suggesting a known key in place of an unknown one: a typo, not a different word.
 _SLIP = 0.75
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
 _BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
+    "greater_than_equal": ("of at least", "ge"),
     "greater_than": ("above", "gt"),
-    "less_than_equal": ("at most", "le"),
+    "less_than_equal": ("of at most", "le"),
     "less_than": ("below", "lt"),
 }
 
 
 def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> NoReturn:
-    """Raise one ConfigError with a line for each wrong key of `model`; dotted paths start with `prefix`."""
+    """Raise one ConfigError with a line for each invalid key of `model`; dotted paths start with `prefix`."""
     lines = []
     for detail in _merged(error):
         lines.append(_sentence(detail, model, prefix))
@@ -46,7 +46,7 @@ def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: s
 
 
 def _merged(error: ValidationError) -> list[dict[str, Any]]:
-    """The details of an error, those of one key (the branches of a union) as one."""
+    """The details of an error; those of the same key (the branches of a union) are merged."""
     by_key: dict[tuple, dict[str, Any]] = {}
     for detail in error.errors(include_url=False):
         path = tuple(part for part in detail["loc"] if not _is_branch(part))
@@ -58,7 +58,7 @@ def _merged(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a part of a location names a type of a union (`bool`, `list[str]`), not a key."""
+    """Whether a part of a location is a type of a union (`bool`, `list[str]`) rather than a key."""
     return isinstance(part, str) and _BRANCH.match(part) is not None
 
 
@@ -66,7 +66,7 @@ def _wanted(detail: dict[str, Any]) -> str | None:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"{words} {context[key]}"
+        return f"a value {words} {context[key]}"
     if kind == "literal_error":
         return context["expected"]
     if kind == "too_short":
@@ -79,13 +79,13 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(key, detail["loc"], model, prefix)
     if detail["type"] == "missing":
-        return f"{key} is missing: it has no default, so the config must set it."
+        return f"{key} is missing. It is required and has no default."
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
     if key == "rl":
-        wanted += ", or be left out for SFT"
-    return f"{key}: {detail['input']!r} does not fit; it must be {wanted}."
+        wanted += " (leave it out for SFT)"
+    return f"{key}: invalid value {detail['input']!r}; expected {wanted}."
 
 
 def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:
@@ -95,19 +95,19 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     parent = prefix + "".join(f"{part}." for part in path[:-1])
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
     if name in UNSUPPORTED and len(path) == 1:
-        return f"{key} is not supported here: {UNSUPPORTED[name]}."
+        return f"{key} is not supported: {UNSUPPORTED[name]}."
     if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):
-        return f"Unknown key {key!r}. It is called {OTHER_NAMES[name]!r} here."
+        return f"Unknown key {key!r}. Use {OTHER_NAMES[name]!r} instead."
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
         full for full in names if full.startswith(f"{name}_")
     ]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
-    return f"Unknown key {key!r}. `ebft config` prints every key."
+    return f"Unknown key {key!r}. Run `ebft config` to list all keys."
 
 
 def _dotted_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Every key of `model` and of the sections in it, those inside lists left out."""
+    """Every key of `model` and of its sections, except sections inside lists."""
     for name, info in model.model_fields.items():
         yield prefix + name
         section = section_of(info.annotation)
@@ -116,7 +116,7 @@ def _dotted_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def model_at(model: type[BaseModel], path: tuple) -> type[BaseModel] | None:
-    """The section of `model` that a path of keys and list positions leads to, None where there is none."""
+    """The section of `model` at a path of keys and list indices, or None if there is none."""
     owner: type[BaseModel] | None = model
     for part in path:
         if owner is None:
@@ -129,7 +129,7 @@ def model_at(model: type[BaseModel], path: tuple) -> type[BaseModel] | None:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model inside an annotation such as `Section | None` or `list[Section]`, if any."""
+    """The pydantic model in an annotation such as `Section | None` or `list[Section]`, if any."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, list, Annotated):

@@ -1,4 +1,4 @@
-"""YAML 1.2 as a config wants it: 1e-5 is a number, `no` is a word, a repeated key is an error."""
+"""YAML 1.2 for configs: 1e-5 is a number, `no` is a string, a duplicate key is an error."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that `text` spells; YAMLError where it is malformed, or no tree of lists and of mappings by word."""
+    """Parse `text`. Raises YAMLError if it is malformed or recursive, or if a key is a list or a mapping."""
     try:
         value = YAML(typ="safe", pure=True).load(text)  # pure: the parser in C reads YAML 1.1
         _check_tree(value, ())
-    except ValueError as error:  # a date that does not exist, or !!int in front of a word
+    except ValueError as error:  # a date that does not exist, or !!int before a word
         raise YAMLError(str(error)) from error
     except RecursionError:
-        raise YAMLError("it is nested too deeply") from None
+        raise YAMLError("nesting is too deep") from None
     return value
 
 
@@ -22,15 +22,15 @@ def _check_tree(value: Any, parents: tuple[int, ...]) -> None:
     if not isinstance(value, (dict, list)):
         return
     if id(value) in parents:
-        raise YAMLError("an alias (*name) stands inside the value that it repeats")
+        raise YAMLError("an alias (*name) refers to a value that contains it")
     if isinstance(value, dict) and any(isinstance(key, (tuple, dict)) for key in value):
-        raise YAMLError("a key must be one word, not a list or a mapping")
+        raise YAMLError("a key must be a scalar, not a list or a mapping")
     for item in value.values() if isinstance(value, dict) else value:
         _check_tree(item, (*parents, id(value)))
 
 
 def problem(error: YAMLError) -> tuple[int | None, str]:
-    """The line (counted from 1) and the words of a YAML error."""
+    """The line (counted from 1) and the message of a YAML error."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         words = ", ".join(part for part in (error.context, error.problem) if part)
         return error.problem_mark.line + 1, words

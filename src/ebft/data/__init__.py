@@ -1,1 +1,1 @@
-"""Data: any dataset the ecosystem loads, turned into rows of tokens or prompts by a transform, and into batches."""
+"""Data: datasets from the Hub or from files, converted to rows of tokens or prompts by transforms, and collated."""

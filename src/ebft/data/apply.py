@@ -1,4 +1,4 @@
-"""Running a transform over raw rows: how it is called, and what is said when it fails."""
+"""Applying a transform to raw rows, with error messages that name the transform and the row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebft.errors import DataError
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# What becomes of one transformed row: its fields and the words for where it stands, to its columns.
+# Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
@@ -28,9 +28,9 @@ def apply_transform(
     features: Features,
     first_document: int,
 ) -> Dataset:
-    """What `check` makes of each row that the entry's transform gives, and `document`, the number of the raw row.
+    """The result of `check` for each row of the entry's transform, with `document`, the number of the raw row.
 
-    `features` are the columns, numbers start at `first_document`. Raises DataError naming the transform and the row.
+    `features` are the columns; numbers start at `first_document`. Raises DataError that names the transform and row.
     """
     transform_fn, map_kwargs = _build(entry, config)
     removed = map_kwargs.pop("remove_columns", [])
@@ -44,7 +44,7 @@ def apply_transform(
         with_indices=True,
         remove_columns=raw.column_names,
         features=features,
-        # A cached result does not notice that a transform's helper functions were edited.
+        # The cache does not detect changes to a transform's helper functions.
         load_from_cache_file=False,
         desc=f"Tokenising {entry.path}",
         **map_kwargs,
@@ -56,18 +56,18 @@ def _build(entry: Any, config: RunConfig) -> tuple[Callable, dict[str, Any]]:
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(
             f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
-            'for instance `return transform_fn, {"remove_columns": "__all__"}`.'
+            'for example `return transform_fn, {"remove_columns": "__all__"}`.'
         )
     return built[0], dict(built[1])
 
 
 def named(entry: Any) -> str:
-    """A source and its transform, as messages name them."""
+    """A source and its transform, for messages."""
     return f"{entry.path}, {entry.split}: transform {entry.type!r}"
 
 
 class _Step:
-    """One call of `Dataset.map`: the transform, its errors told with their row, its fields checked."""
+    """One call of `Dataset.map`: applies the transform, adds the row to its errors, and checks its fields."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class _Step:
         return {**self.check(self._call(example, where), where), "document": self.first_document + index}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
-        """For transforms with `batched: true`, which may return more or fewer rows than they were given."""
+        """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         result = self._call(examples, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
-            raise DataError(f"{where}: fields of different length {counts}.")
+            raise DataError(f"{where}: the fields have different lengths: {counts}.")
         rows = [dict(zip(result, values)) for values in zip(*result.values())]
         checked = [self.check(row, f"{where}, result {number}") for number, row in enumerate(rows)]
-        # Which raw row a result came from is unknown where the number of rows changed; the batch stays together.
+        # If the number of rows changed, the raw row of a result is unknown, and the batch counts as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
         columns = {field: [row[field] for row in checked] for field in self.fields}
         return {**columns, "document": [self.first_document + index for index in documents]}
@@ -105,10 +105,12 @@ class _Step:
             result = self.transform_fn(example, tokenizer=self.tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        except Exception as error:  # a transform of the user's own may raise anything
+        except Exception as error:  # custom transforms may raise anything
             raise DataError(
                 f"{where}: {type(error).__name__}: {error}. The row has the columns {', '.join(example)}."
             ) from error
         if not isinstance(result, Mapping):
-            raise DataError(f"{where}: it returned {type(result).__name__}, it must return a dict of fields.")
+            raise DataError(
+                f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."
+            )
         return {**{key: value for key, value in example.items() if key not in self.removed}, **result}

@@ -1,4 +1,4 @@
-"""Rows to a batch: packed rows taken apart, padding on the right, nothing else."""
+"""Collating rows into a batch: packed rows are split into documents, and rows are padded on the right."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ from ebft.errors import DataError
 
 @dataclass
 class DocumentCollator:
-    """Pads the rows of a batch to its longest row; a packed row (`documents`) stands for the rows in it.
+    """Pads the rows of a batch to the longest one; a packed row (`documents`) is replaced with the rows in it.
 
-    Rows hold `input_ids`, and optionally `labels` (else every token is one, or those that TRL's `completion_mask`
-    marks), `attention_mask` (else all ones) and `prompt_length`; rows of several documents also `position_ids`, or the
-    documents' `seq_lengths`. The batch holds long tensors `input_ids`, `attention_mask`, `labels` (B, S),
-    `prompt_length` (B,) where a row has one (the strided trainer else reads it off the labels), unless
-    `with_prompt_length` is false, as plain causal models do not take it, and `position_ids` (B, S) where a row has
+    Rows contain `input_ids`, and optionally `labels` (default: all tokens, or those that TRL's `completion_mask`
+    selects), `attention_mask` (default: all ones) and `prompt_length`; rows of several documents also `position_ids`,
+    or the documents' `seq_lengths`. The batch contains long tensors `input_ids`, `attention_mask`, `labels` (B, S),
+    `prompt_length` (B,) if any row has one (otherwise the strided trainer derives it from the labels) and unless
+    `with_prompt_length` is false, since plain causal models do not accept it, and `position_ids` (B, S) if any row has
     them.
     """
 
@@ -44,7 +44,7 @@ class DocumentCollator:
             if not len(tokens) == len(mask) == len(label):
                 raise DataError(
                     f"row {row} of a batch has {len(tokens)} input_ids, {len(mask)} attention_mask and {len(label)} "
-                    "labels: they must be equally long"
+                    "labels; they must have the same length"
                 )
         batch = {
             "input_ids": _padded(ids, self.pad_token_id),
@@ -63,7 +63,7 @@ class DocumentCollator:
 
 
 def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
-    """Positions of a row that holds several documents, as it says or as their lengths do."""
+    """Positions of a row with several documents: as given, or derived from their lengths."""
     positions = row.get("position_ids")
     if row.get("seq_lengths") is not None:
         positions = torch.cat([torch.arange(length) for length in row["seq_lengths"]])
@@ -72,13 +72,13 @@ def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
     positions = torch.as_tensor(positions, dtype=torch.long)
     if len(positions) != len(tokens):
         raise DataError(
-            f"a row has {len(tokens)} input_ids and positions for {len(positions)}: they must be equally long"
+            f"a row has {len(tokens)} input_ids and {len(positions)} positions; they must have the same length"
         )
     return positions
 
 
 def _leading_masked(labels: Tensor) -> int:
-    """Where the labels of a row without `prompt_length` begin; 0 for a row without labels."""
+    """Index of the first label of a row without `prompt_length`; 0 for a row without labels."""
     trained = labels.ne(IGNORE).nonzero()
     return int(trained[0]) if len(trained) else 0
 

@@ -1,4 +1,4 @@
-"""The config as transforms see it: attributes, and also `cfg["key"]` and `cfg.get("key")` as in other trainers."""
+"""The config that is passed to transforms: attributes, and also `cfg["key"]` and `cfg.get("key")`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ConfigView(Mapping):
-    """A run config that reads as a mapping of its keys too; keys that the config lacks are absent."""
+    """A run config that can also be used as a mapping of its keys, as in other trainers; unknown keys are absent."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

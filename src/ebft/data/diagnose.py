@@ -1,4 +1,4 @@
-"""Which file and which line of it a table reader stumbled over: a second, slower look after a failure."""
+"""Finding the file and line on which a table reader failed: a second, slower pass after an error."""
 
 import csv
 import json
@@ -11,8 +11,8 @@ from ebft.data.text_file import read_text
 def explain(kind: str, paths: list[Path], error: Exception) -> str:
     """A message naming the first file and row of `paths` that cannot be read as `kind`.
 
-    Falls back to the reader's own words (of `error`) when each file can be read alone. Raises DataError itself for
-    a file that is no UTF-8 text.
+    Falls back to the reader's message (of `error`) if each file can be read individually. Raises DataError for a file
+    that is not UTF-8 text.
     """
     check = _CHECKS.get(kind, _check_table)
     for path in paths:
@@ -38,7 +38,7 @@ def _check_json(path: Path) -> str | None:
         except json.JSONDecodeError as error:
             return f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}): {_short(line)}"
         if not isinstance(row, dict):
-            return f"{path}, line {number}: a row must be a JSON object, this is {_short(line)}"
+            return f"{path}, line {number}: a row must be a JSON object, got {_short(line)}"
     return None
 
 
@@ -48,10 +48,10 @@ def _check_json_array(path: Path, text: str) -> str | None:
     except json.JSONDecodeError as error:
         return f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
     if not rows:
-        return f"{path}: there are no rows, the list is empty"
+        return f"{path}: the list of rows is empty"
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            return f"{path}, row {index}: a row must be a JSON object, this is {_short(json.dumps(row))}"
+            return f"{path}, row {index}: a row must be a JSON object, got {_short(json.dumps(row))}"
     return None
 
 
@@ -62,12 +62,12 @@ def _check_csv(path: Path) -> str | None:
         return f"{path}: the file is empty"
     for row in reader:
         if row and len(row) != len(header):
-            return f"{path}, line {reader.line_num}: {len(row)} fields, the header has {len(header)}"
+            return f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}"
     return None
 
 
 def _check_table(path: Path) -> str | None:
-    """Parquet and Arrow files carry no lines: the reader's own words on this file alone."""
+    """Parquet and Arrow files have no lines: the reader's message for this file alone."""
     import pyarrow.parquet
 
     if path.suffix.lower() != ".parquet":

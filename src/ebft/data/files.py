@@ -1,4 +1,4 @@
-"""Local files as datasets: JSON, CSV and Parquet as tables, text and source code as one document per file."""
+"""Local files as datasets: JSON, CSV and Parquet as tables, text and source code with one document per file."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ _TEXT = (
     ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
     ".js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .swift .cs .sh .sql .yaml .yml .toml"
 )
-# Formats and the file endings that mean them.
+# Formats and their file extensions.
 KINDS = {
     "json": {".json", ".jsonl", ".ndjson"},
     "csv": {".csv", ".tsv"},
@@ -33,17 +33,17 @@ _SPLIT_NAMES = {"tr": "train", "te": "test", "ev": "validation", "va": "validati
 def read_files(files: list[Path], kind: str | None, source: str) -> Dataset:
     """Read `files` as one dataset, each in its own format or all as `kind` (a key of `KINDS`).
 
-    A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, naming
-    it and where possible the line.
+    A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, with its name
+    and if possible the line.
     """
     return _read_kinds(_kinds(files, kind, source), source)
 
 
 def read_folder(root: Path, kind: str | None, source: str) -> dict[str, Dataset]:
-    """Read all files below `root` as `{split name: rows}`; see `read_files`.
+    """Read all files in `root` as `{split name: rows}`; see `read_files`.
 
-    Tables and `.txt` files whose path below `root` holds a split's name (`train.jsonl`, `data/test-0.parquet`)
-    belong to that split, everything else to `train`.
+    Tables and `.txt` files whose path relative to `root` contains the name of a split (`train.jsonl`,
+    `data/test-0.parquet`) belong to that split, all other files to `train`.
     """
     splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
     for path, file_kind in _kinds(files_below(root), kind, source):
@@ -52,36 +52,36 @@ def read_folder(root: Path, kind: str | None, source: str) -> dict[str, Dataset]
 
 
 def files_below(root: Path) -> list[Path]:
-    """All files below a folder in sorted order, without hidden ones and Python's byte code."""
+    """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code."""
     found = sorted(path for path in root.rglob("*") if path.is_file())
     hidden = lambda part: part.startswith(".") or part == "__pycache__"
     return [path for path in found if not any(hidden(part) for part in path.relative_to(root).parts)]
 
 
 def _kinds(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
-    """Each file with its format; files of unknown format are left out with one warning."""
+    """Each file with its format; files of unknown format are skipped with one warning."""
     if kind is not None:
         return [(path, kind) for path in files]
     known = {suffix: name for name, suffixes in KINDS.items() for suffix in suffixes}
     taken = [(path, known[path.suffix.lower()]) for path in files if path.suffix.lower() in known]
-    left = Counter(path.suffix or "no ending" for path in files if path.suffix.lower() not in known)
+    left = Counter(path.suffix or "no extension" for path in files if path.suffix.lower() not in known)
     if not taken:
-        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "nothing at all"
+        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "no files"
         raise DataError(
-            f"{source}: no file of a known format there (found {seen}). Set ds_type to one of "
-            f"{', '.join(KINDS)}, for instance `ds_type: text` for one document per file."
+            f"{source}: no file of a known format (found {seen}). Set ds_type to one of "
+            f"{', '.join(KINDS)}, for example `ds_type: text` for one document per file."
         )
     if left:
         seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
         warnings.warn(
-            f"{source}: files of unknown format are left out ({seen}). Set ds_type or data_files to read them.",
+            f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
             stacklevel=2,
         )
     return taken
 
 
 def _split_of(path: Path, root: Path, kind: str) -> str:
-    """A file named for a split belongs to it; source code does not name splits (`test.py` is code)."""
+    """The split in the name of a file; names of source files do not indicate splits (`test.py` is code)."""
     if kind == "text" and path.suffix.lower() not in {".txt", ".text"}:
         return DEFAULT_SPLIT
     found = _SPLIT_WORD.search(path.relative_to(root).as_posix().lower())
@@ -97,7 +97,7 @@ def _read_kinds(files: list[tuple[Path, str]], source: str) -> Dataset:
         return concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{source}: its files disagree on a column's type ({error}). Give them as separate datasets entries."
+            f"{source}: a column has different types in its files ({error}). Use separate entries of datasets."
         ) from error
 
 
@@ -109,7 +109,7 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     options = {"sep": "\t"} if kind == "csv" and all(path.suffix == ".tsv" for path in paths) else {}
     try:
         rows = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
-        rows.data.validate(full=True)  # the JSON reader lets bytes through that are no UTF-8
-    except Exception as error:  # builders raise whatever their parser raises
+        rows.data.validate(full=True)  # the JSON reader accepts bytes that are not UTF-8
+    except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
     return rows

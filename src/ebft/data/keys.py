@@ -1,4 +1,4 @@
-"""Keys of the config about datasets and how rows are cut."""
+"""Config keys of datasets and of the length of rows."""
 
 from typing import Annotated, Literal
 
@@ -6,8 +6,8 @@ from pydantic import Field
 
 from ebft.config.section import Section
 
-# Modules of `ebft.data.transforms` that a dataset's `type` may name, with their functions and the rows that each gives:
-# tokens (input_ids and labels) or prompts (prompt and ground_truth). A bare module name means its `transform`.
+# Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns:
+# tokens (input_ids and labels) or prompts (prompt and ground_truth). A module name alone means its `transform`.
 BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
     "ebft_pretrain": {"transform": "tokens"},
     "ebft_strided_structured": {"transform": "tokens", "transform_prompts": "prompts"},
@@ -28,8 +28,8 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
     "chat_template": {"transform": "tokens"},
 }
 
-# What gives the other kind of rows of the same columns, with the same turns trained on: used where a run needs those,
-# so that one dataset serves every method.
+# Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
+# a run needs that kind, so that one dataset works with every method.
 EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_strided_structured.transform": "ebft_strided_structured.transform_prompts",
     "ebft_strided_structured.transform_prompts": "ebft_strided_structured.transform",
@@ -48,40 +48,44 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
 class DatasetEntry(Section):
     """One element of `datasets:` or `test_datasets:`."""
 
-    path: str = Field(description="Hub name, file, folder, or builder name (json, text, ...) of the data.")
+    path: str = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
     type: str = Field(
-        description="Transform that makes tokens or prompts of rows: ebft_pretrain.transform, your_module.transform."
+        description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
+        "your_module.transform."
     )
-    name: str | None = Field(None, description="Configuration (subset) of a hub dataset.")
-    split: str = Field("train", description="Split to read, slices included: train[:1%].")
+    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
+    split: str = Field("train", description="Split to read; can be a slice such as train[:1%].")
     data_files: str | list[str] | dict[str, str | list[str]] | None = Field(
-        None, description="Files to read inside `path`."
+        None, description="Files to read within `path`."
     )
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
-        None, description="Format of local files; unset reads it from the file name."
+        None, description="Format of local files. If unset, inferred from the file extension."
     )
     revision: str | None = Field(None, description="Hub revision of the dataset.")
-    field: str | None = Field(None, description="Column with the text, for transforms of raw text.")
+    field: str | None = Field(None, description="Column to read, for transforms of raw text and of chats.")
 
 
 class DataKeys(Section):
     """Training and evaluation data."""
 
-    datasets: list[DatasetEntry] = Field(min_length=1, description="The training data, one entry per source.")
+    datasets: list[DatasetEntry] = Field(min_length=1, description="Training data, one entry per source.")
     test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
     val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
         0.0,
-        description="Documents held out of the training data: a share below 1, or a number of them. Chosen before "
-        "any is dropped as unusable, so that every method holds the same ones out.",
+        description="Documents to hold out of the training data: a fraction if below 1, otherwise a number. They are "
+        "selected before unusable documents are dropped, so that every method holds out the same ones.",
     )
-    dataset_num_proc: int = Field(1, ge=1, description="Processes that prepare the data.")
-    shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows once all sources are joined.")
+    dataset_num_proc: int = Field(1, ge=1, description="Number of processes for preparing the data.")
+    shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows after all sources are joined.")
     sequence_len: int = Field(
-        512, ge=2, description="Tokens at which a row is cut; a prompt with its reference is left out."
+        512,
+        ge=2,
+        description="Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with "
+        "their reference are dropped.",
     )
     sample_packing: bool = Field(
         False,
-        description="Strided mode: put several short documents into one row of up to sequence_len tokens, which then "
-        "counts once towards micro_batch_size. No document sees another.",
+        description="Strided mode: pack several short documents into one row of up to sequence_len tokens, which "
+        "counts as one row of micro_batch_size. Documents do not attend to each other.",
     )
-    train_on_inputs: bool = Field(False, description="Count prompt tokens in the cross-entropy too.")
+    train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")

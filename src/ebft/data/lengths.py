@@ -1,4 +1,4 @@
-"""Bringing rows to `sequence_len` and dropping those that training cannot use, with a count for each reason."""
+"""Cutting rows to `sequence_len` and dropping those that cannot be trained on, with a count for each reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebft.data.transforms.rows import IGNORE
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# Reasons to drop, worded to follow "dropped 12 ".
+# Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
 NO_REFERENCE = "without a reference"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
@@ -36,11 +36,11 @@ def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
 
 
 def cut_and_drop(rows: Dataset, config: RunConfig, counts: Counter) -> Dataset:
-    """Usable rows of at most `sequence_len` tokens; what was cut or dropped is added to `counts` by reason.
+    """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
-    Text without a prompt is cut into consecutive windows, rows with a prompt lose their end (`truncated`).
+    Text without a prompt is cut into consecutive windows; rows with a prompt are truncated.
     """
-    step = _Cutter(config)  # it keeps count, so this runs in one process
+    step = _Cutter(config)  # it counts rows, so this runs in one process
     kept = rows.map(
         step,
         batched=True,
@@ -54,12 +54,12 @@ def cut_and_drop(rows: Dataset, config: RunConfig, counts: Counter) -> Dataset:
 
 
 class _Cutter:
-    """A batched map function that keeps count."""
+    """A batched map function that counts cut and dropped rows."""
 
     def __init__(self, config: RunConfig) -> None:
         self.sequence_len = config.sequence_len
         self.block = config.ebft if config.method.samples_blocks else None
-        # A window of nothing but masked thinking has no labels, and rollouts to learn from all the same.
+        # A window with only masked thinking has no labels, but rollouts are sampled in it all the same.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()
 
@@ -72,13 +72,13 @@ class _Cutter:
         return out
 
     def fits(self, length: int, prompt_length: int) -> bool:
-        """Strided mode needs one block, cross-entropy one token with a successor."""
+        """Strided mode needs room for one block, cross-entropy one token that has a successor."""
         if self.block is None:
             return length > max(prompt_length, 1)
         return fits_one_block(length, prompt_length, self.block)
 
     def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """What becomes of a row: itself, its beginning, its windows, or nothing."""
+        """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
         if length == 0:
             return self._drop(EMPTY)
@@ -117,7 +117,7 @@ def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def token_counts(rows: Any) -> list[int]:
-    """Tokens of every row of a Dataset or another sequence of rows with `input_ids`."""
+    """Number of tokens in each row of a Dataset or another sequence of rows with `input_ids`."""
     if not isinstance(rows, Dataset):
         return [len(row["input_ids"]) for row in rows]
     tables = rows.with_format("arrow").iter(batch_size=10_000)

@@ -1,4 +1,4 @@
-"""From the `datasets:` section of a config to rows for training and for evaluation; here rows of tokens."""
+"""Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from ebft.errors import DataError
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# Usable rows of a source, given its entry, its raw rows, the number of the first, and the counts to add to.
+# Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
 
 
 def load_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """The training rows and the evaluation rows (None when the config holds nothing out).
+    """The training rows and the evaluation rows (None if the config holds no data out).
 
-    Columns: `input_ids` and `labels` (lists of ints, equally long, at most `sequence_len`, unpadded; labels -100 where
-    nothing is learned) and `prompt_length` (0 for text without a prompt). `val_set_size` holds whole documents out, so
-    the windows of one document stay together. Raises DataError when a source cannot be read or nothing usable is left.
+    Columns: `input_ids` and `labels` (lists of ints of the same length, at most `sequence_len`, unpadded; labels are
+    -100 for tokens that are not trained on) and `prompt_length` (0 for text without a prompt). `val_set_size` holds out
+    whole documents, so the windows of one document stay together. Raises DataError if a source cannot be read or no
+    usable rows are left.
     """
     train, evaluation = load_sections(config, token_rows(config, tokenizer), hint(config))
     return _finished(train), None if evaluation is None else _finished(evaluation)
 
 
 def token_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
-    """Makes rows of tokens, at most `sequence_len` each, of a source."""
+    """A function that makes rows of at most `sequence_len` tokens from a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)
@@ -46,10 +47,9 @@ def token_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEnt
 
 
 def load_sections(config: RunConfig, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
-    """The rows of `datasets`, shuffled, and those to evaluate on: of `test_datasets`, or held out.
+    """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
 
-    `load_entry` makes usable rows, with the column `document`, of one source; `hint` says what to do where none is
-    left.
+    `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
     """
     train, documents = _load_section(config.datasets, "datasets", load_entry, hint)
     evaluation = None
@@ -63,19 +63,19 @@ def load_sections(config: RunConfig, load_entry: LoadEntry, hint: str) -> tuple[
 
 
 def load_held_out_section(config: RunConfig, load_entry: LoadEntry, hint: str) -> Dataset:
-    """The rows to evaluate on, alone, in the order of their documents: of `test_datasets`, or held out of `datasets`.
+    """Only the evaluation rows, in the order of their documents: of `test_datasets`, or held out of `datasets`.
 
-    DataError where the config holds nothing out.
+    Raises DataError if the config holds no data out.
     """
     if config.test_datasets:
         return _load_section(config.test_datasets, "test_datasets", load_entry, hint)[0]
     if not config.val_set_size:
-        raise DataError("evaluation needs held-out data, and the config has none. Set test_datasets or val_set_size.")
+        raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
     return _hold_out(*_load_section(config.datasets, "datasets", load_entry, hint), config)[1]
 
 
 def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> tuple[Dataset, int]:
-    """The usable rows of all entries, and how many documents there are, usable or not."""
+    """The usable rows of all entries, and the number of documents, usable or not."""
     parts, counts, documents = [], Counter(), 0
     for entry in entries:
         raw = read_source(entry)
@@ -84,17 +84,17 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str)
     joined = concatenate_datasets(parts)
     report = describe(section, documents, len(joined), counts)
     if not len(joined):
-        raise DataError(f"{report}. Nothing usable is left: {hint}")
+        raise DataError(f"{report}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
     return joined, documents
 
 
 def describe(section: str, documents: int, rows: int, counts: Counter) -> str:
-    """One line on what became of the documents of a section, with a count for each reason."""
+    """One line about the documents and rows of a section, with a count for each reason."""
     notes = [f"{counts[what]:,} {what}" for what in (SPLIT, TRUNCATED) if counts[what]]
     dropped = [f"{counts[reason]:,} {reason}" for reason in DROPPED if counts[reason]]
-    line = f"{section}: {_counted(documents, 'document')} gave {_counted(rows, 'row')}"
+    line = f"{section}: {_counted(documents, 'document')} produced {_counted(rows, 'row')}"
     if notes:
         line += f" ({', '.join(notes)})"
     return f"{line}; dropped {', '.join(dropped)}" if dropped else line
@@ -108,17 +108,17 @@ def hint(config: RunConfig) -> str:
     if config.method.samples_blocks:
         ebft = config.ebft
         return (
-            f"a block needs context_length {ebft.context_length} (or the prompt plus min_completion_prefix "
-            f"{ebft.min_completion_prefix}) and generate_max_len {ebft.generate_max_len} tokens within sequence_len "
-            f"{config.sequence_len}. Lower the first three, raise sequence_len, or give longer texts."
+            f"a block needs context_length: {ebft.context_length} (or the prompt plus min_completion_prefix: "
+            f"{ebft.min_completion_prefix}) plus generate_max_len: {ebft.generate_max_len} tokens within sequence_len: "
+            f"{config.sequence_len}. Decrease the first three, increase sequence_len, or use longer texts."
         )
-    return "give rows with text and a reference, or raise sequence_len."
+    return "provide rows with text and a reference, or increase sequence_len."
 
 
 def _hold_out(rows: Dataset, documents: int, config: RunConfig) -> tuple[Dataset, Dataset]:
-    """Split by documents: a share of them below 1, a number of them from 1.
+    """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number.
 
-    Chosen among all documents, usable or not: methods that drop different ones hold the same ones out.
+    They are selected among all documents, usable or not: methods that drop different ones hold out the same ones.
     """
     owner = np.asarray(rows["document"])
     size = config.val_set_size
@@ -127,7 +127,7 @@ def _hold_out(rows: Dataset, documents: int, config: RunConfig) -> tuple[Dataset
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
     if not out or not left:
         raise DataError(
-            f"val_set_size: {size} of {documents} documents holds {held} out, which leaves {left} usable ones for "
+            f"val_set_size: {size} of {documents} documents holds out {held}, which leaves {left} usable documents for "
             f"training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
         )
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))

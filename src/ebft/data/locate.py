@@ -1,4 +1,4 @@
-"""Where a dataset or a base model lives: a path on this machine, a model of `ebft fetch`, or an id on the hub."""
+"""Location of a dataset or a base model: a local path, a model of `ebft fetch`, or a Hub id."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ebft.fetch.models import MODELS, fetched_folder, nearest_model
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-REACH_TIMEOUT = 5.0  # seconds; the hub client alone retries for half a minute before it gives up
+REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 
 
 def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | None:
-    """The local path that `name` means, or None when it is a hub id and the hub has it.
+    """The local path of `name`, or None if it is an existing Hub id.
 
-    `key` is the config key that held `name`, for messages. Raises DataError (kind `dataset`) or ModelError
-    (kind `model`) when the path does not exist, the model is not fetched, or the hub cannot be reached or does not
-    know the id.
+    `key` is the config key with the value `name`, for messages. Raises DataError (kind `dataset`) or ModelError
+    (kind `model`) if the path does not exist, the model is not fetched, or the Hub cannot be reached or does not know
+    the id.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -29,17 +29,17 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     error = DataError if kind == "dataset" else ModelError
     if looks_local(name):
         raise error(
-            f"{key}: {name!r} was taken as a local path and there is no such file or folder "
-            f"(looked from {Path.cwd()}). Correct the path, or give a hub id such as owner/name."
+            f"{key}: the local path {name!r} does not exist "
+            f"(working directory: {Path.cwd()}). Correct the path, or use a Hub id such as owner/name."
         )
     _ask_hub(name, kind, key, error)
     return None
 
 
 def lasting_name(name: str) -> str:
-    """The model `name` as saved adapters, cards and servers name it.
+    """The name of the model `name` in saved adapters, model cards and servers.
 
-    That is a local path or a fetched model by its absolute path, a hub id as it is.
+    This is the absolute path of a local or fetched model, or a Hub id.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -49,13 +49,13 @@ def lasting_name(name: str) -> str:
 
 
 def base_name(config: RunConfig) -> str:
-    """The base model of `config` by its lasting name: the path of the GGUF file where `gguf_file` names one."""
+    """The base model's absolute path or Hub id; the path of the GGUF file if `gguf_file` is set."""
     folder = lasting_name(config.base_model)
     return folder if config.gguf_file is None else str(Path(folder) / config.gguf_file)
 
 
 def looks_local(name: str) -> bool:
-    """Whether `name` can only be a path: a hub id has at most one slash and no file ending."""
+    """Whether `name` can only be a path: a Hub id has at most one slash and no file extension."""
     if name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1:
         return True
     return Path(name).suffix.lower() in {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gguf"}
@@ -65,7 +65,7 @@ def _fetched(name: str, key: str) -> Path:
     folder = fetched_folder(name)
     if folder is None:
         raise ModelError(
-            f"{key}: {name!r} is a model that ebft can fetch, and it is not on this machine yet. Type "
+            f"{key}: {name!r} is a model of `ebft fetch`, but it is not on this machine yet. Run "
             f"`ebft fetch {name}` first."
         )
     return folder
@@ -75,22 +75,22 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    assumed = f"{key}: {name!r} is not a path on this machine, so it was taken as a hub id"
+    assumed = f"{key}: {name!r} is not a local path, so it was interpreted as a Hub id"
     if kind == "model" and (near := nearest_model(name)) is not None:
-        assumed += f" (`ebft fetch` has {near})"
+        assumed += f" (`ebft fetch` provides {near})"
     if constants.HF_HUB_OFFLINE:
-        return  # the library reads its cache, or says at once what is missing there
+        return  # the library reads its cache, or immediately reports what is missing in it
     if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     api = HfApi()
     try:
         (api.dataset_info if kind == "dataset" else api.model_info)(name, timeout=REACH_TIMEOUT)
     except GatedRepoError as gated:
-        raise error(f"{assumed}; its owner grants access on request: ask, then `hf auth login`.") from gated
+        raise error(f"{assumed}, but it is gated. Request access on the Hub, then run `hf auth login`.") from gated
     except (RepositoryNotFoundError, HFValidationError) as unknown:
-        raise error(f"{assumed}, and the hub has no such {kind}. Correct the id or the path.") from unknown
-    except Exception as unreachable:  # the client's transport errors have no common public base
+        raise error(f"{assumed}, but there is no such {kind} on the Hub. Correct the id or the path.") from unknown
+    except Exception as unreachable:  # the client's transport errors have no common public base class
         raise error(
-            f"{assumed}, and the hub cannot be reached ({unreachable}). Give a local path, or set "
-            "HF_HUB_OFFLINE=1 if the download is in the local cache."
+            f"{assumed}, but the Hub cannot be reached ({unreachable}). Use a local path, or set "
+            "HF_HUB_OFFLINE=1 if the files are in the local cache."
         ) from unreachable

@@ -1,4 +1,4 @@
-"""Chats as lists of messages: reading the column, and telling which turns answer something."""
+"""Chats as lists of messages: reading the column, and finding the turns that are answers."""
 
 from typing import Any
 
@@ -7,52 +7,52 @@ from ebft.errors import DataError
 
 Message = dict[str, Any]
 
-_SHAPE = "Chats of from and value (ShareGPT's conversations) must be turned into messages of role and content first."
+_SHAPE = "Convert messages with the keys from and value (ShareGPT format) to the keys role and content first."
 
 
 def chat_of(example: dict[str, Any], field: str | None) -> list[Message]:
-    """The messages of a row, in the column `field` or else `messages`; empty for a missing chat."""
+    """The messages of a row, from the column `field` or else `messages`; empty if the chat is missing."""
     columns = [field] if field else ["messages"]
-    column = first_present(example, columns, "messages", f"Name it with the entry's `field`. {_SHAPE}")
+    column = first_present(example, columns, "messages", f"Set `field` of the entry to its name. {_SHAPE}")
     return messages_of(example[column], f"column {column!r}")
 
 
 def messages_of(messages: Any, where: str) -> list[Message]:
-    """The messages in a value, empty for None; DataError says `where` something else was found."""
+    """The messages in a value, empty for None. Raises DataError, which starts with `where`, for anything else."""
     if messages is None:
         return []
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and "role" in message and "content" in message for message in messages
     ):
-        raise DataError(f"{where} must hold a list of messages with the keys role and content. {_SHAPE}")
-    # Arrow gives every message the keys of all messages, None where it has none; templates test for presence.
+        raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
+    # Arrow adds the keys of all messages to each message, with the value None; templates check for presence.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def replies(messages: list[Message]) -> list[int]:
-    """Positions of the assistant's turns, without a greeting that opens the chat."""
+    """Indices of the assistant turns, except a greeting at the start of the chat."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
 
 
 def answers(messages: list[Message]) -> list[int]:
-    """Positions of the assistant's turns that a user's (or a tool's) turn precedes."""
+    """Indices of the assistant turns that follow a user (or tool) turn."""
     asked = (index for index, message in enumerate(messages) if message["role"] not in ("system", "assistant"))
     first = next(asked, len(messages))
     return [index for index in replies(messages) if index > first]
 
 
 def before_last_answer(messages: list[Message]) -> tuple[list[Message], Message | None]:
-    """The messages before the last answer, and that answer; all messages and None where nothing is answered."""
+    """The messages before the last answer, and that answer; all messages and None if there is no answer."""
     found = answers(messages)
     return (messages[: found[-1]], messages[found[-1]]) if found else (messages, None)
 
 
 def content_text(message: Message) -> str:
-    """The text of an assistant's turn, empty for a missing one; DataError when it holds something else."""
+    """The text of an assistant turn, empty if missing. Raises DataError if it is not text."""
     content = message.get("content", "")
     if not isinstance(content, str):
         raise DataError(
-            f"the content of an assistant turn must be text, it is {type(content).__name__}. Join its "
-            "parts to one text."
+            f"the content of an assistant turn must be text, got {type(content).__name__}. Join its "
+            "parts into one text."
         )
     return content

@@ -1,4 +1,4 @@
-"""Several short documents in one row, so that a batch holds as many tokens as it may, whatever their lengths."""
+"""Packing of several short documents into one row, so that batches are filled regardless of document lengths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ebft.data.lengths import token_counts
 class PackedRows(Dataset):
     """Rows `{"documents": [...]}`, each the rows of another dataset that were packed together.
 
-    `DocumentCollator` takes them apart again: the strided trainer lays all documents of a batch end to end without
-    padding, and none sees another. `lengths` are the tokens of each row.
+    `DocumentCollator` splits them again: the strided trainer concatenates all documents of a batch without padding, and
+    documents do not attend to each other. `lengths` are the numbers of tokens per row.
     """
 
     def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):
@@ -31,13 +31,13 @@ class PackedRows(Dataset):
 def pack_rows(rows: Any, length: int) -> PackedRows:
     """Pack the rows of a dataset (with `input_ids`) by best fit, longest first, into rows of up to `length` tokens.
 
-    A row longer than that stays alone. The same rows always pack the same way.
+    A longer row is not packed with others. Packing is deterministic.
     """
     sizes = token_counts(rows)
     packs: list[list[int]] = []
-    room: dict[int, list[int]] = defaultdict(list)  # packs by the tokens that still fit
+    room: dict[int, list[int]] = defaultdict(list)  # packs by their number of free tokens
     used: list[int] = []
-    free: list[int] = []  # the rooms that exist, rising
+    free: list[int] = []  # the keys of `room`, ascending
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = sizes[index]
         at = bisect_left(free, size)

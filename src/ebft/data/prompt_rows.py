@@ -1,4 +1,4 @@
-"""One row of a transform for structured mode: its fields checked, its tokens counted, and why it cannot be used."""
+"""A row of a transform for structured mode: checks of its fields and length, and the reason if it cannot be used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ebft.errors import DataError
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# A row as JSON, since its columns and their types are known only once all rows are there; the names of its columns; its
-# kind of prompt, empty for none; the reason to drop it, empty for none.
+# A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
+# its kind of prompt (empty if dropped); the reason for dropping it (empty if kept).
 FEATURES = Features(
     {
         "row": Value("string"),
@@ -29,7 +29,7 @@ FEATURES = Features(
         "document": Value("int64"),
     }
 )
-# Names that reward functions get from the trainer; a column of that name would take their place.
+# Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
 RESERVED = (
     "completion",
     "completion_ids",
@@ -38,13 +38,13 @@ RESERVED = (
     "trainer_state",
     "log_extra",
     "log_metric",
-    "image",  # TRL would take these for pictures, which are not trained on here
+    "image",  # TRL would treat these columns as images, which are not supported here
     "images",
 )
 
 
 class PromptRow:
-    """Makes the columns of `FEATURES` of what a transform returned; DataError says which field is wrong."""
+    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
@@ -65,7 +65,7 @@ class PromptRow:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)
-        # Only rows that are kept say what kinds and columns there are.
+        # Only rows that are kept determine the kinds and columns.
         return {
             "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
             "columns": json.dumps([] if reason else list(fields)),
@@ -75,22 +75,24 @@ class PromptRow:
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
         if "prompt" not in row and "input_ids" in row:
-            raise DataError(f"it returned input_ids and no prompt, but {self.hint}")
+            raise DataError(f"the transform returned input_ids and no prompt, but {self.hint}")
         needed = ("prompt", "ground_truth") if self.needs_reference else ("prompt",)
         for field in needed:
             if field not in row:
-                raise DataError(f"the field {field!r} is missing, it returned {', '.join(row)}: {self.hint}")
+                raise DataError(
+                    f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
+                )
         taken = [name for name in RESERVED if name in row]
         if taken:
             raise DataError(
-                f"{', '.join(taken)} cannot be a column, since reward functions get the trainer's own values under "
-                "that name. Rename it, or name it in the transform's remove_columns."
+                f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
+                "functions. Rename the column, or add it to the transform's remove_columns."
             )
 
     def _reference(self, value: Any) -> Any:
-        """Text where it is compared with; for `rl: grpo` whatever the reward functions read."""
+        """Text if completions are compared with it; with `rl: grpo`, any value that the reward functions read."""
         if self.needs_reference and not isinstance(value, str | None):
-            raise DataError(f"ground_truth must be text, it is {type(value).__name__}.")
+            raise DataError(f"ground_truth must be text, got {type(value).__name__}.")
         return value
 
     def _reason(self, fields: dict[str, Any]) -> str:
@@ -103,8 +105,8 @@ class PromptRow:
             return NO_REFERENCE
         talk = self.renderer.conversation(prompt, reference, fields.get("remaining_turns"))
         if not talk.turns[0].reference_ids:
-            return NO_REFERENCE  # it was an end-of-turn token alone
-        # The token that ends the reference is learned from too.
+            return NO_REFERENCE  # it consisted of an end-of-turn token only
+        # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
 
 
@@ -127,14 +129,14 @@ def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:
     kinds = {type(message["content"]).__name__ for message in [*prompt, *remaining_turns] if "content" in message}
     if len(kinds) > 1:
         raise DataError(
-            f"the messages of a row have contents of different types ({', '.join(sorted(kinds))}). Give the content of "
-            "every message as text."
+            f"the contents of the messages in a row have different types ({', '.join(sorted(kinds))}). Use text for "
+            "the content of every message."
         )
     return "messages" if kinds <= {"str"} else f"messages whose content is a {kinds.pop()}"
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value in JSON's own types; arrays and tensors become lists."""
+    """The value as JSON types; arrays and tensors are converted to lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {str(key): _plain(name, item) for key, item in value.items()}
@@ -143,6 +145,6 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise DataError(
-        f"column {name!r} holds {type(value).__name__}, and rows of prompts hold text, numbers, and lists and dicts of "
-        "them. Turn it into text, or name it in the transform's remove_columns."
+        f"column {name!r} contains {type(value).__name__}, but rows of prompts can only contain text, numbers, and "
+        "lists and dicts of them. Convert it to text, or add it to the transform's remove_columns."
     )

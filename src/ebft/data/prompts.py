@@ -1,4 +1,4 @@
-"""From the `datasets:` section of a config to prompts with their references, for structured mode and `rl: grpo`."""
+"""Loading prompts with their references from the `datasets:` section, for structured mode and `rl: grpo`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BATCH = 1000  # rows unpacked at once
 
 
 def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """The training rows and the evaluation rows (None when the config holds nothing out).
+    """The training rows and the evaluation rows (None if the config holds no data out).
 
-    Columns: `prompt` (text in all rows, or messages in all), `ground_truth` (text; None where `rl: grpo` has none),
-    `remaining_turns` where a transform gives it (messages, an empty list in other rows), and every other column that
-    the transforms leave, for reward functions. References are whole: rows that do not fit are dropped, with a count
-    for each reason. `val_set_size` holds whole documents out, so the turns of one chat stay together. Raises DataError
-    when a source cannot be read, sources do not go together, or nothing usable is left.
+    Columns: `prompt` (text in all rows, or messages in all rows), `ground_truth` (text; None if `rl: grpo` has none),
+    `remaining_turns` if a transform returns it (messages; an empty list in other rows), and all other columns that
+    the transforms keep, for reward functions. References are not truncated: rows that are too long are dropped, with a
+    count for each reason. `val_set_size` holds out whole documents, so the turns of one chat stay together. Raises
+    DataError if a source cannot be read, sources are incompatible, or no usable rows are left.
     """
     train, evaluation = load_sections(config, prompt_rows(config, tokenizer), hint(config))
     columns = _columns(train, evaluation)
@@ -38,8 +38,8 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def prompt_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
-    """Makes packed rows of prompts of a source, of one kind over all sources."""
-    sources: dict[str, str] = {}  # the kinds of prompts that there are, each with the first source of it
+    """A function that makes packed rows of prompts from a source; all sources must have the same kind of prompt."""
+    sources: dict[str, str] = {}  # the first source of each kind of prompt
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
         check = PromptRow(config, tokenizer)
@@ -55,16 +55,16 @@ def prompt_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEn
 
 
 def unpack_rows(rows: Dataset) -> Dataset:
-    """Packed rows with a column for each field that any of them has."""
+    """Unpack rows to one column for each field that any of them has."""
     return _unpacked(rows, _columns(rows))
 
 
 def hint(config: RunConfig) -> str:
     if not config.method.needs_reference:
-        return f"give rows with a prompt, or raise sequence_len {config.sequence_len}, which must hold more than it."
+        return f"provide rows with a prompt that is shorter than sequence_len: {config.sequence_len}, or increase it."
     return (
-        "give rows with a prompt and a reference, or raise sequence_len "
-        f"{config.sequence_len}, which must hold them together, all turns of a conversation included."
+        "provide rows with a prompt and a reference that fit within sequence_len: "
+        f"{config.sequence_len} together, including all turns of a conversation, or increase it."
     )
 
 
@@ -73,13 +73,13 @@ def _refuse_mixture(sources: dict[str, str]) -> None:
         return
     (kind, source), (other_kind, other) = list(sources.items())[:2]
     raise DataError(
-        f"prompts of different kinds cannot be trained on together: {source} gives {kind}, {other} gives "
-        f"{other_kind}. Give all prompts as text, or all as messages whose content is text."
+        f"cannot mix different kinds of prompts: {source} returns {kind}, {other} returns "
+        f"{other_kind}. Use text for all prompts, or messages whose content is text."
     )
 
 
 def _columns(*datasets: Dataset | None) -> list[str]:
-    """Every column that a row has, those with a meaning of their own first."""
+    """All columns of the rows, those with a special meaning first."""
     packed = [names for rows in datasets if rows is not None for names in rows.unique("columns")]
     found = dict.fromkeys(name for names in packed for name in json.loads(names))
     own = ["prompt", "ground_truth", *(["remaining_turns"] if "remaining_turns" in found else [])]
@@ -87,7 +87,7 @@ def _columns(*datasets: Dataset | None) -> list[str]:
 
 
 def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
-    """The rows with a column for each field, of the one type that holds all of its values."""
+    """The rows with one column per field, with a type that can represent all of its values."""
     return rows.map(
         _unpack,
         batched=True,
@@ -107,7 +107,7 @@ def _unpack(batch: dict[str, list], columns: list[str]) -> dict[str, list]:
 
 
 def _types(rows: Dataset, columns: list[str]) -> Features:
-    """The type of each column over all rows: the first rows may not show every key of a message, or only None."""
+    """The type of each column over all rows: the first rows may lack some keys of a message, or contain only None."""
     types = {name: pa.null() for name in columns}
     for batch in rows.iter(batch_size=_BATCH):
         for name, values in _unpack(batch, columns).items():
@@ -116,8 +116,8 @@ def _types(rows: Dataset, columns: list[str]) -> Features:
                 types[name] = pa.unify_schemas(found, promote_options="permissive").field(name).type
             except pa.ArrowException as error:
                 raise DataError(
-                    f"column {name!r} holds values of different types ({error}). Let the transforms give it one type "
-                    "in all rows (text holds everything), or leave it out with remove_columns."
+                    f"column {name!r} contains values of different types ({error}). Convert it to one type in all rows "
+                    "(for example text), or remove it with the transform's remove_columns."
                 ) from error
     if pa.types.is_null(types["ground_truth"]):
         types["ground_truth"] = pa.string()

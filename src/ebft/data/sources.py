@@ -1,4 +1,4 @@
-"""One `datasets:` entry as raw rows: from the hub, from local files and folders, or from `save_to_disk`."""
+"""The raw rows of a `datasets:` entry: from the Hub, from local files and folders, or from `save_to_disk`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from ebft.errors import DataError
 def read_source(entry: Any) -> Dataset:
     """The raw rows of a dataset entry (`path`, `name`, `split`, `data_files`, `ds_type`, `revision`).
 
-    `path` may be a file, a folder of files, a `save_to_disk` folder, a hub id, or a format (`json`, `text`)
-    with `data_files`. Raises DataError naming the file and row, or the missing path.
+    `path` may be a file, a folder of files, a `save_to_disk` folder, a Hub id, or a format (`json`, `text`)
+    with `data_files`. Raises DataError that names the file and row, or the missing path.
     """
     if entry.path in KINDS and entry.data_files and not Path(entry.path).exists():
         return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
@@ -34,8 +34,8 @@ def _saved_to_disk(path: Path) -> bool:
 def _read_saved(path: Path, entry: Any) -> Dataset:
     try:
         saved = load_from_disk(str(path))
-    except Exception as error:  # Arrow and JSON readers raise many things
-        raise DataError(f"{path}: a save_to_disk folder that cannot be read ({error}).") from error
+    except Exception as error:  # Arrow and JSON readers raise many types of errors
+        raise DataError(f"{path}: this save_to_disk folder cannot be read ({error}).") from error
     parts = dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
     return take_split(parts, entry.split, entry.path)
 
@@ -43,7 +43,7 @@ def _read_saved(path: Path, entry: Any) -> Dataset:
 def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
     if path.is_dir() and not entry.data_files:
         return take_split(read_folder(path, kind, entry.path), entry.split, entry.path)
-    # Files that the user named are the train split, whatever their names say (test.jsonl for evaluation).
+    # Files given by the user are the train split, regardless of their names (test.jsonl for evaluation).
     named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
     folder = path if path.is_dir() else path.parent
     parts = {
@@ -54,13 +54,13 @@ def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
 
 
 def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]:
-    """The files below `folder` that each pattern (a path or a glob) names, in order."""
+    """The files in `folder` that match each pattern (a path or a glob), in order."""
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         given = folder / Path(pattern).expanduser()
         found = [given] if given.is_file() else [path for path in sorted(folder.glob(pattern)) if path.is_file()]
         if not found:
-            raise DataError(f"{source}: data_files {pattern!r} matches no file below {folder}.")
+            raise DataError(f"{source}: data_files {pattern!r} matches no file in {folder}.")
         files += found
     return files
 
@@ -74,8 +74,8 @@ def _read_hub(entry: Any) -> Dataset:
             data_files=entry.data_files,
             revision=entry.revision,
         )
-    except Exception as error:  # hub, builder and parser errors share no base
+    except Exception as error:  # Hub, builder and parser errors have no common base class
         raise DataError(
-            f"datasets.path: {entry.path!r} was taken as a hub id and could not be loaded: {error} "
-            "(name, split, revision and data_files of the entry are passed on as they are)."
+            f"datasets.path: {entry.path!r} was interpreted as a Hub id and could not be loaded: {error} "
+            "(name, split, revision and data_files of the entry are passed to load_dataset unchanged)."
         ) from error

@@ -1,7 +1,7 @@
-"""Thinking blocks of a reply: where they are, what is in them, and which tokens they take.
+"""Thinking blocks of a reply: their positions, contents and tokens.
 
-A block is `<think>...</think>` or one of its spellings in `TAGS`. A tag that is never closed marks nothing. A reply
-that holds only the closing tag thinks from its start: chat templates of some models put the opening one into the
+A block is `<think>...</think>` or one of the variants in `TAGS`. A tag that is never closed is ignored. In a reply with
+only a closing tag, the block begins at the start: the chat templates of some models put the opening tag into the
 prompt.
 """
 
@@ -18,12 +18,12 @@ TAGS = (
 
 
 def thinking_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of the thinking blocks, in order: tags and the whitespace after the closing one included."""
+    """Character ranges of the thinking blocks, in order, including tags and the whitespace after the closing tag."""
     return [(start, end) for start, end, _ in _blocks(text)]
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """What is thought and what is answered; the thinking is empty, and the answer all of `text`, without a block."""
+    """The thinking and the answer of a reply. Without a block, the thinking is empty and the answer is `text`."""
     blocks = _blocks(text)
     if not blocks:
         return "", text
@@ -36,7 +36,7 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def join_thinking(thinking: str, answer: str) -> str:
-    """A reply with its thinking in front, as `<think>` block."""
+    """A reply that starts with its thinking, as a `<think>` block."""
     return f"<think>\n{thinking}\n</think>\n\n{answer}"
 
 
@@ -44,14 +44,13 @@ def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[
     """For each token of `text`, without special tokens, whether it overlaps one of the character ranges."""
     if not tokenizer.is_fast:
         raise DataError(
-            f"{type(tokenizer).__name__} does not tell which characters a token stands for, so the tokens of thinking "
-            "blocks cannot be found. Use a fast tokenizer (one with a tokenizer.json), or set "
-            "ebft.mask_thinking_ce: false."
+            f"{type(tokenizer).__name__} does not support offset mapping, so the tokens of thinking blocks cannot be "
+            "found. Use a fast tokenizer (one with a tokenizer.json), or set ebft.mask_thinking_ce: false."
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     mask, before = [], 0
     for start, end in encoded["offset_mapping"]:
-        # Some tokenizers count no spaces to a token, which leaves nothing of one of spaces alone.
+        # Some tokenizers exclude spaces from the range of a token, so that a token of only spaces has an empty range.
         begin = start if start < end else before
         mask.append(any(begin < last and end > first for first, last in spans))
         before = end

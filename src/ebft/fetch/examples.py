@@ -1,4 +1,4 @@
-"""The example configs that are part of the installed package."""
+"""The example configs of the installed package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ebft.errors import FetchError
 
 
 def example_files() -> list[Path]:
-    """The configs, and the module that one of them takes its reward from."""
+    """The configs, and the module with the reward function of one of them."""
     folder = Path(str(files("ebft") / "examples"))
     return sorted([*folder.glob("*.yaml"), folder / "verifier.py"])
 
@@ -17,13 +17,13 @@ def example_files() -> list[Path]:
 def copy_examples(to: Path, force: bool = False) -> list[Path]:
     """Copy every example into the folder `to` and return the copies.
 
-    Raises FetchError, with nothing copied, where a file is there already with other content and `force` is false.
+    Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
     """
     copies = {to / source.name: source.read_bytes() for source in example_files()}
     changed = [path.name for path, content in copies.items() if path.exists() and path.read_bytes() != content]
     if changed and not force:
         raise FetchError(
-            f"{to} has files of its own that would be overwritten: {', '.join(changed)}. Copy to another folder "
+            f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
             "(`ebft fetch examples DIR`), or overwrite them with --force."
         )
     try:
@@ -31,5 +31,5 @@ def copy_examples(to: Path, force: bool = False) -> list[Path]:
         for path, content in copies.items():
             path.write_bytes(content)
     except OSError as error:
-        raise FetchError(f"The examples cannot be written to {to}: {error.strerror}. Choose another folder.") from error
+        raise FetchError(f"Cannot write the examples to {to}: {error.strerror}. Choose another folder.") from error
     return list(copies)

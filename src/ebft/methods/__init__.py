@@ -1,8 +1,8 @@
-"""The methods of training, one file each: which keys one reads, which rows it needs, what it checks and measures,
-and how it builds its arguments and its trainer.
+"""The training methods, one file each: the keys that a method reads, the rows that it needs, its checks and metrics,
+and how it builds its training arguments and its trainer.
 
-A new method is a class in a file of its own and a line in `METHODS`; its `keys` are keys of the config then. Nothing
-outside this package asks which one it is.
+To add a method, add a class in a new file and a line in `METHODS`; its `keys` become config keys. Code outside this
+package does not depend on which method is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from ebft.config.section import Section
 from ebft.methods.method import Method
 
-# (rl, ebft.mode) -> the class; mode None where the method does not read it. Imported when a config names it.
+# (rl, ebft.mode) -> the class, imported on first use; mode is None for methods that do not read it.
 METHODS: dict[tuple[str | None, str | None], str] = {
     ("ebft", "strided"): "ebft.methods.strided:Strided",
     ("ebft", "structured"): "ebft.methods.structured:Structured",
@@ -24,12 +24,12 @@ METHODS: dict[tuple[str | None, str | None], str] = {
 
 @cache
 def find_method(rl: str | None, mode: str | None) -> Method:
-    """The method of a config's `rl` and `ebft.mode`; imports no torch."""
+    """The method for a config's `rl` and `ebft.mode`. Does not import torch."""
     return _class_at(METHODS.get((rl, mode)) or METHODS[rl, None])()
 
 
 def own_keys() -> tuple[type[Section], ...]:
-    """The sections of top-level keys that single methods add to a config."""
+    """The sections of top-level keys that individual methods add to a config."""
     found = (_class_at(path).keys for path in METHODS.values())
     return tuple(dict.fromkeys(keys for keys in found if keys.model_fields))
 

@@ -1,4 +1,4 @@
-"""What both modes of energy-based fine-tuning share."""
+"""Shared by both modes of energy-based fine-tuning."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.1224
 
 
 def feature_conflicts(config: RunConfig) -> Iterator[str]:
-    """A place for the feature network, and an adapter, which needs none."""
+    """A device for the feature network, which has no effect with an adapter."""
     found = rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
     if found:
         yield found
 
 
 def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """The place that the config names for the feature network, where this machine lacks it."""
+    """The configured device of the feature network, if this machine does not have it."""
     device = config.ebft.feature_device
     if device is not None and device not in machine.devices:
-        yield f"ebft.feature_device: {device!r} is not here. Choose from {', '.join(machine.devices)}, or remove it."
+        yield f"ebft.feature_device: {device!r} is unavailable. Choose from {', '.join(machine.devices)}, or remove it."
 
 
 def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: str) -> None:
-    """One warning for each of the `options` of `ebft:`, and of the sections, that only the other mode reads."""
+    """Warn about each of the `options` of `ebft:`, and each of the sections, that only the other mode reads."""
     foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
     for key in [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]:
         warnings.warn(f"{key} has no effect in {config.ebft.mode} mode: only {of_mode} mode reads it.", stacklevel=2)
 
 
 def reference_limit(config: RunConfig) -> tuple[float, int] | None:
-    """How the length of a reference limits a completion: lengths of it, and the fewest tokens; None: not at all."""
+    """Length limit of a completion: multiple of the reference length, minimum number of tokens. None if disabled."""
     ebft = config.ebft
     return (ebft.gt_length_multiplier, ebft.gt_length_floor) if ebft.adaptive_max_tokens else None

@@ -1,4 +1,4 @@
-"""GRPO: completions of prompts, rewarded by functions of the user's own (`rl: grpo`), over TRL's trainer."""
+"""GRPO (`rl: grpo`): completions of prompts with user-defined reward functions, based on TRL's trainer."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from ebft.run.checks import Machine
 
 FEATURE_MATCHING = "feature_matching"
-_OWN_ROLLOUTS = "write a trl.GRPOTrainer script with ebft.FeatureMatchingReward among its reward functions"
-# Keys of `trl:` that change the training and are not here: (key, value at which it is off, what to do instead).
+_OWN_ROLLOUTS = "use trl.GRPOTrainer in a script, with ebft.FeatureMatchingReward as one of its reward functions"
+# Unsupported keys of `trl:` that would change the training: (key, value that disables it, what to do instead).
 _NOT_HERE = (
     ("rollout_func", None, f"Remove it, or {_OWN_ROLLOUTS}."),
-    ("replay_buffer_size", 0, "Remove it; scale_rewards and a higher temperature keep more groups with a signal."),
-    ("reroll_start_fraction", 1.0, "Remove it; more epochs meet the same prompts again."),
+    ("replay_buffer_size", 0, "Remove it; scale_rewards and a higher temperature give more groups a training signal."),
+    ("reroll_start_fraction", 1.0, "Remove it; train for more epochs to repeat prompts."),
 )
-# Keys of `trl:` that change nothing here, at which values that needs no word, and why.
+# Keys of `trl:` without effect: the values that give no warning, and the reason.
 _WITHOUT_EFFECT = {
-    "reward_num_workers": Ignored((None, 1), "reward functions run in the training process, on its main thread"),
+    "reward_num_workers": Ignored((None, 1), "reward functions run in the main thread of the training process"),
     "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
-    "reroll_max_groups": Ignored((None, 1), "failed prompts are not tried again"),
-    "streaming_partial_batch": Ignored((None, False), "rewards are computed group by group already"),
-    "streaming_min_groups": Ignored((None,), "rewards are computed group by group already"),
+    "reroll_max_groups": Ignored((None, 1), "failed prompts are not retried"),
+    "streaming_partial_batch": Ignored((None, False), "rewards are already computed group by group"),
+    "streaming_min_groups": Ignored((None,), "rewards are already computed group by group"),
 }
-# Keys of `trl:` that TRL's GRPOConfig takes, under one name or two.
+# Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
 _SAME_NAME = (
     *option_names(RolloutOptions),
     "use_vllm",
@@ -87,7 +87,7 @@ class GRPO(Method):
     tag = "grpo"
     rows = "prompts"
     needs_reference = False
-    own_rewards: tuple[str, ...] = ()  # that are there without being named
+    own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
     def summary(self, config: RunConfig) -> str:
         return f"GRPO on the rewards {', '.join(f'`{name}`' for name in config.trl.reward_funcs)}"
@@ -96,17 +96,17 @@ class GRPO(Method):
         yield from super().conflicts(config)
         file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
         if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
-            yield f"{file} is a GGUF file, and vLLM serves a folder of safetensors here. {as_folder(file)}"
+            yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
         is_managed = config.uses_server and config.trl.vllm_mode == "managed"
         if is_managed and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
             yield (
-                f"vllm.port: {ours} and trl.vllm_server_port: {theirs}: with vllm_mode: managed the server listens on "
-                "the one and the trainer connects to the other. Keep one of them."
+                f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ: with vllm_mode: managed, the server "
+                "listens on the first and the trainer connects to the second. Keep one of them."
             )
 
     def resolve(self, config: RunConfig) -> None:
-        """One warning for each key that full completions leave no room for."""
+        """One warning for each key that has no effect on full completions."""
         for key, (harmless, reason) in _WITHOUT_EFFECT.items():
             if getattr(config.trl, key) not in harmless:
                 warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
@@ -124,14 +124,15 @@ class GRPO(Method):
                 warnings.warn(f"{key}: true has no effect on full completions of prompts.", stacklevel=2)
         if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
             warnings.warn(
-                "trl.vllm_lora_sync: false has no effect: an adapter is sent to vLLM as it is, with the same result.",
+                "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same "
+                "result.",
                 stacklevel=2,
             )
         if "vllm" in config.model_fields_set and not config.trl.use_vllm:
             warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
 
     def warn_of_idle_options(self, config: RunConfig) -> None:
-        """One warning for each key of `ebft:` that is not read."""
+        """One warning for each unused key of `ebft:`."""
         read = set(option_names(DropoutOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
             read |= set(option_names(RewardOptions))
@@ -159,7 +160,8 @@ class GRPO(Method):
             )
         if len(set(rewards)) < len(rewards):
             yield (
-                f"trl.reward_funcs: {', '.join(rewards)} names a reward twice. With rl: ebft feature_matching is there."
+                f"trl.reward_funcs: {', '.join(rewards)} contains a duplicate. With rl: ebft, feature_matching is "
+                "always included."
             )
         for name in funcs:
             if name != FEATURE_MATCHING and "/" not in name:
@@ -211,7 +213,7 @@ class GRPO(Method):
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def own_options(self) -> list[str]:
-        """The keys of `ebft:` that its arguments take."""
+        """The keys of `ebft:` that are passed to its training arguments."""
         return option_names(DropoutOption)
 
     def arguments_class(self) -> type:
@@ -249,7 +251,10 @@ def _batches(config: RunConfig) -> Iterator[str]:
         yield found
     per_process = config.eval_batch_size
     if per_process is not None and per_process % trl.num_generations:
-        yield f"eval_batch_size {per_process} is no multiple of trl.num_generations {trl.num_generations}. Change one."
+        yield (
+            f"eval_batch_size: {per_process} is not a multiple of trl.num_generations: {trl.num_generations}. Change "
+            "one of them."
+        )
 
 
 def _rollouts(config: RunConfig) -> Iterator[str]:
@@ -261,23 +266,23 @@ def _rollouts(config: RunConfig) -> Iterator[str]:
     yield from filter(None, shared)
     if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
         yield (
-            "trl.sync_ref_model moves a reference model, which there is with trl.beta above 0 and without an adapter "
-            "only. Remove it."
+            "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
+            "adapter. Remove it."
         )
     if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
         yield (
             "trl.vllm_mode: colocate needs vLLM in this environment: pip install vllm. Or set vllm_mode: server or "
-            "managed, which take vLLM from an environment of its own (vllm.python)."
+            "managed, which can use vLLM from a separate environment (vllm.python)."
         )
     if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
         yield (
-            "lora_modules_to_save: vLLM loads no adapter with whole modules in it. Remove it, or set trl.use_vllm: "
-            "false."
+            "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
+            "or set trl.use_vllm: false."
         )
 
 
 def _processes(config: RunConfig) -> Iterator[str]:
     if config.fsdp:
-        yield "fsdp is not supported with full completions. Remove it: several processes use DDP, or set deepspeed."
+        yield "fsdp is not supported with full completions. Remove it to use DDP, or set deepspeed."
     if config.group_by_length:
-        yield "group_by_length would tear groups of completions apart. Remove it."
+        yield "group_by_length is incompatible with grouped completions. Remove it."

@@ -1,4 +1,4 @@
-"""What a method tells the rest of the package about itself."""
+"""The interface between a training method and the rest of the package."""
 
 from __future__ import annotations
 
@@ -20,78 +20,81 @@ if TYPE_CHECKING:
 
 Rows = Literal["tokens", "prompts"]
 CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
-# Of `ebft.scores.feature_scores`; the first decides which checkpoint is best unless told otherwise.
+# Metrics of `ebft.scores.feature_scores`; by default the first selects the best checkpoint.
 FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "diversity")
 
 
 @dataclass(frozen=True)
 class EvaluationSampling:
-    """How `ebft evaluate` samples completions, where its own section leaves it open."""
+    """How `ebft evaluate` samples completions, unless the section `evaluation:` sets it."""
 
     samples: int
     temperature: float = 1.0
-    options: dict[str, Any] | None = None  # top_p and the like
-    extra: dict[str, Any] | None = None  # further keyword arguments of generate(); stop_token_ids
+    options: dict[str, Any] | None = None  # such as top_p
+    extra: dict[str, Any] | None = None  # additional keyword arguments of generate(), and stop_token_ids
     regex: str | None = None  # of guided decoding
-    by_reference: tuple[float, int] | None = None  # a limit: lengths of the reference, and the fewest tokens
+    by_reference: tuple[float, int] | None = None  # length limit: multiple of the reference length, minimum tokens
 
 
 class Method(ABC):
-    """One way to train. Methods have no state: everything is in the config they are given."""
+    """A training method. Methods are stateless: all settings are in the config that is passed to them."""
 
-    name: ClassVar[str]  # as messages say it
+    name: ClassVar[str]  # as used in messages
     tag: ClassVar[str]  # of the model card
-    rows: ClassVar[Rows]  # what a row of data becomes
-    keys: ClassVar[type[Section]] = Section  # top-level keys of the config that it adds; other methods warn of them
+    rows: ClassVar[Rows]  # what a row of data is converted to
+    keys: ClassVar[type[Section]] = Section  # top-level config keys that it adds; other methods warn about them
     citation: ClassVar[str | None] = None  # BibTeX
-    needs_reference: ClassVar[bool] = True  # whether every row of prompts has one
-    samples_blocks: ClassVar[bool] = False  # whether rollouts start along a document, so that every row needs room
+    needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
+    samples_blocks: ClassVar[bool] = False  # whether rollouts start within a document, so that a row must fit a block
 
-    # What a config says
+    # Config
 
     @abstractmethod
     def summary(self, config: RunConfig) -> str:
-        """The method in a sentence of the model card, after "trained by"."""
+        """Description of the method in the model card, following "trained by"."""
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
-        """Keys that contradict each other, a message for each, found when the config is loaded."""
+        """Contradictions between keys, one message each, checked when the config is loaded."""
         if config.budget.flops is not None and config.torch_compile:
-            yield "budget.flops cannot be counted inside a compiled model. Remove it, or torch_compile."
+            yield (
+                "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
+                "Remove one of them."
+            )
 
     def resolve(self, config: RunConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
-        """Warn once for each key without effect, and set what gives way to what will run."""
+        """Warn once about each key without effect, and replace settings that other settings override."""
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """What cannot be trained here, a message for each, found before anything is loaded."""
+        """Reasons why a config cannot be trained, one message each, checked before anything is loaded."""
         yield from ()
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
-        """What this machine lacks for it, a message for each."""
+        """Requirements that this machine does not meet, one message each."""
         yield from ()
 
-    # What it measures
+    # Evaluation
 
     @abstractmethod
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
-        """Names of the metrics of its evaluation, without their prefix `eval_`; the first tells the best checkpoint."""
+        """Names of its evaluation metrics, without the prefix `eval_`; the first selects the best checkpoint."""
 
     def sampling(self, config: RunConfig) -> EvaluationSampling:
         """How `ebft evaluate` samples."""
         return EvaluationSampling(config.ebft.n_samples_per_prompt)
 
-    # What it trains with
+    # Training
 
     @abstractmethod
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
         """Rows for training and for evaluation."""
 
     def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
-        """Optimizer steps over `rows` rows."""
+        """Number of optimizer steps per epoch of `rows` rows."""
         batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
         return max(1, math.ceil(batches / config.gradient_accumulation_steps))
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        """What its training arguments hold beyond those of every method."""
+        """Training arguments in addition to those that all methods have."""
         return {}
 
     @abstractmethod
@@ -102,9 +105,9 @@ class Method(ABC):
     def build_trainer(
         self, config: RunConfig, model: Any, tokenizer: Any, server: VLLMServer | None, **common: Any
     ) -> Trainer:
-        """Its trainer; `common` are the arguments that all trainers of transformers take."""
+        """Its trainer; `common` are the arguments common to all trainers of transformers."""
 
 
 def pass_at(samples: int) -> tuple[str, ...]:
-    """The held-out metrics of several samples."""
+    """The held-out metrics computed from several samples."""
     return tuple(f"{name}_pass@{k}" for k in (1, samples) for name in ("alignment", "reward"))

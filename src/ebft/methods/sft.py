@@ -1,4 +1,4 @@
-"""Fine-tuning on the text itself: SFT on pairs and chats, continual pretraining on raw text (`rl` is not set)."""
+"""Supervised fine-tuning on pairs and chats, or continual pretraining on raw text (`rl` is not set)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class SFT(Method):
-    """Cross-entropy on the labels of every row, by transformers' own Trainer."""
+    """Cross-entropy on the labels of every row, with transformers' Trainer."""
 
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
 
     def summary(self, config: RunConfig) -> str:
-        return "SFT, on the cross-entropy alone"
+        return "SFT with the cross-entropy loss"
 
     def resolve(self, config: RunConfig) -> None:
-        """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in this one too."""
+        """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
         idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
         if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
             idle.insert(0, "ebft")
         if config.budget.generated_tokens is not None:
-            warnings.warn("budget.generated_tokens has no effect in SFT, which samples none.", stacklevel=2)
+            warnings.warn("budget.generated_tokens has no effect in SFT, which does not sample tokens.", stacklevel=2)
         if idle:
             warnings.warn(
-                f"{', '.join(idle)}: no effect, since rl is not set, which is SFT. Energy-based "
-                "fine-tuning is rl: ebft.",
+                f"{', '.join(idle)}: no effect because rl is not set, which selects SFT. Set rl: ebft for "
+                "energy-based fine-tuning.",
                 stacklevel=2,
             )
 
@@ -45,7 +45,7 @@ class SFT(Method):
 
         if config.sample_packing:
             warnings.warn(
-                "sample_packing has no effect without `rl: ebft`: every document keeps its own row", stacklevel=3
+                "sample_packing has no effect without `rl: ebft`: each document is a separate row", stacklevel=3
             )
         return load_datasets(config, tokenizer)
 

@@ -39,7 +39,7 @@ class Strided(Method):
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
         resolve_single_sample(config.ebft)
         if config.train_on_inputs:
-            reason = "anchors and cross-entropy of a row with a prompt lie in its completion"
+            reason = "anchors and cross-entropy of a row with a prompt are restricted to its completion"
             warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
         if config.torch_compile:
             config.torch_compile = False
@@ -53,8 +53,8 @@ class Strided(Method):
         first, length = config.ebft.context_length, config.ebft.generate_max_len
         if first + length > config.sequence_len:
             yield (
-                f"ebft.context_length {first} and ebft.generate_max_len {length} leave no room for a block within "
-                f"sequence_len {config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
+                f"ebft.context_length: {first} plus ebft.generate_max_len: {length} exceeds sequence_len: "
+                f"{config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
             )
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -77,7 +77,7 @@ class Strided(Method):
         if os.environ.get("RANK", "0") == "0":
             full = sum(packed.lengths) / (len(packed) * config.sequence_len)
             print(
-                f"packed {len(train):,} rows into {len(packed):,} of up to {config.sequence_len} tokens "
+                f"Packed {len(train):,} rows into {len(packed):,} rows of up to {config.sequence_len} tokens "
                 f"({full:.0%} full)",
                 file=sys.stderr,
             )

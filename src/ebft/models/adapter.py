@@ -1,4 +1,4 @@
-"""LoRA adapters through PEFT: a fresh one, or one to go on training."""
+"""LoRA adapters with PEFT: a new one, or a saved one to continue training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | PeftModel:
-    """`model` with the adapter that the config asks for, or `model` itself where it asks for none.
+    """`model` with the adapter of the config, or `model` itself if the config has none.
 
-    Adapter weights are float32 whatever the base weights are. `lora_model_dir` goes on from a saved adapter, whose own
-    settings win. Raises ModelError when `lora_target_modules` or `lora_modules_to_save` match no module of the
-    model or one that cannot be adapted, or when it already has an adapter.
+    Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
+    precedence. Raises ModelError if `lora_target_modules` or `lora_modules_to_save` match no module of the model or one
+    that cannot be adapted, or if the model already has an adapter.
     """
     if config.adapter is None:
         return model
@@ -40,13 +40,13 @@ def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel
         return get_peft_model(model, settings)
     except ValueError as error:  # a module that PEFT cannot adapt, such as a norm
         raise ModelError(
-            f"lora_target_modules: {config.lora_target_modules!r} cannot all be adapted: {error} The linear layers are "
-            f"{', '.join(linear_names(model))}."
+            f"lora_target_modules: {config.lora_target_modules!r} contains modules that cannot be adapted: {error} The "
+            f"linear layers are {', '.join(linear_names(model))}."
         ) from error
 
 
 def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
-    """PEFT's settings from the `lora_` keys."""
+    """The PEFT config for the `lora_` keys."""
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
@@ -70,18 +70,18 @@ def _targets(model: PreTrainedModel, config: RunConfig) -> str | list[str]:
         return "all-linear"
     names = [name for name, _ in model.named_modules()]
     for given in [wanted] if isinstance(wanted, str) else wanted:
-        # PEFT reads a text as one regular expression, and the members of a list as endings of names.
+        # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
         pattern = given if isinstance(wanted, str) else rf"(.*\.)?{re.escape(given)}"
         if not any(_full_match(pattern, name) for name in names):
             raise ModelError(
                 f"lora_target_modules: {given!r} matches no module. The linear layers are "
-                f"{', '.join(linear_names(model))}; name some of them, or set lora_target_linear: true."
+                f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true."
             )
     return wanted
 
 
 def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> None:
-    """PEFT takes the members for endings of names, and passes over one that matches nothing."""
+    """PEFT treats the elements as suffixes of names, and silently skips one that matches nothing."""
     names = [name for name, _ in model.named_modules()]
     for given in wanted or []:
         if not any(name.endswith(given) for name in names):
@@ -96,16 +96,18 @@ def _full_match(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
-        raise ConfigError(f"lora_target_modules: {pattern!r} is not a regular expression: {error}.") from error
+        raise ConfigError(f"lora_target_modules: {pattern!r} is not a valid regular expression: {error}.") from error
 
 
 def _saved_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     if not (Path(folder).expanduser() / "adapter_config.json").is_file():
         raise ModelError(
-            f"lora_model_dir: {folder!r} holds no adapter (there is no adapter_config.json in it). Give the folder of "
-            "a saved adapter, such as a checkpoint folder."
+            f"lora_model_dir: {folder!r} does not contain an adapter (no adapter_config.json). Give the folder of a "
+            "saved adapter, such as a checkpoint folder."
         )
     try:
         return PeftModel.from_pretrained(model, str(Path(folder).expanduser()), is_trainable=True)
     except (ValueError, RuntimeError) as error:
-        raise ModelError(f"lora_model_dir: the adapter in {folder!r} does not fit the base model: {error}") from error
+        raise ModelError(
+            f"lora_model_dir: the adapter in {folder!r} is incompatible with the base model: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The base model: loaded once, in the type, place and attention implementation that the config asks for."""
+"""Loading the base model with the dtype, device placement and attention implementation of the config."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def load_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
-    """The model to train: the base model, with the adapter where the config asks for one."""
+    """The model to train: the base model, with an adapter if the config sets one."""
     return attach_adapter(load_base_model(config, tokenizer), config)
 
 
 def load_base_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The causal language model of `base_model`, its embeddings grown to the tokenizer's vocabulary.
+    """The causal language model `base_model`, with embeddings resized to the tokenizer's vocabulary.
 
-    Raises ModelError when it cannot be found or loaded, ConfigError when `sequence_len` is beyond its positions.
+    Raises ModelError if it cannot be found or loaded, ConfigError if `sequence_len` exceeds its number of positions.
     """
     name, model_config = find_base_model(config), load_model_config(config)
     check_sequence_len(config.sequence_len, model_config, config.base_model)
@@ -55,7 +55,7 @@ def load_base_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
 
 
 def find_base_model(config: RunConfig) -> str:
-    """The lasting name of the base model; ModelError where it is not there."""
+    """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
     if config.gguf_file is not None:
         check_gguf_file(lasting_name(config.base_model), config.gguf_file)
         return find_model(base_name(config), "gguf_file")
@@ -69,26 +69,26 @@ def load_model_config(config: RunConfig) -> Any:
     try:
         return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{key}: no model configuration can be read from {name!r}: {error}") from error
+        raise ModelError(f"{key}: cannot read a model configuration from {name!r}: {error}") from error
 
 
 def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
-    """ConfigError when rows may be longer than the positions that the model knows."""
+    """Raise ConfigError if rows may be longer than the model's number of positions."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
     if limit is not None and sequence_len > limit:
         raise ConfigError(
-            f"sequence_len: {sequence_len} is beyond the {limit} positions of {name} (max_position_embeddings). "
+            f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings). "
             f"Set sequence_len to at most {limit}."
         )
 
 
 def _check_growth(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """New embeddings beside an adapter are saved with it where PEFT finds the base's config.json to compare with."""
+    """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
     size = model.get_input_embeddings().num_embeddings
     if is_gguf(base_name(config)) and config.adapter is not None and len(tokenizer) > size:
         raise ModelError(
-            f"special_tokens: the tokenizer has {len(tokenizer)} tokens and the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter on a GGUF file. {as_folder(base_name(config))}"
+            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
+            f"would not be saved with an adapter of a GGUF file. {as_folder(base_name(config))}"
         )
 
 

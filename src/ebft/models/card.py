@@ -1,4 +1,4 @@
-"""The model card of a run: what was trained, how, on what, and with which result."""
+"""The model card of a run: model, method, data, settings and results."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 
-# Speed, memory and schedule are no results of the model.
+# Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
 
 
@@ -54,7 +54,7 @@ def _summary(config: RunConfig) -> str:
 def _settings(config: RunConfig) -> str:
     shown = {key: value for key, value in changed_keys(config) if key not in ("base_model", "datasets")}
     rows = "\n".join(f"| `{key}` | `{value}` |" for key, value in shown.items())
-    return f"## Settings\n\nEvery other option has its default.\n\n| option | value |\n| --- | --- |\n{rows}"
+    return f"## Settings\n\nAll other options have their default values.\n\n| option | value |\n| --- | --- |\n{rows}"
 
 
 def _results(metrics: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Finding one's way inside a transformers causal LM: its backbone, its layers, its modes."""
+"""Access to the parts of a transformers causal LM: backbone, decoder layers, train and eval mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebft.errors import ModelError
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
-    """The causal LM itself, with or without a PEFT adapter around it."""
+    """The causal LM itself, unwrapped from a PEFT adapter if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -24,8 +24,8 @@ def backbone_name(causal_lm: PreTrainedModel) -> str:
     names = [name for name, child in causal_lm.named_children() if isinstance(child, PreTrainedModel)]
     if len(names) != 1:
         raise ModelError(
-            f"{type(causal_lm).__name__} is no causal LM in the layout of transformers (one decoder below one head): "
-            f"its decoders are {names or 'none'}. Load it with AutoModelForCausalLM"
+            f"{type(causal_lm).__name__} does not have the layout of a causal LM in transformers (one decoder and one "
+            f"head): its decoders are {names or 'none'}. Load it with AutoModelForCausalLM"
         )
     return names[0]
 
@@ -36,8 +36,8 @@ def backbone_of(causal_lm: PreTrainedModel) -> nn.Module:
 
 
 def layers_at(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
-    """Where a model keeps its decoder layers: the module that owns them and the name of its ModuleList."""
-    if "_decoder_layers_at" not in causal_lm.__dict__:  # remembered, because truncation changes what a search finds
+    """The module that owns the decoder layers, and the name of its ModuleList."""
+    if "_decoder_layers_at" not in causal_lm.__dict__:  # cached, because truncation changes what a search finds
         causal_lm.__dict__["_decoder_layers_at"] = _find_layers(causal_lm)
     return causal_lm.__dict__["_decoder_layers_at"]
 
@@ -54,14 +54,14 @@ def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return module, name
     raise ModelError(
-        f"{type(causal_lm).__name__} keeps its {depth} decoder layers in no ModuleList, so features cannot be read "
-        "from them. EBFT supports decoder-only models in the layout of transformers"
+        f"{type(causal_lm).__name__} does not keep its {depth} decoder layers in a ModuleList, so features cannot be "
+        "extracted from them. EBFT supports decoder-only models with the layout of transformers"
     )
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients inside the block; the previous mode of every module comes back after it."""
+    """Context of eval mode without gradients; the previous mode of every module is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Chat templates by short name, and reading a user's own."""
+"""Named chat templates, and loading of custom ones."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
 
-# One turn each: how the format writes a message, and how it begins the assistant's next one.
+# Each template defines how a message is rendered, and how the assistant's next message begins.
 TEMPLATES = {
     "chatml": (
         "{% for message in messages %}"
@@ -31,15 +31,16 @@ KEEP = "tokenizer_default"
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
     """Set the tokenizer's chat template to `choice`: a name in `TEMPLATES`, a file, or Jinja text.
 
-    None keeps the tokenizer's own, and so does `tokenizer_default`, which needs it to have one. Raises ModelError
-    for anything else.
+    None keeps the tokenizer's template, and so does `tokenizer_default`, which requires that there is one. Raises
+    ModelError for any other value.
     """
     if choice is None:
         return
     if choice == KEEP:
         if tokenizer.chat_template is None:
             raise ModelError(
-                f"chat_template: {KEEP}, and the tokenizer has none. Use one of {', '.join(TEMPLATES)} or a file."
+                f"chat_template: {KEEP} is set, but the tokenizer has no chat template. Use one of "
+                f"{', '.join(TEMPLATES)} or a file."
             )
         return
     tokenizer.chat_template = _template(choice)
@@ -54,6 +55,6 @@ def _template(choice: str) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     raise ModelError(
-        f"chat_template: {choice!r} is neither a known name ({', '.join([*TEMPLATES, KEEP])}) nor a file here, and "
-        "it holds no Jinja. Give one of these."
+        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*TEMPLATES, KEEP])}), the path "
+        "of a file, or Jinja text."
     )

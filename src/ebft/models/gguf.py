@@ -1,4 +1,4 @@
-"""Models in GGUF files: weights dequantised when they are loaded, and an ordinary dense model from then on."""
+"""Models in GGUF files: weights are dequantised on loading, and the result is an ordinary dense model."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ from ebft.errors import ModelError
 from ebft.fetch.models import is_gguf, require_gguf
 from ebft.over_transformers import forget_title, read_gguf_metadata
 
-# How `tokenizer.ggml.pre` calls GPT-2's way to split text, and the same with each digit on its own.
+# Values of `tokenizer.ggml.pre` for GPT-2's pre-tokenisation, and for the same with individual digits.
 _LIKE_GPT2 = {"gpt-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def check_gguf_file(folder: str, file: str) -> None:
-    """ModelError unless the folder `base_model` has the file `gguf_file`."""
+    """Raise ModelError unless the folder `base_model` contains the file `gguf_file`."""
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(
-            f"gguf_file: {file} is looked for in the folder base_model, and {folder!r} is no folder on this machine. "
-            f"Set base_model to the folder that holds {file}."
+            f"gguf_file: {file} must be in the folder base_model, but {folder!r} is not a folder on this machine. "
+            f"Set base_model to the folder that contains {file}."
         )
     if not (path / file).is_file() or not is_gguf(file):
         found = ", ".join(_files_in(path)) or "no GGUF file"
-        raise ModelError(f"gguf_file: {file} is no GGUF file in {path}; it holds {found}. Correct one of the two keys.")
+        raise ModelError(
+            f"gguf_file: {file} is not a GGUF file in {path}, which contains {found}. Correct gguf_file or base_model."
+        )
 
 
 def check_readable(name: str) -> None:
-    """ModelError where `name` is a GGUF file and the package that reads it is missing, or a folder of GGUF files."""
+    """Raise ModelError if `name` is a GGUF file and the package to read it is missing, or a folder of GGUF files."""
     if is_gguf(name):
         require_gguf(name)
         return
     files = _files_in(Path(name))
     if files and not any((Path(name) / other).is_file() for other in ("config.json", "tokenizer.json")):
         raise ModelError(
-            f"{name} holds {', '.join(files)} and no config.json, so it is a GGUF model. In a config, add "
-            f"gguf_file: {files[0]}; elsewhere, name the file itself: {Path(name) / files[0]}"
+            f"{name} contains {', '.join(files)} but no config.json, so it is a GGUF model. In a config, add "
+            f"gguf_file: {files[0]}; elsewhere, give the path of the file: {Path(name) / files[0]}"
         )
 
 
 def load_gguf_config(name: str, **options: Any) -> Any:
-    """The transformers configuration that the GGUF file `name` describes."""
+    """The transformers configuration in the GGUF file `name`."""
     with _undamaged(name):
         config = AutoConfig.from_pretrained(**_file(name), **options)
     forget_title(config)
@@ -65,28 +67,28 @@ def load_gguf_config(name: str, **options: Any) -> Any:
 
 
 def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
-    """The dense model of the GGUF file `name`, its weights exactly the file's, rounded to the `dtype` of `options`."""
+    """The dense model in the GGUF file `name`: exactly the file's weights, rounded to the `dtype` of `options`."""
     options.setdefault("config", load_gguf_config(name))
-    # Left to itself, transformers may keep the blocks packed, which can be neither trained nor saved.
+    # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
     dense = GgufConfig(dequantize=True)
     with _undamaged(name):
         model = AutoModelForCausalLM.from_pretrained(**_file(name), quantization_config=dense, **options)
     model.config.name_or_path = model.name_or_path = name
-    # PEFT looks for a config.json beside the base model when an adapter is saved, to see whether the vocabulary grew.
+    # When saving an adapter, PEFT looks for a config.json of the base model to check whether the vocabulary grew.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
     return model
 
 
 def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the GGUF file `name`, chat template included.
+    """The tokenizer in the GGUF file `name`, including its chat template.
 
-    It has the file's tokens and no others, and splits text and adds a beginning-of-sequence token as the file says.
+    It has exactly the file's tokens, and splits text and adds a beginning-of-sequence token as the file specifies.
     """
     with _undamaged(name):
         loaded = AutoTokenizer.from_pretrained(**_file(name))
         metadata, _ = read_gguf_metadata(name)
     backend = json.loads(loaded.backend_tokenizer.to_str())
-    # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, known to the model or not.
+    # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
     count = metadata["tokenizer.ggml.tokens"]
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
     backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
@@ -100,19 +102,19 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
-    """How text is split before tokenisation: as the vocabulary's merges were learned.
+    """The pre-tokenizer with which the merges of the vocabulary were learned.
 
-    Where transformers does not know `kind` it splits like GPT-2, which for some gives other tokens around spaces and
-    digits.
+    If transformers does not know `kind`, it splits like GPT-2, which for some models gives different tokens around
+    spaces and digits.
     """
     if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
         return used
     if kind in _SINGLE_DIGITS:
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
     warnings.warn(
-        f"{name} splits text before tokenisation as {kind!r} does, which is not known here: it is split like GPT-2, "
-        "and some tokens may be others than the model was trained on. Set tokenizer_config to the model's own "
-        "tokenizer to be sure.",
+        f"{name} uses the pre-tokenizer {kind!r}, which is not supported: text is split like GPT-2, and some tokens "
+        "may differ from those that the model was trained on. Set tokenizer_config to the model's original tokenizer "
+        "to avoid this.",
         stacklevel=4,
     )
     return used
@@ -120,11 +122,11 @@ def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
 
 @contextmanager
 def _undamaged(name: str) -> Iterator[None]:
-    """Errors of reading past the end of the file are ModelErrors that say so."""
+    """Convert errors of reading past the end of the file to ModelError."""
     try:
         yield
     except (struct.error, IndexError, KeyError) as error:
-        raise ModelError(f"{name} is cut off or damaged ({error}). Download or convert it again.") from error
+        raise ModelError(f"{name} is truncated or corrupted ({error}). Download or convert it again.") from error
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -132,7 +134,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _file(name: str) -> dict[str, str]:
-    """The arguments that name a GGUF file to transformers."""
+    """The arguments of `from_pretrained` for a GGUF file."""
     path = Path(name).absolute()
-    # By its absolute path: a bare file name would first be looked for in the current folder.
+    # The absolute path, since a bare file name would first be looked up in the current folder.
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}

@@ -1,4 +1,4 @@
-"""Attention implementations and devices that this machine lacks: one warning, and what runs instead."""
+"""Fallbacks, with a warning, for attention implementations and devices that this machine does not have."""
 
 import warnings
 from importlib.util import find_spec
@@ -11,9 +11,11 @@ _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": i
 
 
 def usable_attention(wanted: str | None) -> str | None:
-    """`wanted`, or `sdpa` with a warning where it needs a GPU or a package that is not here; None stays None."""
+    """`wanted`, or `sdpa` with a warning if it requires a GPU or a package that is missing; None stays None."""
     if wanted == "flex_attention" and not torch.cuda.is_available():
-        warnings.warn("flex_attention trains on CUDA devices only: sdpa is used, with the same results.", stacklevel=2)
+        warnings.warn(
+            "flex_attention supports training on CUDA only: sdpa is used, with the same results.", stacklevel=2
+        )
         return "sdpa"
     if wanted is not None and "/" in wanted:
         available = lambda: find_spec("kernels") is not None
@@ -22,20 +24,20 @@ def usable_attention(wanted: str | None) -> str | None:
     if available is None or (torch.cuda.is_available() and available()):
         return wanted
     package = "the package kernels" if "/" in wanted else "its package"
-    lacking = f"{package} is not installed" if torch.cuda.is_available() else "there is no CUDA device"
-    warnings.warn(f"attn_implementation: {wanted} cannot run ({lacking}): sdpa is used.", stacklevel=2)
+    lacking = f"{package} is not installed" if torch.cuda.is_available() else "no CUDA device is available"
+    warnings.warn(f"attn_implementation: {wanted} cannot be used ({lacking}): sdpa is used instead.", stacklevel=2)
     return "sdpa"
 
 
 def usable_device_map(wanted: str | dict | None) -> str | dict | None:
-    """`wanted`, or None with a warning where it names a device that this machine does not have."""
+    """`wanted`, or None with a warning if it contains a device that this machine does not have."""
     places = wanted.values() if isinstance(wanted, dict) else [] if wanted is None else [wanted]
     missing = [place for place in places if not _exists(place)]
     if not missing:
         return wanted
     warnings.warn(
-        f"device_map: {wanted} names a device that is not here ({missing[0]}; "
-        f"{torch.cuda.device_count()} CUDA devices): it is ignored, the trainer places the model.",
+        f"device_map: {wanted} is ignored because {missing[0]} is not available "
+        f"({torch.cuda.device_count()} CUDA devices). The trainer places the model.",
         stacklevel=2,
     )
     return None

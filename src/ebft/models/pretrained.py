@@ -1,6 +1,6 @@
-"""Loading by name: a folder, a GGUF file, a model of `ebft fetch`, or a hub id, as `from_pretrained` takes the rest.
+"""Loading by name: a folder, a GGUF file, a model of `ebft fetch`, or a Hub id, with the options of `from_pretrained`.
 
-The trainers' `model=`, the config's `base_model` and `ebft evaluate --model` all end here.
+Used for the trainers' `model=`, the config's `base_model` and `ebft evaluate --model`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, 
 
 
 def find_model(name: str, key: str) -> str:
-    """The lasting name of the model `name`, which `key` held; ModelError where it is not there or cannot be read."""
+    """Absolute path or Hub id of the model `name`, the value of `key`. Raises ModelError if not found or unreadable."""
     locate(name, "model", key)
     found = lasting_name(name)
     check_readable(found)

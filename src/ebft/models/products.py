@@ -1,8 +1,8 @@
-"""Float32 products of linear layers by oneDNN, where the library that PyTorch takes for them leaves AVX-512 unused.
+"""Float32 products of linear layers with oneDNN, on CPUs on which PyTorch's default library does not use AVX-512.
 
-PyTorch multiplies float32 matrices on CPU by MKL, whose kernels use AVX-512 on Intel's processors alone. oneDNN, which
-is part of PyTorch too and multiplies bfloat16, uses it on any: on AMD EPYC (Zen 5) it takes half the time for float32.
-The results are float32 products like MKL's, summed in another order.
+PyTorch multiplies float32 matrices on CPU with MKL, whose kernels use AVX-512 on Intel processors only. oneDNN, which
+is also part of PyTorch and is its default for bfloat16, uses AVX-512 on all processors: on AMD EPYC (Zen 5), float32
+products take half the time. The results are float32 products like MKL's, summed in a different order.
 
     R  rows    I, O  features
 """
@@ -19,17 +19,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# Multiplications below which a product is left to PyTorch.
+# Minimum number of multiplications; smaller products use PyTorch's default.
 SMALLEST = 2**20
 
 
 def fast_products() -> AbstractContextManager:
-    """Inside the block, linear layers take the faster library, where this machine has one."""
+    """In this context, linear layers use the faster library, if this machine has one."""
     return _FastProducts() if _onednn_is_faster() else nullcontext()
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of matrices, without a graph, by the faster library."""
+    """`left @ right` of matrices, without autograd, with the faster library."""
     rows, columns = left.shape[0], right.shape[1]
     if _onednn_is_faster() and _suits(left, right, rows * columns * left.shape[1]):
         return _onednn(left, right.mT, None)
@@ -48,7 +48,7 @@ class _FastProducts(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` of x (..., I) by weight (O, I) and bias (O,), with a gradient."""
+    """Differentiable `linear` of x (..., I) with weight (O, I) and bias (O,)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -70,14 +70,14 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits(x: Tensor, other: Tensor, multiplications: int) -> bool:
-    """Whether it is a product of plain float32 matrices on CPU that is worth it."""
+    """Whether this is a sufficiently large product of plain float32 matrices on CPU."""
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in (x, other))
     return plain and x.dtype == other.dtype == torch.float32 and multiplications >= SMALLEST
 
 
 @cache
 def _onednn_is_faster() -> bool:
-    """On processors with AVX-512 that are not Intel's."""
+    """True on processors with AVX-512 that are not from Intel."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 
 def quantisation_config(config: RunConfig) -> BitsAndBytesConfig | None:
-    """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, None for plain ones.
+    """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, or None without quantisation.
 
-    Raises ModelError without the bitsandbytes package or without a CUDA device.
+    Raises ModelError if the package bitsandbytes or a CUDA device is missing.
     """
     if not (config.load_in_4bit or config.load_in_8bit):
         return None
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{key} needs the package bitsandbytes: pip install 'ebft[qlora]'")
+        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     if not torch.cuda.is_available():
         raise ModelError(
-            f"{key} needs a CUDA device and there is none. Remove {key} (and set adapter: lora) to train here."
+            f"{key} requires a CUDA device, but none is available. Remove {key} (and set adapter: lora) to train on "
+            "this machine."
         )
     if config.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)

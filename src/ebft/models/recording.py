@@ -1,9 +1,9 @@
-"""What the linear layers computed while rollouts were sampled, given to the training forward instead of new products.
+"""Reuse of the linear layers' outputs from sampling in the training forward pass.
 
-Rollouts are sampled without gradients, token by token. The training forward then runs over [documents | rollouts] at
-once: where it multiplies by a weight that the sampling passes multiplied the same rows by, it takes their products and
-computes only what backward needs. So no product is computed twice, and backward has one product of all rows for each
-gradient instead of one for each decoded token.
+Rollouts are sampled without gradients, token by token. The training forward pass then runs over [documents | rollouts]
+at once. Where it multiplies by a weight by which the sampling passes already multiplied the same rows, it reuses their
+products and computes only what the backward pass needs. No product is computed twice, and the backward pass computes
+one product of all rows for each gradient instead of one for each decoded token.
 
     S  document tokens    R  rollouts    T  rollout tokens that a forward reads    P = S + R * T    I, O  features
 """
@@ -23,9 +23,9 @@ from ebft.models.products import product
 
 @dataclass
 class _Product:
-    """Rows of one weight's products in the order of the training forward: (1, P, O), of which `rows` are there."""
+    """Products of one weight, in the row order of the training forward pass: (1, P, O), of which `rows` are filled."""
 
-    weight: Tensor  # kept, so that no other tensor takes its place in memory
+    weight: Tensor  # kept alive, so that its id is not reused
     values: Tensor
     rows: int
 
@@ -43,15 +43,15 @@ class Recording:
         return self.document_tokens + self.rollouts * self.steps
 
     def of_documents(self) -> TorchFunctionMode:
-        """Inside the block, record what linear layers compute for the documents."""
+        """In this context, record the outputs of linear layers for the documents."""
         return _Record(self, slice(self.document_tokens), self.document_tokens)
 
     def of_step(self, step: int) -> TorchFunctionMode:
-        """Inside the block, record what linear layers compute for one token of every rollout."""
+        """In this context, record the outputs of linear layers for one token of every rollout."""
         return _Record(self, slice(self.document_tokens + step, None, self.steps), self.rollouts)
 
     def replayed(self) -> TorchFunctionMode:
-        """Inside the block, linear layers over all tokens return what was recorded, once each."""
+        """In this context, linear layers over all tokens return the recorded outputs, once each."""
         return _Replay(self)
 
     def keep(self, weight: Tensor, rows: slice, values: Tensor) -> None:
@@ -66,17 +66,17 @@ class Recording:
         product.rows += values.shape[1]
 
     def refuse(self, weight: Tensor) -> None:
-        """Forget a weight and record it no more."""
+        """Discard the products of a weight and stop recording it."""
         self._products.pop(id(weight), None)
         self._refused.add(id(weight))
 
     def take(self, weight: Tensor) -> Tensor | None:
-        """All products (1, P, O) with a weight, which are forgotten here; None where they are not complete."""
+        """Remove and return all products (1, P, O) of a weight; None if they are incomplete."""
         product = self._products.pop(id(weight), None)
         return product.values if product is not None and product.rows == self.num_tokens else None
 
 
-# Features below which a product takes less time than to keep it and give it back: an adapter's second matrix.
+# With fewer input features, as in an adapter's second matrix, computing a product is faster than recording it.
 _FEWEST_FEATURES = 32
 
 
@@ -90,7 +90,7 @@ class _Record(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is F.linear and args[0].shape[:-1] == (1, self.count) and args[0].shape[-1] >= _FEWEST_FEATURES:
             weight = args[1]
-            if id(weight) in self._seen:  # a layer that runs twice in a pass: which product is whose is not known
+            if id(weight) in self._seen:  # a layer that runs twice in a pass: its products cannot be told apart
                 self.recording.refuse(weight)
             else:
                 self._seen.add(id(weight))
@@ -114,18 +114,18 @@ class _Replay(TorchFunctionMode):
 
 
 def is_replayed(output: Tensor) -> bool:
-    """Whether a linear layer returned `output` from a recording, so that it multiplied nothing."""
+    """Whether a linear layer returned `output` from a recording, without multiplying."""
     return "replayed" in output.__dict__
 
 
 class Replayed(torch.autograd.Function):
-    """`linear(x, weight, bias)` of x (1, P, I) whose values (1, P, O) are known: backward alone computes."""
+    """`linear(x, weight, bias)` of x (1, P, I) with known values (1, P, O): only the backward pass is computed."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, known):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        return known[0]  # in a tuple, as an output that is an input would be a view of it
+        return known[0]  # in a tuple, since an output that is also an input would be a view of it
 
     @staticmethod
     @once_differentiable

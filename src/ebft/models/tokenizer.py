@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
 
-    `special_tokens` that the vocabulary lacks are added to it (`load_model` grows the embeddings). Without a
-    padding token the end-of-sequence token pads, with a warning. Raises ModelError where there is no tokenizer.
+    `special_tokens` that are not in the vocabulary are added to it (`load_model` resizes the embeddings). Without a
+    padding token, the end-of-sequence token is used, with a warning. Raises ModelError if there is no tokenizer.
     """
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
     name = find_model(config.tokenizer_config, key) if config.tokenizer_config else find_base_model(config)
@@ -29,7 +29,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{key}: no tokenizer can be loaded from {name!r}: {error}") from error
+        raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {error}") from error
     special = config.special_tokens.model_dump(exclude_none=True)
     if special:
         tokenizer.add_special_tokens(special)
@@ -43,12 +43,12 @@ def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
         return
     if tokenizer.eos_token is None:
         raise ModelError(
-            "the tokenizer has neither a padding nor an end-of-sequence token. Set special_tokens.pad_token and "
+            "The tokenizer has neither a padding token nor an end-of-sequence token. Set special_tokens.pad_token and "
             "special_tokens.eos_token."
         )
     tokenizer.pad_token = tokenizer.eos_token
     warnings.warn(
-        f"The tokenizer has no padding token: the end-of-sequence token {tokenizer.eos_token!r} pads. Set "
-        "special_tokens.pad_token to choose another.",
+        f"The tokenizer has no padding token: the end-of-sequence token {tokenizer.eos_token!r} is used for padding. "
+        "Set special_tokens.pad_token to use another one.",
         stacklevel=3,
     )

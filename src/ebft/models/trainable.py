@@ -1,4 +1,4 @@
-"""What a trainer is given as its model, made ready: loaded by name, with an adapter, without dropout."""
+"""Preparation of the model that is passed to a trainer: loading by name, adapter, dropout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_model
 from ebft.over_transformers import QuantizationMethod
 
-# Initialisations of LoRA that move a part of the base weights into the adapter.
+# LoRA initialisations that move a part of the base weights into the adapter.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
-    """The model, loaded where a name is given, with a new adapter (random from `seed`) where one is asked for."""
+    """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given."""
     if isinstance(model, str):
         model = pretrained_model(find_model(model, "model"))
     if not isinstance(model, nn.Module):
@@ -28,63 +28,65 @@ def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
-        raise ModelError("the model has an adapter already: give peft_config with a plain model, or leave it out")
+        raise ModelError(
+            "the model already has an adapter: use peft_config with a model without adapter, or leave it out"
+        )
     set_seed(seed)
     return get_peft_model(model, peft_config)
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse what transformers made of a GGUF file by default: it can be neither trained nor saved."""
+    """Raise ModelError for a GGUF model as loaded by default: quantised, it can be neither trained nor saved."""
     causal_lm = unwrap_adapter(model)
     method = getattr(causal_lm, "quantization_method", None)  # set by transformers alone
     if method == QuantizationMethod.GGUF:
         raise ModelError(
             "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
-            "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or give the path "
+            "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or pass the path "
             "of the file as model"
         )
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set the dropouts and the router noise of the model to 0, with one warning where an adapter asked for dropout."""
+    """Set the dropout rates and the router noise of the model to 0, with one warning if an adapter has dropout."""
     lora_dropout = 0.0
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
             module.p = 0.0
-        # Models that call F.dropout, or jitter their router, keep the rate as a number on the module.
+        # Models that call F.dropout, or add noise to their router, store the rate as a float on the module.
         for attribute, value in vars(module).items():
             if isinstance(value, float) and ("drop" in attribute or "jitter" in attribute):
                 setattr(module, attribute, 0.0)
     if lora_dropout > 0:
         warnings.warn(
-            f"lora_dropout {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
-            "forward runs without it too. Set disable_dropout: false to train with it",
+            f"lora_dropout: {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
+            "forward pass does not use it either. Set disable_dropout: false to train with dropout",
             stacklevel=4,
         )
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Refuse adapters whose disabled model is not the base model, or that are no part of the layers' own forward."""
+    """Raise ModelError for adapters that change the base model, or that are not part of the layers' forward pass."""
     if not hasattr(model, "disable_adapter"):
         return
     kind = model.active_peft_config
     if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
         raise ModelError(
-            f"{type(kind).__name__} puts virtual tokens before the prompt, which EBFT does not sample with. "
-            "Use an adapter on the layers, such as LoraConfig"
+            f"{type(kind).__name__} adds virtual tokens before the prompt, which EBFT does not support. "
+            "Use an adapter of the layers, such as LoraConfig"
         )
     changed = getattr(kind, "init_lora_weights", True)
     if isinstance(changed, str) and changed.startswith(_REWRITE_BASE):
         raise ModelError(
-            f"init_lora_weights={changed!r} rewrites the base weights, so the model with its adapter disabled is not "
-            "the base model that features come from. Use the default initialisation"
+            f"init_lora_weights={changed!r} modifies the base weights, so the model with its adapter disabled is not "
+            "the base model, which must be the feature network. Use the default initialisation"
         )
     own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
     stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
     if stray:
         raise ModelError(
-            f"{len(stray)} parameters of the base model are trainable beside the adapter (the first is {stray[0]}), so "
-            "the feature network, which is the model with its adapter disabled, would not stay frozen. Freeze them "
-            "(LoraConfig(bias='none')), name their modules in modules_to_save, or train without an adapter"
+            f"{len(stray)} parameters of the base model are trainable in addition to the adapter (the first is "
+            f"{stray[0]}), so the feature network, which is the model with its adapter disabled, would not be frozen. "
+            "Freeze them (LoraConfig(bias='none')), list their modules in modules_to_save, or train without an adapter"
         )

@@ -1,1 +1,1 @@
-"""A run from a config: its keys, its arguments, training, checkpoints, Ctrl-C, the hub."""
+"""Training from a config: keys, training arguments, checkpoints, interruption, the Hub."""

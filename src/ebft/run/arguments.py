@@ -1,6 +1,6 @@
-"""From a run config to the keyword arguments of transformers' TrainingArguments.
+"""Conversion of a run config to the keyword arguments of transformers' TrainingArguments.
 
-Keys that both know under one name or two are in the tables; the functions below them translate the rest.
+The tables contain keys with the same or another name in transformers; the functions below convert the others.
 """
 
 import math
@@ -48,12 +48,12 @@ _OTHER_NAME = {
 }
 
 
-# Held-out metrics that should rise; all others should fall.
+# Held-out metrics for which greater is better; for all others lower is better.
 _GREATER_IS_BETTER = ("alignment", "reward")
 
 
 def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:
-    """Arguments for TrainingArguments; `rows` is the length of the training data, for what counts per epoch."""
+    """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
     kwargs |= {
@@ -79,21 +79,21 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
 
 
 def use_bf16(config: RunConfig, machine: Machine) -> bool:
-    """Whether the run uses bfloat16: as asked, or for `auto` where the GPU supports it and fp16 is not set."""
+    """Whether the run uses bfloat16: as configured, or for `auto`, if the GPU supports it and fp16 is not set."""
     if config.bf16 == "auto":
         return machine.supports_bf16 and not config.fp16
     return config.bf16
 
 
 def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
-    """The optimizer steps of the whole run over `rows` rows."""
+    """Number of optimizer steps of the run over `rows` rows."""
     if config.max_steps is not None:
         return config.max_steps
     return math.ceil(config.num_epochs * config.method.steps_per_epoch(config, machine, rows))
 
 
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:
-    """Strategy and steps of saving or evaluating: by steps where steps are given, else every epoch."""
+    """Strategy and steps of saving or evaluating: by steps if steps are given, otherwise every epoch."""
     steps = getattr(config, f"{kind}_steps")
     if times is not None:
         steps = max(1, steps_per_epoch // times)
@@ -102,7 +102,7 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
 
 
 def _best_model(config: RunConfig) -> dict[str, Any]:
-    """The metric that decides which checkpoint is best, and its direction: transformers would guess from the name."""
+    """The metric that selects the best checkpoint, and its direction, which transformers would guess from the name."""
     metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
     greater = config.greater_is_better
     if greater is None:
@@ -111,7 +111,7 @@ def _best_model(config: RunConfig) -> dict[str, Any]:
 
 
 def _fsdp(config: RunConfig) -> dict[str, Any]:
-    """FSDP as transformers 5 takes it: one switch, and details without the older `fsdp_` in their names."""
+    """FSDP arguments of transformers 5: one switch, and options without the older prefix `fsdp_`."""
     if not config.fsdp:
         return {}
     details = {key.removeprefix("fsdp_"): value for key, value in (config.fsdp_config or {}).items()}

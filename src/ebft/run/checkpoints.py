@@ -1,4 +1,4 @@
-"""Finding the checkpoint that a run goes on from."""
+"""Finding the checkpoint to resume a run from."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
-# Trainer writes this file last, so that a checkpoint without it is an incomplete one.
+# Trainer writes this file last, so a checkpoint without it is incomplete.
 _LAST_FILE = "trainer_state.json"
 
 
 def find_checkpoint(config: RunConfig) -> str | None:
-    """The checkpoint folder to resume from, None to start afresh; ConfigError if the one named is unusable."""
+    """The checkpoint folder to resume from, or None. Raises ConfigError if the configured one is unusable."""
     if config.resume_from_checkpoint is not None:
         return str(_named(Path(config.resume_from_checkpoint), Path(config.output_dir)))
     if config.auto_resume_from_checkpoints:
@@ -27,12 +27,12 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def step_of(checkpoint: str) -> int:
-    """The optimizer steps that a complete checkpoint is at; ConfigError if its state cannot be read."""
+    """The optimizer step of a complete checkpoint. Raises ConfigError if its state cannot be read."""
     path = Path(checkpoint) / _LAST_FILE
     try:
         return json.loads(path.read_text(encoding="utf-8"))["global_step"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): resume from another checkpoint.") from error
+        raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
 
 
 def _step(folder: Path) -> int:
@@ -45,5 +45,5 @@ def _named(folder: Path, output_dir: Path) -> Path:
         return folder
     newest = newest_checkpoint(output_dir)
     problem = f"has no {_LAST_FILE}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
-    hint = f"The newest in output_dir is {newest}." if newest else f"There is none in output_dir ({output_dir})."
+    hint = f"The newest in output_dir is {newest}." if newest else f"output_dir ({output_dir}) has no checkpoint."
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")

@@ -1,4 +1,4 @@
-"""Whether a config that loads can also be trained, in this version and on this machine."""
+"""Checks that a valid config can be trained, with this version and on this machine."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ebft.run.trackers import check_report_to
 
 @dataclass(frozen=True)
 class Machine:
-    """Accelerators, processes, and the names of the devices that tensors can be on."""
+    """Accelerator support, number of processes, and names of the available devices."""
 
     has_accelerator: bool
     supports_bf16: bool
@@ -24,25 +24,25 @@ class Machine:
 
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
-    """Refuse what this machine would ignore or stumble over later; ConfigError says what to do instead."""
+    """Raise ConfigError, with an alternative, for settings that this machine does not support."""
     if config.fsdp and not machine.has_accelerator:
-        raise ConfigError("fsdp needs GPUs and there is none here. Remove fsdp: several processes on a CPU use DDP.")
+        raise ConfigError("fsdp requires GPUs, but none is available. Remove fsdp: several processes on a CPU use DDP.")
     if config.fsdp and machine.processes == 1:
         raise ConfigError(
-            "fsdp shards the model over several processes, but one runs. Launch several, for example torchrun "
+            "fsdp shards the model over several processes, but only one runs. Launch several, for example torchrun "
             "--nproc-per-node 2 -m ebft.cli train CONFIG, or remove fsdp."
         )
     if config.fp16 and not machine.has_accelerator:
-        raise ConfigError("fp16: true needs a GPU and there is none here. Remove it, or set bf16: true.")
+        raise ConfigError("fp16: true requires a GPU, but none is available. Remove it, or set bf16: true.")
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
 
 
 def check_runnable(config: RunConfig) -> None:
-    """Refuse what loads as a config but cannot be trained here; ConfigError or DataError says what to do instead."""
+    """Raise ConfigError or DataError, with an alternative, for a valid config that cannot be trained."""
     if config.sample_packing and config.group_by_length:
         raise ConfigError(
-            "group_by_length sorts rows by length, and sample_packing fills them all up to sequence_len. Remove one."
+            "group_by_length groups rows by length, but sample_packing fills all rows up to sequence_len. Remove one."
         )
     problems = list(config.method.problems(config))
     if problems:
@@ -56,7 +56,7 @@ def check_runnable(config: RunConfig) -> None:
 
 
 def _check_types(config: RunConfig) -> None:
-    """Each dataset's transform is there and gives the rows that this run trains on; only the user's own is imported."""
+    """Check that each transform exists and gives the rows that this run needs; only custom transforms are imported."""
     for entry in (*config.datasets, *config.test_datasets):
         check_transform(entry.type, config)
 
@@ -73,22 +73,24 @@ def _check_processes(config: RunConfig) -> None:
 
 
 def _check_output_dir(folder: Path) -> None:
-    """The folder itself is made when training starts; here only what would keep it from being made."""
+    """Check that the folder can be created, which happens when training starts."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"output_dir: {folder} cannot be a folder, since {existing} is a file. Choose another.")
+        raise ConfigError(f"output_dir: cannot create {folder} because {existing} is a file. Choose another folder.")
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"output_dir: {folder} cannot be written ({existing} is read-only). Choose another.")
+        raise ConfigError(f"output_dir: cannot write to {folder} ({existing} is read-only). Choose another folder.")
 
 
 def _check_deepspeed(deepspeed: str | dict | None) -> None:
     if deepspeed is None:
         return
     if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed needs its package: pip install deepspeed. Or remove it: ddp is used without it.")
+        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
     if isinstance(deepspeed, dict):
         return
     try:
         json.loads(Path(deepspeed).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"deepspeed: {deepspeed} cannot be read as JSON ({error}). Give the right file.") from error
+        raise ConfigError(
+            f"deepspeed: {deepspeed} cannot be read as JSON ({error}). Give the path to a JSON file."
+        ) from error

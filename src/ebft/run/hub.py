@@ -1,4 +1,4 @@
-"""Publishing on the model hub: that it can be done is known before training, the upload follows it."""
+"""Publishing to the model Hub: access is checked before training, the upload follows it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def check_hub(config: RunConfig) -> None:
-    """Make the repository of `hub_model_id`, which the run needs at its end; ConfigError where that fails."""
+    """Create the repository `hub_model_id`, which is needed at the end of the run. Raises ConfigError on failure."""
     if not config.hub_model_id:
         return
     from huggingface_hub import create_repo
 
     try:
         create_repo(config.hub_model_id, private=config.hub_private_repo, exist_ok=True)
-    except Exception as error:  # the client's transport errors have no common public base
+    except Exception as error:  # the client's transport errors have no common public base class
         raise ConfigError(
-            f"hub_model_id: {config.hub_model_id!r} cannot be made or reached on the hub ({error}). Log in with "
-            "`hf auth login`, correct it, or remove it to keep the model on this machine."
+            f"hub_model_id: {config.hub_model_id!r} cannot be created or reached on the Hub ({error}). Log in with "
+            "`hf auth login`, correct the id, or remove hub_model_id to keep the model on this machine."
         ) from error
 
 

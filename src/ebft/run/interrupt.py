@@ -1,4 +1,4 @@
-"""Ctrl-C or SIGTERM while training: finish the step, save a checkpoint, and say how to go on."""
+"""Ctrl-C or SIGTERM during training: finish the step, save a checkpoint, and print how to resume."""
 
 import signal
 import sys
@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was stopped from outside; the message says where it was saved and how to go on.
+    """Training was interrupted by a signal; the message contains the checkpoint and how to resume.
 
-    `signal_number` is what stopped it: SIGINT (Ctrl-C) or SIGTERM (a scheduler that wants the machine back).
+    `signal_number` is SIGINT (Ctrl-C) or SIGTERM (sent by job schedulers, for example).
     """
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
@@ -23,7 +23,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class StopAtStepEnd(TrainerCallback):
-    """Stops training with a checkpoint after the step in which `requested` became true on any process."""
+    """Stops training and saves a checkpoint after the step in which `requested` is set on any process."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -37,7 +37,7 @@ class StopAtStepEnd(TrainerCallback):
             control.should_training_stop = True
 
     def _requested_anywhere(self) -> bool:
-        """Processes must agree, or one would wait forever for the others."""
+        """Whether any process has a request: all must stop at the same step, or some would wait forever."""
         if self.accelerator.num_processes == 1:
             return self.requested
         flag = torch.tensor(int(self.requested), device=self.accelerator.device)
@@ -45,7 +45,7 @@ class StopAtStepEnd(TrainerCallback):
 
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
-        """While this lasts, SIGTERM or Ctrl-C asks for a stop at the end of the step; another Ctrl-C stops at once."""
+        """In this context, SIGTERM or Ctrl-C stops training after the step; a second Ctrl-C stops immediately."""
         self.accelerator = trainer.accelerator
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
@@ -61,6 +61,9 @@ class StopAtStepEnd(TrainerCallback):
         if self.requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return  # a launcher repeats SIGTERM to its processes; SIGKILL is what follows if they take too long
+            return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
         self.requested, self.signal_number = True, number
-        print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr)
+        print(
+            "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
+            file=sys.stderr,
+        )

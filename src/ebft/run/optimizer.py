@@ -1,6 +1,6 @@
-"""Whether transformers can make the optimizer and the schedule that a config names, tried on one weight.
+"""Check that transformers can create the optimizer and the schedule of a config, by creating them for one weight.
 
-transformers (and with it torch) is imported only for names other than the defaults.
+transformers (and torch) is imported only if they differ from the defaults.
 """
 
 import difflib
@@ -10,7 +10,7 @@ from ebft.errors import ConfigError
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """ConfigError for an unknown `optimizer` or `lr_scheduler`, one whose package is missing, or wrong arguments."""
+    """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`, a missing package, or invalid arguments."""
     keys = ("optimizer", "lr_scheduler", "lr_scheduler_kwargs")
     if all(getattr(config, key) == type(config).model_fields[key].default for key in keys):
         return
@@ -26,8 +26,8 @@ def _check_name(key: str, name: str, known: list[str]) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Leave {key} out for {_default(key)}."
-    raise ConfigError(f"{key}: transformers has no {name!r}. {hint}")
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Leave {key} out to use {_default(key)}."
+    raise ConfigError(f"{key}: {name!r} is not known to transformers. {hint}")
 
 
 def _default(key: str) -> str:
@@ -41,8 +41,8 @@ def _try_optimizer(config: RunConfig) -> None:
         Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(optim=config.optimizer, use_cpu=True, report_to="none"))
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"optimizer: {config.optimizer} cannot be used here: {error}. Install what it needs, or leave optimizer "
-            f"out for {_default('optimizer')}."
+            f"optimizer: {config.optimizer} cannot be used: {error}. Install its dependencies, or leave optimizer out "
+            f"to use {_default('optimizer')}."
         ) from error
 
 
@@ -56,5 +56,5 @@ def _try_schedule(config: RunConfig) -> None:
         get_scheduler(config.lr_scheduler, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs) if kwargs else None)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"lr_scheduler: {config.lr_scheduler} with lr_scheduler_kwargs: {kwargs or '{}'} does not work: {error}."
+            f"lr_scheduler: {config.lr_scheduler} with lr_scheduler_kwargs: {kwargs or '{}'} is invalid: {error}."
         ) from error

@@ -1,4 +1,4 @@
-"""Which experiment trackers a run reports to, and what wandb reads from the environment."""
+"""The experiment trackers of a run, and the environment variables that wandb reads."""
 
 import warnings
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ _WANDB_KEYS = ("project", "entity", "name", "run_id", "watch", "log_model", "mod
 
 
 def trackers(config: RunConfig) -> list[str]:
-    """Names for `report_to`; a tracker that is asked for but not installed is left out with one warning."""
+    """Names for `report_to`; a requested tracker that is not installed is skipped with one warning."""
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     for key, tracker in _asked(config).items():
         if tracker.name in names:
@@ -33,13 +33,13 @@ def trackers(config: RunConfig) -> list[str]:
             names.append(tracker.name)
         else:
             reason = f"{tracker.name} is not installed ({tracker.install})"
-            warnings.warn(f"{key} is set, but {reason}: the run goes on without it.", stacklevel=2)
+            warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
     names = [name for name in names if name != "none"]
     return names or ["none"]
 
 
 def check_report_to(config: RunConfig) -> None:
-    """ConfigError for a name in `report_to` that transformers does not know, or whose package is missing."""
+    """Raise ConfigError for a name in `report_to` that transformers does not know, or whose package is missing."""
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     for name in names:
         if name in ("none", "all"):
@@ -48,18 +48,18 @@ def check_report_to(config: RunConfig) -> None:
         if tracker is None:
             _check_other(name)
         elif not any(find_spec(package) for package in tracker.packages):
-            raise ConfigError(f"report_to: {name} is not installed. Type {tracker.install}, or remove it.")
+            raise ConfigError(f"report_to: {name} is not installed. Run `{tracker.install}`, or remove it.")
 
 
 def _check_other(name: str) -> None:
     from ebft.over_transformers import INTEGRATION_TO_CALLBACK
 
     if name not in INTEGRATION_TO_CALLBACK:
-        raise ConfigError(f"report_to: there is no tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")
+        raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")
 
 
 def _asked(config: RunConfig) -> dict[str, Tracker]:
-    """The trackers that keys other than report_to ask for, by the key that asks."""
+    """The trackers that keys other than report_to request, by key."""
     asked = {}
     if config.use_tensorboard:
         asked["use_tensorboard"] = _TENSORBOARD
@@ -73,7 +73,7 @@ def _asked(config: RunConfig) -> dict[str, Tracker]:
 
 
 def wandb_environment(config: RunConfig) -> dict[str, str]:
-    """The WANDB_ variables for the wandb_ keys that are set, for wandb and transformers to read."""
+    """The WANDB_ environment variables, read by wandb and transformers, for the wandb_ keys that are set."""
     values = {key: getattr(config, f"wandb_{key}") for key in _WANDB_KEYS}
     return {f"WANDB_{key.upper()}": _text(value) for key, value in values.items() if value is not None}
 

@@ -1,7 +1,7 @@
-"""One function that turns a config into a trained model.
+"""Training a model from a config.
 
-`train` reads top to bottom: check, seed, server, tokenizer, datasets, model (with its adapter), trainer, train or
-resume, save.
+`train` runs these steps in order: checks, seed, server, tokenizer, datasets, model (with its adapter), trainer,
+training or resuming, saving.
 """
 
 import os
@@ -34,7 +34,7 @@ from ebft.serving.server import VLLMServer
 
 @dataclass
 class TrainResult:
-    """What a run produced: the folder, the last value of every logged metric, and the trainer."""
+    """Result of a run: the output folder, the last value of each logged metric, and the trainer."""
 
     output_dir: str
     metrics: dict[str, float]
@@ -42,16 +42,16 @@ class TrainResult:
 
     @property
     def model(self) -> Any:
-        """The trained model, with its adapter where there is one."""
+        """The trained model, with its adapter if it has one."""
         return self.trainer.model
 
 
 def train(config: RunConfig) -> TrainResult:
-    """Train as `config` says and save model, tokenizer and model card in `config.output_dir`.
+    """Train with the settings of `config` and save model, tokenizer and model card in `config.output_dir`.
 
-    Raises ConfigError, DataError or ModelError (all ValueError) for what the user can put right, before the model is
-    loaded where possible; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C or SIGTERM, with a checkpoint saved.
-    A run whose checkpoint is at its last step already is not trained further; its saved model stays as it is.
+    Raises ConfigError, DataError or ModelError (all ValueError) for user errors, if possible before the model is
+    loaded; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C or SIGTERM, with a checkpoint saved. A run whose
+    checkpoint is already at the last step is not trained further; its saved model is left unchanged.
     """
     check_runnable(config)
     check_machine(config, this_machine())
@@ -61,20 +61,20 @@ def train(config: RunConfig) -> TrainResult:
     os.environ.update(wandb_environment(config))
 
     set_seed(config.seed)
-    if config.saves_per_epoch is None and config.evals_per_epoch is None:  # else steps depend on the rows
+    if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     with managed_server(config, torch.cuda.device_count(), this_machine().processes) as server:
         return _train(config, checkpoint, server)
 
 
 def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None) -> TrainResult:
-    """`train` once everything is checked; `server` is the one started for this run, if any."""
+    """`train` after the checks; `server` is the one started for this run, if any."""
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = config.method.load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
-    model = load_model(config, tokenizer)  # with its adapter, where the config has one
+    model = load_model(config, tokenizer)  # with its adapter, if configured
     warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
@@ -92,7 +92,7 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
 
 
 def await_server(config: RunConfig) -> None:
-    """Wait for the server that the user started; RolloutError, before any model is loaded, where there is none."""
+    """Wait for the server that the user started. Raises RolloutError if there is none, before a model is loaded."""
     from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
 
     timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
@@ -104,9 +104,9 @@ def await_server(config: RunConfig) -> None:
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The arguments of the config's trainer, for `rows` rows of training data.
+    """The training arguments for `rows` rows of training data.
 
-    Raises ConfigError for what only transformers can tell, such as the name of an unknown optimizer.
+    Raises ConfigError for errors that only transformers detects, such as an unknown optimizer.
     """
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
     try:
@@ -114,7 +114,7 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"transformers cannot train with these settings: {error}") from error
+        raise ConfigError(f"transformers does not accept these settings: {error}") from error
     use_one_gpu(args)
     return args
 
@@ -141,7 +141,7 @@ def build_trainer(
         callbacks=default_callbacks(config),
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
-    for printer in (ProgressCallback, PrinterCallback):  # they would print every log a second time, as a raw dict
+    for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:
         trainer.add_callback(ProgressBar)
@@ -149,7 +149,7 @@ def build_trainer(
 
 
 def this_machine() -> Machine:
-    """What the training arguments need to know about this machine."""
+    """The properties of this machine that training arguments and checks depend on."""
     return Machine(
         has_accelerator=torch.accelerator.is_available(),
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
@@ -166,15 +166,15 @@ def _devices() -> tuple[str, ...]:
 
 
 def make_output_dir(folder: str) -> None:
-    """Make the output folder; ConfigError where that fails, before anything is loaded."""
+    """Create the output folder. Raises ConfigError if that fails, before anything is loaded."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be made ({error.strerror}). Choose another.") from error
+        raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
 
 
 def run(trainer: Trainer, checkpoint: str | None) -> None:
-    """Train, from `checkpoint` on if there is one; after Ctrl-C or SIGTERM raise TrainingInterrupted."""
+    """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
     try:
@@ -187,7 +187,7 @@ def run(trainer: Trainer, checkpoint: str | None) -> None:
 
 
 def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
-    """Whether `checkpoint` is at or past the last step of the run or its budget, so that nothing is left to train."""
+    """Whether `checkpoint` is at or past the last step or the budget of the run, so that training is complete."""
     if checkpoint is None:
         return False
     last_step = planned_steps(config, this_machine(), rows)
@@ -195,11 +195,12 @@ def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
 
 
 def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
-    """Bring model and state to what a finished run left in `checkpoint`, and say that nothing is trained."""
+    """Restore model and state of a finished run from `checkpoint`, and warn that nothing is trained."""
     step, limit = step_of(checkpoint), limit_reached(config.budget, spent_at(checkpoint))
     keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
     warnings.warn(
-        f"Nothing is left to train: {checkpoint} is at step {step}, the end of this run. Raise {keys} to train on.",
+        f"Training is already complete: {checkpoint} is at step {step}, the end of this run. Increase {keys} to "
+        "continue training.",
         stacklevel=2,
     )
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
@@ -208,7 +209,7 @@ def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
 
 
 def has_model(output_dir: str) -> bool:
-    """Whether a final model or adapter lies in `output_dir`; a run may have ended between checkpoint and model."""
+    """Whether `output_dir` contains a final model or adapter; a run may have ended between checkpoint and model."""
     return any(Path(output_dir).glob("*.safetensors"))
 
 
@@ -216,11 +217,13 @@ def _how_to_resume(trainer: Trainer) -> str:
     newest = newest_checkpoint(Path(trainer.args.output_dir))
     if newest is None:
         return f"Stopped at step {trainer.state.global_step}; no checkpoint was saved."
-    return f"Stopped at step {trainer.state.global_step}. Go on with: ebft train CONFIG resume_from_checkpoint={newest}"
+    return (
+        f"Stopped at step {trainer.state.global_step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+    )
 
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
-    """The last logged value of every metric, the epoch and step counters left out."""
+    """The last logged value of each metric, without the epoch and step counters."""
     merged: dict[str, float] = {}
     for entry in trainer.state.log_history:
         merged.update(entry)
@@ -228,7 +231,7 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Write the final model, the tokenizer, the trainer's state and the model card; push them if asked to."""
+    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured."""
     trainer.save_model(config.output_dir)
     trainer.save_state()
     if not trainer.is_world_process_zero():

@@ -45,7 +45,7 @@ def test_opencode(run, row, prompt):
 
 
 def test_opencode_names_the_known_pairs(run):
-    with pytest.raises(DataError, match="known pairs are input/output, .* the row has text"):
+    with pytest.raises(DataError, match="supported pairs are input/output, .* the row has text"):
         run("ebft_opencode.transform", {"text": "a"})
 
 
@@ -100,13 +100,13 @@ def test_all_turns_of_a_chat_without_an_answer(run):
 
 def test_an_answer_that_is_no_text(run):
     chat = [user("Hi"), assistant([{"type": "text", "text": "Hello"}])]
-    with pytest.raises(DataError, match="content of an assistant turn must be text, it is list. Join its parts"):
+    with pytest.raises(DataError, match="content of an assistant turn must be text, got list. Join its parts"):
         run("ebft_chat_multiturn.transform_last_turn", {"messages": chat})
 
 
 @pytest.mark.parametrize("messages", ["Hi", [{"from": "human", "value": "Hi"}]])
 def test_other_things_than_messages(run, messages):
-    with pytest.raises(DataError, match=r"column 'messages' must hold a list of messages .*ShareGPT"):
+    with pytest.raises(DataError, match=r"column 'messages' must contain a list of messages .*ShareGPT"):
         run("ebft_reasoning.transform", {"messages": messages})
 
 

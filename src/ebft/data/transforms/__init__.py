@@ -1,10 +1,10 @@
-"""Transforms turn a raw row into what is trained on; the `type` of a dataset entry names one.
+"""Transforms convert raw rows to rows for training; the `type` of a dataset entry names one.
 
 A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn, map_kwargs)`:
-`transform_fn(example, tokenizer=None)` gives the fields `input_ids`, `labels` and optionally `prompt_length` and
-`attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` go to
-`datasets.Dataset.map`, with `{"remove_columns": "__all__"}` for all original columns. To add a built-in one, put a
-module with such functions in this folder and their names in `ebft.data.keys.BUILT_IN_TRANSFORMS`.
+`transform_fn(example, tokenizer=None)` returns the fields `input_ids`, `labels` and optionally `prompt_length` and
+`attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` are passed to
+`datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns. To add a built-in transform,
+add a module with such functions to this folder and their names to `ebft.data.keys.BUILT_IN_TRANSFORMS`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ __all__ = ["BUILT_IN", "find_transform"]
 
 
 def find_transform(name: str) -> Callable:
-    """The function that a dataset `type` means: a built-in transform, or `module.function` of the user's own.
+    """The function for a dataset `type`: a built-in transform, or a custom `module.function`.
 
     Raises DataError for an unknown name.
     """

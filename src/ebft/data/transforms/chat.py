@@ -1,4 +1,4 @@
-"""Chats through the tokenizer's chat template, cut where the assistant's turns begin and end."""
+"""Chats rendered with the tokenizer's chat template and split into assistant turns and other text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,28 +18,26 @@ def chat_transform(
     last_turn_only: bool,
     with_reply: Callable[[Message], Message] | None = None,
 ) -> tuple[Callable, dict]:
-    """Transform for chats, which `read` takes from a row as messages (`role`, `content`).
+    """Transform for chats; `read` returns the messages (`role`, `content`) of a row.
 
-    What follows the last assistant turn is left out, `prompt_length` is where that turn begins. Trained on are
-    the assistant's turns, or the last one only, `with_reply` applied to it first; `ebft.mask_thinking_ce` takes the
-    labels off their thinking blocks.
+    Messages after the last assistant turn are removed, and `prompt_length` is the start of that turn. Labels are the
+    assistant turns, or only the last one, to which `with_reply` is applied first; `ebft.mask_thinking_ce` removes the
+    labels of their thinking blocks.
     """
-    template = cfg.chat_template or "the tokenizer's own"
+    template = cfg.chat_template or "of the tokenizer"
     train_on_inputs = cfg.train_on_inputs
     mask_thinking = cfg.ebft.mask_thinking_ce
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
-            raise DataError(
-                "the tokenizer has no chat template. Set chat_template (chatml, llama3, or your own Jinja text)."
-            )
+            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
         messages = read(example)
         if not messages:
             return segments_row([([], False)], False)
         asked = messages
         messages = _up_to_last_reply(messages, with_reply)
         if not messages:
-            # The filter counts it as a row without a reference; templates may refuse to render such a chat.
+            # The filter counts this as a row without a reference; templates may fail to render such a chat.
             text = "\n".join(str(message.get("content", "")) for message in asked)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         texts = _segments(tokenizer, messages, last_turn_only, template)
@@ -57,7 +55,7 @@ def chat_transform(
 
 
 def _up_to_last_reply(messages: list[Message], with_reply: Callable[[Message], Message] | None) -> list[Message]:
-    """The messages up to the last assistant turn, empty where there is none or it says nothing."""
+    """The messages up to the last assistant turn, empty if there is none or it has no text."""
     turns = replies(messages)
     if not turns:
         return []
@@ -70,7 +68,7 @@ def _up_to_last_reply(messages: list[Message], with_reply: Callable[[Message], M
 def _segments(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], last_turn_only: bool, template: str
 ) -> list[tuple[str, bool]]:
-    """The rendered chat in pieces of (text, trained on) that alternate between the others and the assistant."""
+    """The rendered chat as pieces (text, trained on) that alternate between other turns and assistant turns."""
     full = _render(tokenizer, messages, template)
     pieces, done = [], 0
     for index in replies(messages)[-1:] if last_turn_only else replies(messages):
@@ -78,8 +76,8 @@ def _segments(
         end = _render(tokenizer, messages[: index + 1], template)
         if not (full.startswith(start) and full.startswith(end) and end.startswith(start)):
             raise DataError(
-                f"chat template {template} renders the messages before an assistant turn otherwise than in the "
-                "whole chat, so the prompt cannot be told from the reply. Use another chat_template."
+                f"chat template {template} renders the messages before an assistant turn differently than in the "
+                "whole chat, so the prompt cannot be separated from the reply. Use another chat_template."
             )
         pieces += [(full[done : len(start)], False), (full[len(start) : len(end)], True)]
         done = len(end)

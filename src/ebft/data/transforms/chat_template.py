@@ -1,4 +1,4 @@
-"""Chats for SFT: `{messages}` -> `{input_ids, labels, prompt_length}`, every assistant turn a label."""
+"""Chats for SFT: `{messages}` -> `{input_ids, labels, prompt_length}`, with every assistant turn as labels."""
 
 from functools import partial
 

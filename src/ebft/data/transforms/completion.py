@@ -1,11 +1,11 @@
-"""Raw text for SFT and continual pretraining: as `ebft_pretrain`, and EOS ends each document."""
+"""Raw text for SFT and continual pretraining: as `ebft_pretrain`, with EOS at the end of each document."""
 
 from ebft.data.transforms import ebft_pretrain
 from ebft.data.transforms.rows import text_row
 
 
 def transform(cfg, dataset, **kwargs):
-    """Transform for a column of raw text whose end the model should learn."""
+    """Transform for a column of raw text, including the end of the text."""
     raw_fn, map_kwargs = ebft_pretrain.transform(cfg, dataset=dataset)
 
     def transform_fn(example, tokenizer=None):

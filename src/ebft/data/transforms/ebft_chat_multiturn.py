@@ -1,8 +1,8 @@
-"""Chats for structured mode: `{messages}` -> `{prompt, ground_truth}`, an assistant turn the reference.
+"""Chats for structured mode: `{messages}` -> `{prompt, ground_truth}`, with an assistant turn as the reference.
 
-`transform` takes the first turn that answers something, with the rest of the chat as `remaining_turns`;
-`transform_last_turn` the last turn; `transform_all_turns` makes a row of every turn, each with its whole history. A
-chat without such a turn is all prompt.
+`transform` uses the first turn that is an answer, with the rest of the chat as `remaining_turns`;
+`transform_last_turn` uses the last turn; `transform_all_turns` makes one row per turn, each with its full history. A
+chat without an answer is a prompt without a reference.
 """
 
 from ebft.data.messages import Message, answers, before_last_answer, chat_of, content_text
@@ -14,7 +14,7 @@ def transform(cfg, dataset, **kwargs):
     def transform_fn(example, tokenizer=None):
         messages = chat_of(example, dataset.field)
         turns = answers(messages)
-        # A turn that only calls a tool says nothing yet; it belongs to the prompt of the turn that does.
+        # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
         first = next((index for index in turns if content_text(messages[index]).strip()), None)
         if first is None:
             return {**_row(*before_last_answer(messages)), "remaining_turns": []}
@@ -33,14 +33,14 @@ def transform_last_turn(cfg, dataset, **kwargs):
 
 
 def transform_all_turns(cfg, dataset, **kwargs):
-    """Transform for chats all of whose assistant turns are references, one row each."""
+    """Transform for chats in which every assistant turn is a reference, with one row each."""
 
     def transform_fn(example, tokenizer=None):
         chats = [dict(zip(example, values)) for values in zip(*example.values())]
         rows = [row for chat in chats for row in _every_turn(chat_of(chat, dataset.field))]
         return {field: [row[field] for row in rows] for field in ("prompt", "ground_truth")}
 
-    # One chat at a time, so that its rows are known to be one document.
+    # One chat at a time, so that its rows count as one document.
     return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
 
 

@@ -1,6 +1,6 @@
-"""Prompt/completion rows for structured mode: `{input, output}` -> `{prompt, ground_truth}`, the prompt one user turn.
+"""Prompt/completion rows for structured mode: `{input, output}` -> `{prompt, ground_truth}`, with one user turn.
 
-`transform_strided` gives `{input_ids, labels, prompt_length}` of the same chat. Other column names are those of
+`transform_strided` returns `{input_ids, labels, prompt_length}` of the same chat. Other supported column names are in
 `pairs.PAIRS`.
 """
 
@@ -22,7 +22,7 @@ def transform(cfg, **kwargs):
 
 
 def transform_strided(cfg, **kwargs):
-    """Transform for strided mode and SFT, as `ebft_strided_chat` on the one user turn and its answer."""
+    """Transform for strided mode and SFT, as `ebft_strided_chat` for the user turn and its answer."""
     return chat_transform(cfg, _chat, last_turn_only=True)
 
 

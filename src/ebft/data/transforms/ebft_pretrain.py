@@ -1,10 +1,9 @@
-"""Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, every token a label.
+"""Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, with every token as a label.
 
-The text is the column that the entry's `field` names, else `text`, else `content`, else `question`, followed by
-`answer` where the row has one, else `prompt` and `answer` (the columns that the paper's authors give raw code and pairs
-in). Special tokens are the tokenizer's own (a BOS where it
-adds one). Documents longer than `sequence_len` are later cut into consecutive windows, so no text is lost; only the
-first window starts with BOS.
+The text is the column given by the entry's `field`, else `text`, else `content`, else `question` followed by `answer`
+if the row has one, else `prompt` and `answer` (the columns of the paper authors' datasets of raw code and pairs).
+Special tokens are those that the tokenizer adds (such as BOS). Documents longer than `sequence_len` are later cut into
+consecutive windows, so no text is lost; only the first window starts with BOS.
 """
 
 from ebft.data.transforms.rows import encode, first_present, text_of, text_row
@@ -17,7 +16,7 @@ def transform(cfg, dataset, **kwargs):
     def transform_fn(example, tokenizer=None):
         is_pair = not dataset.field and "answer" in example
         readable = [*columns, "prompt"] if is_pair else columns
-        column = first_present(example, readable, "text", "Name it with the entry's `field`.")
+        column = first_present(example, readable, "text", "Set `field` of the entry to its name.")
         text = text_of(example, column)
         if column in ("question", "prompt") and is_pair:
             text += text_of(example, "answer")

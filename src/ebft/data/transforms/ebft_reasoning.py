@@ -1,7 +1,8 @@
-"""Chats whose replies think first, in tags (`ebft.data.thinking`) or in a `reasoning_content` beside the content.
+"""Chats whose replies contain thinking, in tags (`ebft.data.thinking`) or as `reasoning_content` next to the content.
 
-`{messages}` -> `{prompt, ground_truth}`, the last assistant turn the reference: whole, its answer only, or with the
-thinking of earlier turns apart. `transform_strided` gives `{input_ids, labels, prompt_length}` for strided mode.
+`{messages}` -> `{prompt, ground_truth}`, with the last assistant turn as the reference: complete, only its answer, or
+with the thinking of earlier turns separated. `transform_strided` returns `{input_ids, labels, prompt_length}` for
+strided mode.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ from ebft.data.transforms.chat import chat_transform
 
 
 def transform(cfg, dataset, **kwargs):
-    """Transform for references with their thinking."""
+    """Transform for references including their thinking."""
     return _transform(dataset, reference=_whole)
 
 
@@ -22,9 +23,9 @@ def transform_answer_only(cfg, dataset, **kwargs):
 
 
 def transform_split_thinking(cfg, dataset, **kwargs):
-    """Transform that hands the thinking of earlier turns to the chat template, to show or leave out as it does.
+    """Transform that passes the thinking of earlier turns to the chat template separately, which may render or omit it.
 
-    The reference keeps its thinking, in `<think>` tags whatever tags it had.
+    The reference keeps its thinking, in `<think>` tags regardless of its original tags.
     """
 
     def reference(reply: Message) -> str:
@@ -36,7 +37,7 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
 
 def transform_strided(cfg, dataset, **kwargs):
-    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn's text."""
+    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the text of the last turn."""
     return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=True, with_reply=_in_content)
 
 
@@ -51,18 +52,18 @@ def _transform(dataset, reference, in_prompt=None):
 
 
 def _whole(reply: Message) -> str:
-    """The reply as one text; thinking that stands in the content already is not put there twice."""
+    """The reply as one text; thinking that is already in the content is not added again."""
     content, thinking = content_text(reply), reply.get("reasoning_content")
     return join_thinking(thinking, content) if thinking and not thinking_spans(content) else content
 
 
 def _in_content(reply: Message) -> Message:
-    """The reply with its thinking in the content, for templates that do not look for it elsewhere."""
+    """The reply with its thinking in the content, for templates that do not read `reasoning_content`."""
     kept = {key: value for key, value in reply.items() if key != "reasoning_content"}
     return {**kept, "content": _whole(reply)}
 
 
 def _apart(reply: Message) -> Message:
-    """The reply with its thinking in `reasoning_content` and the answer alone in the content."""
+    """The reply with its thinking in `reasoning_content` and only the answer in the content."""
     thinking, answer = split_thinking(content_text(reply))
     return {**reply, "content": answer, **({"reasoning_content": thinking} if thinking else {})}

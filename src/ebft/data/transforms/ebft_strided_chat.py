@@ -1,7 +1,7 @@
-"""Chats for strided mode: `{messages}` -> `{input_ids, labels, prompt_length}`, the last assistant turn a label.
+"""Chats for strided mode: `{messages}` -> `{input_ids, labels, prompt_length}`, with the last assistant turn as labels.
 
 The prompt is everything before the last assistant turn, with the chat template's generation prompt.
-`ebft.mask_thinking_ce` leaves thinking blocks of that turn without labels.
+`ebft.mask_thinking_ce` removes the labels of thinking blocks in that turn.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """Prompt/completion rows: `{input, output}` -> `{input_ids, labels, prompt_length}`.
 
-Prompt and completion are tokenised apart, so no token spans the boundary and `prompt_length` is exact; nothing is put
-between them. The completion ends with EOS. Other column names are those of `pairs.PAIRS`.
-`ebft.mask_thinking_ce` leaves thinking blocks of the completion without labels. `transform_prompts` gives
+Prompt and completion are tokenised separately, so no token spans the boundary and `prompt_length` is exact; nothing is
+inserted between them. The completion ends with EOS. Other supported column names are in `pairs.PAIRS`.
+`ebft.mask_thinking_ce` removes the labels of thinking blocks in the completion. `transform_prompts` returns
 `{prompt, ground_truth}`, both as text, for structured mode and `rl: grpo`: the same tokens, without a chat template.
 """
 
@@ -28,13 +28,13 @@ def transform(cfg, **kwargs):
             return row
         thought = token_mask(tokenizer, completion, thinking_spans(completion))
         masked = [False] * len(prompt_ids) + thought
-        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is learned
+        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 
     return transform_fn, {"remove_columns": "__all__"}
 
 
 def transform_prompts(cfg, **kwargs):
-    """Transform for rows whose prompt is continued as the text it is."""
+    """Transform for rows whose prompt is continued as plain text."""
 
     def transform_fn(example, tokenizer=None):
         prompt, completion = prompt_and_completion(example)
@@ -44,12 +44,12 @@ def transform_prompts(cfg, **kwargs):
 
 
 def _with_eos(tokenizer, ids: list[int]) -> list[int]:
-    """A reference teaches the model where to stop."""
+    """A reference ends with EOS, so that the model learns where to stop."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token.")
     return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
 def _without_eos(tokenizer, ids: list[int]) -> list[int]:
-    """Some tokenizers end every text with EOS; a prompt goes on."""
+    """Some tokenizers end every text with EOS, but a prompt is continued."""
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids

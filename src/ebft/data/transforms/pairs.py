@@ -1,4 +1,4 @@
-"""Columns of prompt and completion: the names that datasets give them, and reading the two texts of a row."""
+"""Columns of prompt and completion: their supported names, and reading the two texts of a row."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ PAIRS = (
 
 
 def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
-    """The two texts of the first of `PAIRS` that the row has; DataError where it has none of them.
+    """The two texts of the first of `PAIRS` that the row has. Raises DataError if it has none of them.
 
-    `instruction` with both `input` and `output` goes before the input, with an empty line between.
+    With `input` and `output`, an `instruction` is put before the input, separated by an empty line.
     """
     for prompt_column, completion_column in PAIRS:
         if prompt_column in example and completion_column in example:
@@ -30,6 +30,6 @@ def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
             return prompt, text_of(example, completion_column)
     known = ", ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS)
     raise DataError(
-        f"no prompt and completion columns: known pairs are {known}, the row has {', '.join(example)}. "
-        "Rename the columns, or write a transform of your own."
+        f"no prompt and completion columns: supported pairs are {known}, but the row has {', '.join(example)}. "
+        "Rename the columns, or write a custom transform."
     )

@@ -1,7 +1,7 @@
-"""What the built-in transforms share: reading a text column, tokenising, and the fields of a row.
+"""Functions shared by the built-in transforms: reading a text column, tokenising, and the fields of a row.
 
-A row with nothing to learn from (no text, no reference) is returned without tokens or without labels; the filter
-counts and drops it.
+A row that cannot be trained on (no text, no reference) is returned without tokens or without labels; it is then counted
+and dropped.
 """
 
 from typing import Any
@@ -10,36 +10,36 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import DataError
 
-IGNORE = -100  # label of a token that no loss predicts
+IGNORE = -100  # label of tokens that are ignored in the loss
 
 
 def text_of(example: dict[str, Any], column: str) -> str:
-    """The text in a column, empty for a missing value; DataError when it holds something else."""
+    """The text in a column, empty for a missing value. Raises DataError if it is not text."""
     value = example[column]
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"column {column!r} must hold text, it holds {type(value).__name__}")
+        raise DataError(f"column {column!r} must contain text, got {type(value).__name__}")
     return value
 
 
 def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
-    """The first of `columns` that the row has; DataError says what is `wanted` and how to `fix` it."""
+    """The first of `columns` that the row has. Raises DataError with what is `wanted` and how to `fix` it."""
     for column in columns:
         if column in example:
             return column
     raise DataError(
-        f"no column with {wanted}: looked for {', '.join(columns)}, the row has {', '.join(example)}. {fix}"
+        f"no column with {wanted}: expected {', '.join(columns)}, but the row has {', '.join(example)}. {fix}"
     )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    """Token ids of a text, with the tokenizer's own special tokens (such as BOS) where `special`."""
+    """Token ids of a text, with the special tokens that the tokenizer adds (such as BOS) if `special`."""
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def text_row(input_ids: list[int]) -> dict[str, Any]:
-    """Fields of a raw text: every token is a label, there is no prompt."""
+    """Fields of a raw text: all tokens are labels, and there is no prompt."""
     return {
         "input_ids": input_ids,
         "attention_mask": [1] * len(input_ids),
@@ -49,9 +49,9 @@ def text_row(input_ids: list[int]) -> dict[str, Any]:
 
 
 def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
-    """Fields of a row made of (token ids, trained on) segments, the last of which is the reference.
+    """Fields of a row that consists of (token ids, trained on) segments, the last of which is the reference.
 
-    `prompt_length` counts everything before the last segment. Labels are -100 where nothing is learned.
+    `prompt_length` counts all tokens before the last segment. Labels are -100 for tokens that are not trained on.
     """
     input_ids = [token for ids, _ in segments for token in ids]
     labels = [token if trained or train_on_inputs else IGNORE for ids, trained in segments for token in ids]
