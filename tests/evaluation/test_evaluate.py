@@ -188,6 +188,11 @@ def test_what_cannot_be_evaluated(write_config, models, tmp_path):
         measured(path, ["base"], models, "evaluation.pass_at=[9]")
 
 
+def test_rows_longer_than_the_models_positions_are_refused(write_config, models):
+    with pytest.raises(ConfigError, match="sequence_len: 100000 exceeds the"):
+        measured(write_config("strided"), ["base"], models, "sequence_len=100000")
+
+
 def test_another_tokenizer_is_refused(write_config, models, tmp_path):
     from tests.structured.conftest import make_chat_tokenizer
 

@@ -75,7 +75,8 @@ def test_broken_pattern(make_config):
 
 
 def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
-    model = adapted(make_config(**LORA, lora_target_linear=True, gradient_checkpointing=True))
+    config = make_config(**LORA, lora_target_linear=True)
+    model = load_model(config, load_tokenizer(config), gradient_checkpointing=True)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.train()
     ids = torch.tensor([[1, 2, 3, 4]])

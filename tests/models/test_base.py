@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.base import load_model
+from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 
@@ -76,9 +76,9 @@ def test_missing_device_is_ignored_with_a_warning(make_config, tokenizer, device
         load_model(make_config(device_map=device_map), tokenizer)
 
 
-def test_sequence_len_beyond_positions(make_config, tokenizer):
+def test_sequence_len_beyond_positions(make_config):
     with pytest.raises(ConfigError, match=r"sequence_len: 129 exceeds the 128 positions.*max_position_embeddings"):
-        load_model(make_config(sequence_len=129), tokenizer)
+        check_sequence_len(129, load_model_config(make_config()), "the model")
 
 
 def test_folder_without_model(make_config, tokenizer, tmp_path):

@@ -59,6 +59,11 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def test_rows_longer_than_the_models_positions_are_refused(make):
+    with pytest.raises(ConfigError, match="sequence_len: 129 exceeds the 128 positions"):
+        train(strided(make, sequence_len=129))
+
+
 def test_strided_lora(make):
     result = train(strided(make, **LORA, val_set_size=2, gradient_checkpointing=True))
     out = Path(result.output_dir)

@@ -14,7 +14,7 @@ from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.methods import METHODS, Method, find_method, own_keys
-from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
+from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.serving.keys import VLLMSection
 
@@ -77,9 +77,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     LengthKeys,
     OptimizerKeys,
     DataKeys,
-    AdapterKeys,
-    AttentionKeys,
-    ModelKeys,
+    ModelSettings,
     OwnKeys,
     MethodKeys,
 ):

@@ -9,7 +9,7 @@ from ebft.errors import DataError, EBFTError, ModelError
 from ebft.fetch.models import MODELS, fetched_folder, nearest_model
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelKeys
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 
@@ -48,7 +48,7 @@ def lasting_name(name: str) -> str:
     return name if folder is None else str(folder)
 
 
-def base_name(config: RunConfig) -> str:
+def base_name(config: ModelKeys) -> str:
     """The base model's absolute path or Hub id; the path of the GGUF file if `gguf_file` is set."""
     folder = lasting_name(config.base_model)
     return folder if config.gguf_file is None else str(Path(folder) / config.gguf_file)

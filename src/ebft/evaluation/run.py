@@ -19,6 +19,7 @@ from ebft.evaluation.rows import load_held_out
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
+from ebft.models.base import check_sequence_len, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.scores import Scores
 
@@ -42,6 +43,7 @@ def evaluate(
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
+    check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     names = list(dict.fromkeys(models)) if models else own_models(config)
     for name in names:
         check_model(config, name, tokenizer)

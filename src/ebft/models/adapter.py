@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from ebft.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelSettings
 
 
-def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | PeftModel:
+def attach_adapter(
+    model: PreTrainedModel, config: ModelSettings, gradient_checkpointing: bool = False
+) -> PreTrainedModel | PeftModel:
     """`model` with the adapter of the config, or `model` itself if the config has none.
 
     Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
@@ -29,7 +31,7 @@ def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel
         raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if config.gradient_checkpointing:
+    if gradient_checkpointing:
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
         model.enable_input_require_grads()
     if config.lora_model_dir is not None:
@@ -45,7 +47,7 @@ def attach_adapter(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel
         ) from error
 
 
-def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
+def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     """The PEFT config for the `lora_` keys."""
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -64,7 +66,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     )
 
 
-def _targets(model: PreTrainedModel, config: RunConfig) -> str | list[str]:
+def _targets(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
     wanted = config.lora_target_modules
     if wanted is None:
         return "all-linear"

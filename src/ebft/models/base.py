@@ -18,21 +18,22 @@ from ebft.models.pretrained import find_model, pretrained_config, pretrained_mod
 from ebft.models.quantisation import quantisation_config
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelSettings
 
 
-def load_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
+def load_model(
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, *, gradient_checkpointing: bool = False
+) -> PreTrainedModel | PeftModel:
     """The model to train: the base model, with an adapter if the config sets one."""
-    return attach_adapter(load_base_model(config, tokenizer), config)
+    return attach_adapter(load_base_model(config, tokenizer), config, gradient_checkpointing)
 
 
-def load_base_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The causal language model `base_model`, with embeddings resized to the tokenizer's vocabulary.
 
-    Raises ModelError if it cannot be found or loaded, ConfigError if `sequence_len` exceeds its number of positions.
+    Raises ModelError if it cannot be found or loaded.
     """
     name, model_config = find_base_model(config), load_model_config(config)
-    check_sequence_len(config.sequence_len, model_config, config.base_model)
     options = {
         "dtype": weights_dtype(config),
         "attn_implementation": usable_attention(config.attn_implementation),
@@ -54,7 +55,7 @@ def load_base_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
     return model
 
 
-def find_base_model(config: RunConfig) -> str:
+def find_base_model(config: ModelSettings) -> str:
     """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
     if config.gguf_file is not None:
         check_gguf_file(lasting_name(config.base_model), config.gguf_file)
@@ -62,7 +63,7 @@ def find_base_model(config: RunConfig) -> str:
     return find_model(config.base_model, "base_model")
 
 
-def load_model_config(config: RunConfig) -> Any:
+def load_model_config(config: ModelSettings) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
     name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
@@ -82,7 +83,7 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
         )
 
 
-def _check_growth(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
     size = model.get_input_embeddings().num_embeddings
     if is_gguf(base_name(config)) and config.adapter is not None and len(tokenizer) > size:

@@ -52,6 +52,20 @@ class ModelKeys(Section):
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
 
 
+class PrecisionKeys(Section):
+    """Data types of weights and computation."""
+
+    bf16: bool | Literal["auto"] = Field(
+        "auto",
+        description="Train in bfloat16, including the weights (without an adapter, torch_dtype: float32 preserves "
+        "small updates). auto enables it if the GPU supports it.",
+    )
+    fp16: bool = Field(False, description="Train in float16 mixed precision.")
+    tf32: bool | None = Field(
+        None, description="Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."
+    )
+
+
 class AttentionKeys(Section):
     """Attention implementation; the flags are aliases for its values."""
 
@@ -102,3 +116,7 @@ class AdapterKeys(Section):
         None,
         description="Folder of a saved adapter to continue training. Its settings take precedence over the lora_ keys.",
     )
+
+
+class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):
+    """Every key that loading a model reads."""

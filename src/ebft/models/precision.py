@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelSettings
 
 # Minimum fraction of 16-bit weights that a step should change. Below it, most updates are lost to rounding.
 ENOUGH = 0.25
 
 
-def weights_dtype(config: RunConfig) -> torch.dtype:
+def weights_dtype(config: ModelSettings) -> torch.dtype:
     """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32.
 
     `bf16: auto` means bfloat16 if the GPU supports it. `fp16` is mixed precision: its weights stay float32, since

@@ -12,10 +12,10 @@ from ebft.errors import ModelError
 from ebft.models.precision import weights_dtype
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelSettings
 
 
-def quantisation_config(config: RunConfig) -> BitsAndBytesConfig | None:
+def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
     """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, or None without quantisation.
 
     Raises ModelError if the package bitsandbytes or a CUDA device is missing.

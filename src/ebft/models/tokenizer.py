@@ -13,10 +13,10 @@ from ebft.models.chat_templates import apply_chat_template_choice
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.models.keys import ModelSettings
 
 
-def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
 
     `special_tokens` that are not in the vocabulary are added to it (`load_model` resizes the embeddings). Without a

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from ebft.config.section import Section
 from ebft.evaluation.keys import Steps
+from ebft.models.keys import PrecisionKeys
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
@@ -100,18 +101,9 @@ class CheckpointingKwargs(Section):
     )
 
 
-class HardwareKeys(Section):
+class HardwareKeys(PrecisionKeys):
     """Precision, memory, processes."""
 
-    bf16: bool | Literal["auto"] = Field(
-        "auto",
-        description="Train in bfloat16, including the weights (without an adapter, torch_dtype: float32 preserves "
-        "small updates). auto enables it if the GPU supports it.",
-    )
-    fp16: bool = Field(False, description="Train in float16 mixed precision.")
-    tf32: bool | None = Field(
-        None, description="Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."
-    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )

@@ -15,13 +15,13 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerStat
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.models.base import load_model
-from ebft.models.card import write_model_card
+from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
 from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
+from ebft.run.card import write_model_card
 from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
@@ -74,7 +74,8 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = config.method.load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
-    model = load_model(config, tokenizer)  # with its adapter, if configured
+    check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
+    model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
     warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)

@@ -1,7 +1,7 @@
 import yaml
 
 from ebft.config.schema import RunConfig
-from ebft.models.card import model_card
+from ebft.run.card import model_card
 
 KEYS = {
     "base_model": "some/model",
