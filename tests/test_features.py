@@ -26,7 +26,7 @@ def test_pooling_by_hand():
         torch.testing.assert_close(pool(block, method), torch.tensor([5.0, 4.0]) / 41**0.5)
     # positions 4 // 4, 4 // 2, 3 * 4 // 4
     torch.testing.assert_close(pool(block, "concat"), torch.tensor([0.0, 1.0, 0.0, 3.0, 4.0, 0.0]) / 26**0.5)
-    with pytest.raises(ValueError, match="embed_method 'first' is unknown"):
+    with pytest.raises(ValueError, match="invalid embed_method 'first'"):
         pool(block, "first")
 
 

@@ -124,5 +124,5 @@ def test_numbers_that_are_none():
         Scores().add("ce_loss", [0, 1], torch.tensor([1.0, float("nan")]))
     phi, phi_ref = embeddings()
     phi[1, 0] = float("inf")
-    with pytest.raises(NonFiniteLossError, match="feature network gives NaN"):
+    with pytest.raises(NonFiniteLossError, match="feature network returned NaN"):
         feature_scores(phi, phi_ref, alignment_coef=1.0, diversity_coef=1.0, pass_at=[1])

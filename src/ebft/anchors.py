@@ -1,4 +1,4 @@
-"""Where the blocks of a document may start: the one rule that data, layout and token counts share."""
+"""Placement of a document's blocks, shared by data loading, layout and token counts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def first_anchor(prompt_length, context_length: int, min_completion_prefix: int = 0):
-    """The first anchor a_0 of a row: `context_length` for text (`prompt_length` 0), else past the prompt.
+    """Return the first anchor a_0 of a row: `context_length` for text (`prompt_length` 0), otherwise after the prompt.
 
-    Takes an int or a long tensor of any shape, and returns the same.
+    `prompt_length` is an int or a long tensor of any shape; the result has the same type and shape.
     """
     if isinstance(prompt_length, Tensor):
         past_prompt = (prompt_length + min_completion_prefix).clamp_min(context_length)
@@ -18,7 +18,10 @@ def first_anchor(prompt_length, context_length: int, min_completion_prefix: int 
 
 
 def count_blocks(length, first, stride: int, generate_max_len: int):
-    """How many anchors `first + b * stride` leave room for a whole reference block; ints or long tensors."""
+    """Return the number of anchors `first + b * stride` that are followed by a full reference block.
+
+    `length` and `first` are ints or long tensors; the result has the same type.
+    """
     room = length - generate_max_len - first
     if isinstance(room, Tensor):
         return torch.where(room >= 0, room.div(stride, rounding_mode="floor") + 1, 0)

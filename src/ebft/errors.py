@@ -1,12 +1,12 @@
-"""The errors that a user can put right: one class per place where the mistake was made."""
+"""Errors that a user can correct, with one class for each source of error."""
 
 
 class EBFTError(ValueError):
-    """A mistake in what was given; its message says what, why it cannot work, and what to type instead."""
+    """Base class of errors caused by invalid input; the message names the cause and how to correct it."""
 
 
 class ConfigError(EBFTError):
-    """A config file, an override or an option is wrong."""
+    """A config file, an override or an option is invalid."""
 
 
 class DataError(EBFTError):
@@ -14,16 +14,16 @@ class DataError(EBFTError):
 
 
 class ModelError(EBFTError):
-    """A model, a tokenizer or an adapter cannot be loaded or cannot be trained this way."""
+    """A model, tokenizer or adapter cannot be loaded or is not supported."""
 
 
 class NonFiniteLossError(EBFTError):
-    """The loss or its gradient became NaN or infinite; training stopped before the update."""
+    """A loss, gradient, reward or metric is NaN or infinite; in training, raised before the update."""
 
 
 class RolloutError(EBFTError):
-    """Completions cannot be generated: no server, the wrong one, or one that does not answer as it should."""
+    """Completions cannot be generated: the server is unavailable, does not match the run, or returns an error."""
 
 
 class FetchError(EBFTError):
-    """A file cannot be downloaded, is not the one that was pinned, or cannot be written to the cache."""
+    """A file cannot be downloaded, does not match its checksum, or cannot be written to the cache."""

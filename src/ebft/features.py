@@ -1,4 +1,4 @@
-"""The frozen feature network: hidden states at chosen depths, normalised, pooled into one embedding per block.
+"""The frozen feature network: hidden states at selected depths, normalised and pooled into one embedding per block.
 
 B  rows   G  tokens per block   D  feature dimension
 """
@@ -25,20 +25,20 @@ EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 
 
 def feature_depths(fractions: list[float], num_layers: int) -> list[int]:
-    """Indices into `hidden_states` for fractions of the depth: `int(f * num_layers)`, 0 is the embedding output."""
+    """Return indices into `hidden_states` for fractions of the depth: `int(f * num_layers)`; 0 is the embedding."""
     return [int(f * num_layers) for f in fractions]
 
 
 def token_features(hidden_states: list[Tensor]) -> Tensor:
-    """Features of tokens from their states at each depth: every depth L2-normalised, then concatenated, float32."""
+    """Return the features of tokens: their states at each depth, L2-normalised and concatenated, in float32."""
     return torch.cat([F.normalize(states.float(), dim=-1) for states in hidden_states], dim=-1)
 
 
 def pool(features: Tensor, embed_method: str) -> Tensor:
-    """One L2-normalised embedding per block from its tokens' features (..., G, D): (..., D), or (..., 3 D) for concat.
+    """Pool the features of a block's tokens, (..., G, D), to an L2-normalised embedding: (..., D), or (..., 3 D).
 
-    In strided mode a block holds generated (or reference) tokens only, so `mean_pooling` and `completion_mean`
-    are the same mean.
+    The latter is the shape for `concat`. In strided mode, a block contains generated (or reference) tokens only, so
+    `mean_pooling` and `completion_mean` are equal. Raises ValueError for an unknown `embed_method`.
     """
     g = features.shape[-2]
     if embed_method == "last_token":
@@ -48,16 +48,16 @@ def pool(features: Tensor, embed_method: str) -> Tensor:
     elif embed_method == "concat":
         pooled = torch.cat([features[..., g * quarter // 4, :] for quarter in (1, 2, 3)], dim=-1)
     else:
-        raise ValueError(f"embed_method {embed_method!r} is unknown: use one of {', '.join(EMBED_METHODS)}")
+        raise ValueError(f"invalid embed_method {embed_method!r}; expected one of {', '.join(EMBED_METHODS)}")
     return F.normalize(pooled, dim=-1)
 
 
 class FeatureNetwork:
-    """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of it.
+    """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of the policy.
 
-    `device` is where the copy lives (None: beside the policy); it does not apply to an adapter's base model.
-    Make it before training starts: the copy is of the weights as they are. `copy=False` takes a model that nobody
-    trains as it is.
+    `device` is the device of the copy (None: that of the policy); it is not supported for models with an adapter. It
+    must be created before training, because the copy has the current weights. With `copy=False`, `model` is used
+    directly, which requires that it is not trained.
     """
 
     def __init__(
@@ -83,42 +83,42 @@ class FeatureNetwork:
         return next(self.causal_lm.parameters()).device
 
     def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:
-        """`hidden_states[d]` for each chosen depth d, (B, tokens, hidden size) each, without gradients.
+        """Return `hidden_states[d]` for each selected depth d, (B, tokens, hidden size) each, without gradients.
 
-        `forward` runs the network it is given and returns the backbone's last hidden state. Layers above
-        the deepest feature layer are taken out while it runs.
+        `forward` is called with the network and returns the backbone's last hidden state. Layers above the deepest
+        feature layer are removed during the call. Raises ModelError if the hidden states are not 3-dimensional.
         """
         with self.frozen(), _truncated(self.causal_lm, max(self._depths)) as found:
             last = forward(self._model)
         states = [found.get(d, last) for d in self._depths]
         if any(x.dim() != 3 for x in states):
             raise ModelError(
-                f"{type(self.causal_lm).__name__} carries several streams of hidden states between its layers "
-                f"({tuple(states[-1].shape)}), so a token has no one state to take features from. EBFT needs models "
-                "with one"
+                f"{type(self.causal_lm).__name__} has several streams of hidden states (shape "
+                f"{tuple(states[-1].shape)}), but EBFT requires models with a single hidden state per token and layer"
             )
         return states
 
     def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
-        """The same states as `output_hidden_states` gives them, every layer run, with eager attention."""
+        """Return the same states from `output_hidden_states`, running all layers with eager attention."""
         with override_attn_implementation(self.causal_lm, "eager"), self.frozen():
             states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
         return [states[d] for d in self._depths]
 
     @contextmanager
     def frozen(self) -> Iterator[nn.Module]:
-        """The network as a language model: in eval mode, without gradients, without adapter."""
+        """Yield the network as a language model, in eval mode, without gradients, with its adapter disabled."""
         with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
             yield self._model
 
 
 def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
-    """ModelError where a policy with more embeddings than the network sampled an id that the network does not know."""
+    """Raise ModelError if the largest sampled id is outside of the feature network's vocabulary."""
     known = network.causal_lm.get_input_embeddings().weight.shape[0]
     if largest >= known:
         raise ModelError(
-            f"the model sampled token {largest}, and the feature network embeds {known} tokens only: padding of its "
-            "larger vocabulary, which no trained model samples. Compare it with a base_model of its own size"
+            f"the model sampled token {largest}, but the feature network has only {known} token embeddings. The token "
+            "is padding of the model's larger vocabulary, which trained models do not sample. Use a base_model with "
+            "the same vocabulary size"
         )
 
 
@@ -135,7 +135,10 @@ def _is_one_of_many() -> bool:
 
 @torch.no_grad()
 def _take_weights_of_rank_0(model: nn.Module) -> None:
-    """FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 alone and shares them once training starts."""
+    """Broadcast the weights of rank 0.
+
+    FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 only and broadcasts them when training starts.
+    """
     device = PartialState().device
     for tensor in (*model.parameters(), *model.buffers()):
         shared = tensor.detach().to(device)
@@ -145,7 +148,7 @@ def _take_weights_of_rank_0(model: nn.Module) -> None:
 
 @contextmanager
 def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Tensor]]:
-    """Run only the first `depth` layers inside the block, and collect `hidden_states[d]` by d as they pass."""
+    """Run only the first `depth` layers inside the block, and collect `hidden_states[d]` by d."""
     owner, name = layers_at(causal_lm)
     layers = getattr(owner, name)
     found: dict[int, Tensor] = {}
@@ -160,7 +163,7 @@ def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Ten
         return hook
 
     kept = layers[: max(depth, 1)]
-    # hidden_states[last] is taken after the final norm, hence from the backbone: no hook for it here.
+    # hidden_states[last] includes the final norm, so it is taken from the backbone's output instead of a hook.
     handles = [layer.register_forward_hook(keep_output(i + 1)) for i, layer in enumerate(kept) if i + 1 < len(layers)]
     handles.append(kept[0].register_forward_pre_hook(keep_input, with_kwargs=True))
     owner._modules[name] = kept

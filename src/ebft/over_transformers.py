@@ -1,7 +1,7 @@
-"""What transformers does not promise, and is used here all the same.
+"""All use of undocumented and private interfaces of transformers.
 
-Every name that its documentation leaves out is imported in this file, and everything private is touched in it;
-tests/test_contracts.py looks for both in the installed release.
+Undocumented names are imported in this file only, and private attributes are accessed in this file only;
+tests/test_contracts.py checks both against the installed release.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ __all__ = [
 
 
 def has_running_state(causal_lm: PreTrainedModel) -> bool:
-    """Whether layers keep a state of the tokens so far in place of their keys and values."""
+    """Whether layers keep a recurrent state of previous tokens instead of their keys and values."""
     return causal_lm._is_stateful
 
 
 def use_one_gpu(args: TrainingArguments) -> None:
-    """Keep a process with several GPUs from using DataParallel, which would split what belongs together."""
+    """Prevent a process with several GPUs from using DataParallel, which would split batches that belong together."""
     args._n_gpu = min(args.n_gpu, 1)
 
 
 def load_weights(trainer: Trainer, folder: str) -> None:
-    """Load the weights, or the adapter, of a checkpoint into the trainer's model."""
+    """Load the weights or the adapter of a checkpoint into the trainer's model."""
     trainer._load_from_checkpoint(folder)
 
 
 def forget_title(config: PretrainedConfig) -> None:
-    """Take the title that a GGUF file gives its model out of its configuration: it is the name of no folder."""
+    """Remove the model title of a GGUF file from the configuration, since it is not the name of a folder."""
     if hasattr(config, "_model_name_or_path"):
         del config._model_name_or_path
 
 
 def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
-    """Whether attention goes through the functions registered with `AttentionInterface`."""
+    """Whether the model's attention uses the functions registered with `AttentionInterface`."""
     return causal_lm._supports_attention_backend
 
 
 def switch_attention(module: nn.Module, implementation: str) -> str:
-    """Have a module with a `config` use an attention implementation from now on; the one that it used before."""
+    """Set the attention implementation of a module with a `config`, and return the previous one."""
     before = module.config._attn_implementation
     module.config._attn_implementation = implementation
     return before
@@ -79,9 +79,9 @@ def switch_attention(module: nn.Module, implementation: str) -> str:
 
 @contextmanager
 def override_attn_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Use another attention implementation inside the block ("eager", "sdpa", ...), whatever raises in it.
+    """Use another attention implementation ("eager", "sdpa", ...) inside the block; restored also after exceptions.
 
-    For plain calls of a model: strided passes switch attention by themselves, call by call.
+    For plain calls of a model. Strided passes switch the attention implementation themselves for every call.
     """
     before = switch_attention(model, implementation)
     try:

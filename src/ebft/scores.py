@@ -1,4 +1,4 @@
-"""Held-out scores: sums per document for every metric, their means, and intervals by bootstrap over documents.
+"""Held-out scores: sums of every metric per document, their means, and bootstrap intervals over documents.
 
 M  groups of samples   N  samples of a group   D  documents   R  resamples
 """
@@ -19,21 +19,22 @@ from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
 
 CROSS_ENTROPY = {"perplexity": "ce_loss", "perplexity_all": "ce_loss_all"}
-CURVE = "curve"  # names of what is no number but a point of a curve: curve/NAME/POSITION
-_MAX_EXPONENT = 700.0  # of a float64
+CURVE = "curve"  # prefix of the names of points of curves: curve/NAME/POSITION
+_MAX_EXPONENT = 700.0  # exp() of larger float64 values overflows
 
 
 def feature_scores(
     phi: Tensor, phi_ref: Tensor, *, alignment_coef: float, diversity_coef: float, pass_at: Iterable[int]
 ) -> dict[str, Tensor]:
-    """Feature matching of groups (M, N, D') against references (M, D') in the one space that models compare in: (M,).
+    """Compute the feature-matching metrics of groups (M, N, D') and references (M, D'), by name: (M,) each.
 
-    Embeddings come normalised and unwhitened, `cfm_loss_whitened` apart, which whitens each group by its own samples.
-    `cfm_loss` is the unbiased estimate, and needs N >= 2. `X_pass@k` is the expected best of k samples.
+    Embeddings are normalised but not whitened, so that different models are comparable; only `cfm_loss_whitened`
+    whitens each group with its own samples. `cfm_loss` is the unbiased estimate and is omitted for N = 1. `X_pass@k` is
+    the expected maximum over k samples. Raises NonFiniteLossError for NaN or infinite embeddings.
     """
     if not (torch.isfinite(phi).all() and torch.isfinite(phi_ref).all()):
         raise NonFiniteLossError(
-            "The feature network gives NaN or infinity for held-out text. Load it in bfloat16 or float32 rather than "
+            "The feature network returned NaN or infinity for held-out text. Load it in bfloat16 or float32 instead of "
             "float16, and check its weights."
         )
     alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
@@ -53,31 +54,31 @@ def feature_scores(
 
 
 def feature_score_names(num_samples: int, pass_at: Iterable[int]) -> list[str]:
-    """The names that `feature_scores` gives for groups of `num_samples`."""
+    """Return the names of the metrics of `feature_scores` for groups of `num_samples`."""
     phi = torch.eye(num_samples, num_samples + 1)[None]
     return list(feature_scores(phi, phi[:, 0], alignment_coef=1.0, diversity_coef=1.0, pass_at=pass_at))
 
 
 def best_of(values: Tensor, k: int) -> Tensor:
-    """Expected largest of k of the N values (..., N), drawn without replacement: (...).
+    """Return the expected maximum of k of the N values (..., N), drawn without replacement: (...).
 
-    For values of 0 and 1 it is the usual unbiased pass@k, `1 - C(N - c, k) / C(N, k)`; for k = 1 the mean, for k = N
-    the largest.
+    For values of 0 and 1, this is the usual unbiased pass@k, `1 - C(N - c, k) / C(N, k)`; for k = 1 the mean, for
+    k = N the maximum. Raises ValueError unless 1 <= k <= N.
     """
     n = values.shape[-1]
     if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs between 1 and {n} (the samples there are) of them")
+        raise ValueError(f"invalid k of pass@{k}; expected a value from 1 to the number of samples {n}")
     ways = torch.tensor([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)], dtype=torch.float64)
     return (values.double().sort(-1).values * ways.to(values.device)).sum(-1).to(values.dtype)
 
 
 def perplexities(means: Mapping[str, float]) -> dict[str, float]:
-    """`perplexity` of each mean cross-entropy."""
+    """Return the perplexity of each mean cross-entropy."""
     return {name: math.exp(min(means[ce], _MAX_EXPONENT)) for name, ce in CROSS_ENTROPY.items() if ce in means}
 
 
 def curve_lengths(longest: int) -> list[int]:
-    """Lengths of completions at which a curve has points: the powers of two below the longest, and the longest."""
+    """Return the completion lengths at which a curve has points: the powers of two below `longest`, and `longest`."""
     return [*(2**i for i in range(longest.bit_length()) if 2**i < longest), longest]
 
 
@@ -85,20 +86,23 @@ def curve_lengths(longest: int) -> list[int]:
 class Scores:
     """Sums and weights of every metric for every document; a metric's mean is the ratio of its two sums.
 
-    Documents are what the bootstrap draws: blocks, samples and tokens of one document stay together.
+    The bootstrap resamples documents, so the blocks, samples and tokens of a document stay together.
     """
 
     sums: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
     samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # for histograms
 
     def add(self, name: str, documents: Iterable[int], totals: Any, weights: Any = None) -> None:
-        """Add `totals`, one for each of `documents`, each a sum over `weights` items (None: over one)."""
+        """Add one value of `totals` for each of `documents`, each a sum over `weights` items (None: one item).
+
+        Raises NonFiniteLossError for NaN or infinite values.
+        """
         totals = _numbers(totals)
         weights = np.ones_like(totals) if weights is None else _numbers(weights)
         if not np.isfinite(totals).all():
             raise NonFiniteLossError(
-                f"{name} is not finite on held-out text: the model gives NaN or infinity there. Load it in bfloat16 or "
-                "float32 rather than float16, and check its weights."
+                f"{name} is not finite on held-out text: the model returned NaN or infinity. Load it in bfloat16 or "
+                "float32 instead of float16, and check its weights."
             )
         entries = self.sums[name]
         for document, total, weight in zip(documents, totals, weights, strict=True):
@@ -107,20 +111,23 @@ class Scores:
             entry[1] += weight
 
     def add_all(self, values: Mapping[str, Tensor], documents: Iterable[int]) -> None:
-        """Add values (M,) by name, each of the document with the same index."""
+        """Add values (M,) by name; `documents` contains the document of each value."""
         documents = list(documents)
         for name, value in values.items():
             self.add(name, documents, value)
 
     def keep_samples(self, phi: Tensor, phi_ref: Tensor, alignment_coef: float, diversity_coef: float) -> None:
-        """Keep alignment and reward of every single sample of groups (M, N, D')."""
+        """Keep the alignment and reward of every sample of groups (M, N, D'), for histograms."""
         alignment = alignment_rewards(phi, phi_ref)
         reward = alignment_coef * alignment - diversity_coef * diversity_rewards(phi)
         self.samples["alignment"] += alignment.flatten().tolist()
         self.samples["reward"] += reward.flatten().tolist()
 
     def means(self, accelerator: Any = None) -> dict[str, float]:
-        """Means by name, of all ranks where they add the same names; perplexities beside cross-entropies."""
+        """Return the means by name, including perplexities; with `accelerator`, over all ranks.
+
+        All ranks must have added the same names.
+        """
         means = {}
         for name, entries in self.sums.items():
             pair = torch.tensor(list(entries.values()) or [[0.0, 0.0]], dtype=torch.float64).sum(0)
@@ -132,7 +139,7 @@ class Scores:
         return means | perplexities(means)
 
     def per_document(self) -> dict[str, dict[str, list]]:
-        """Of every metric that is a ratio of sums: its documents, and the sum and the weight of each."""
+        """Return the documents of every metric that is not a curve, with the sum and weight of each document."""
         found = {}
         for name, entries in self.sums.items():
             if entries and not name.startswith(f"{CURVE}/"):
@@ -145,9 +152,9 @@ class Scores:
         return found
 
     def resampled(self, documents: Sequence[int], resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
-        """Means of `resamples` draws of as many of `documents` with replacement: (R,) by name.
+        """Return the means of `resamples` bootstrap samples of `documents`, by name: (R,) each.
 
-        Draws depend on the seed and the documents alone: those of two models over the same documents are paired.
+        The bootstrap samples depend only on the seed and the documents, so those of different models are paired.
         """
         rng = np.random.default_rng(seed)
         times_RD = rng.multinomial(len(documents), [1 / len(documents)] * len(documents), size=resamples)
@@ -155,7 +162,7 @@ class Scores:
         for name, entries in self.sums.items():
             pairs_D2 = np.array([entries.get(document, (0.0, 0.0)) for document in documents])
             totals_R, weights_R = (times_RD @ pairs_D2).T
-            # A draw may hold no document that a metric applies to.
+            # A bootstrap sample may contain no document that the metric applies to.
             drawn[name] = np.divide(totals_R, weights_R, out=np.full(resamples, np.nan), where=weights_R > 0)
         for name, ce in CROSS_ENTROPY.items():
             if ce in drawn:
@@ -164,7 +171,7 @@ class Scores:
 
 
 def interval(draws: np.ndarray, confidence: float) -> list[float] | None:
-    """The central interval that holds `confidence` of the draws (R,); None where no draw has a value."""
+    """Return the central interval that contains a fraction `confidence` of the draws (R,), or None if all are NaN."""
     draws = draws[~np.isnan(draws)]
     if not len(draws):
         return None

@@ -1,3 +1,4 @@
+import json
 import re
 import resource
 import signal
@@ -35,6 +36,17 @@ def test_help_is_fast_and_imports_no_torch():
 def test_train_help_names_every_top_level_key(ebft):
     text = plain(ebft("train", "--help").output)
     assert [name for name in RunConfig.model_fields if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
+    schema = json.loads(ebft("config", "--json-schema").output)
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    assert schema["properties"]["learning_rate"]["exclusiveMinimum"] == 0
+    section = schema["$defs"][schema["properties"]["ebft"]["$ref"].rpartition("/")[2]]
+    assert section["properties"]["mode"]["enum"] == ["structured", "strided"]
+    assert all("description" in option for option in section["properties"].values())
+    result = ebft("config", "--json-schema", "stride")
+    assert result.exit_code == 2 and "Leave out" in plain(result.output)
 
 
 def test_config_prints_every_key(ebft):

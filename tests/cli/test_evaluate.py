@@ -80,7 +80,7 @@ def test_what_was_measured_before_a_model_failed_is_kept(ebft, write_config, mod
     [
         (["--model", "./nothing/here"], "the local path './nothing/here' does not exist"),
         (["--metric", "tests.evaluation.metrics.nothing"], "has no function 'nothing'"),
-        (["--output", "/proc/nowhere/result.json"], "cannot be written"),
+        (["--output", "/proc/nowhere/result.json"], "cannot write"),
         (["evaluation.sample=3"], "Did you mean"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_server_that_ends_by_itself(serve):
     process = serve("--verbose", program="import sys; sys.exit('stand-in: no memory left')")
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and output == ""
-    assert "Error: vLLM ended before it was ready, with exit code 1" in errors and "model-out/vllm.log" in errors
+    assert "Error: vLLM exited before it was ready (exit code 1)" in errors and "model-out/vllm.log" in errors
     assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message
 
 
@@ -127,8 +127,8 @@ def test_a_server_that_does_not_become_ready(serve, tmp_path):
     ("argument", "message"),
     [
         ("vllm.prot=1", "vllm.port"),
-        ("vllm.python=/nowhere/python", "vllm.python: /nowhere/python is not a program"),
-        ("lora_r=600", "beyond the 512"),
+        ("vllm.python=/nowhere/python", "vllm.python: /nowhere/python is not an executable"),
+        ("lora_r=600", "exceeds the maximum of 512"),
         ("--port=1", "written without dashes"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_server_that_training_starts_listens_where_the_trainer_connects():
 
 def test_two_completions_have_no_diversity_gradient(tmp_path):
     common = {"output_dir": str(tmp_path), "report_to": "none", "per_device_train_batch_size": 4}
-    with pytest.warns(UserWarning, match="diversity_coef has no gradient with num_generations: 2"):
+    with pytest.warns(UserWarning, match="diversity_coef has no effect on the gradient with num_generations: 2"):
         EBFTConfig(**common, num_generations=2)
     with warnings.catch_warnings(action="error", category=UserWarning):
         EBFTConfig(**common, num_generations=2, diversity_coef=0.0)

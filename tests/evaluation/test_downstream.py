@@ -84,7 +84,7 @@ def test_names_that_are_shared_stay_apart():
     assert list(load_metrics(["os.path.exists", "pathlib.os.path.exists"][:1])) == ["exists"]
     assert list(load_metrics(["posixpath.join", "ntpath.join"])) == ["posixpath.join", "ntpath.join"]
     assert list(load_metrics(["tests.evaluation.metrics.reward"])) == ["tests.evaluation.metrics.reward"]
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="listed more than once"):
         load_metrics([f"{HERE}.length", f"{HERE}.length"])
     with pytest.raises(ConfigError, match="has no function 'lenght'"):
         load_metrics([f"{HERE}.lenght"])
@@ -117,7 +117,7 @@ def test_names_of_ours_are_not_mixed_with_those_of_the_user(write_config, models
 
 def test_raw_text_has_no_prompt_to_complete(write_config, models):
     path = write_config("texts", evaluation={"metrics": [f"{HERE}.length"]})
-    with pytest.raises(DataError, match="text without one"):
+    with pytest.raises(DataError, match="text without prompts"):
         evaluate(load_config(path), [str(models / "base")])
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_evaluated(write_config, models, tmp_path):
         measured(path, ["base"], models, "test_datasets=[]")
     with pytest.raises(ModelError, match="--model: the local path '.*nothing.*does not exist"):
         measured(path, ["nothing"], models)
-    with pytest.raises(ConfigError, match="pass@9 needs as many samples, and there are 3"):
+    with pytest.raises(ConfigError, match="pass@9 requires at least as many samples, got 3"):
         measured(path, ["base"], models, "evaluation.pass_at=[9]")
 
 
@@ -193,7 +193,7 @@ def test_another_tokenizer_is_refused(write_config, models, tmp_path):
 
     shutil.copytree(models / "base", tmp_path / "foreign")
     make_chat_tokenizer().save_pretrained(tmp_path / "foreign")
-    with pytest.raises(ModelError, match="its tokenizer gives other tokens"):
+    with pytest.raises(ModelError, match="its tokenizer differs"):
         evaluate(load_config(write_config("strided")), [str(tmp_path / "foreign")])
 
 
@@ -212,14 +212,14 @@ def test_a_larger_vocabulary_may_not_be_sampled_from(write_config, models, tmp_p
         model.resize_token_embeddings(600, mean_resizing=False)
 
     config = load_config(write_config("strided"))
-    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*embeds 512 tokens only"):
+    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*has only 512 token embeddings"):
         evaluate(config, [save_changed(models, tmp_path / "padded", grow)])
 
 
 def test_a_smaller_vocabulary_is_refused_before_anything_is_measured(write_config, models, tmp_path, monkeypatch):
     small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
     monkeypatch.setattr("ebft.evaluation.run.load_subject", None)
-    with pytest.raises(ModelError, match="it knows 300 tokens, and the tokenizer .* has 512"):
+    with pytest.raises(ModelError, match="its vocab_size is 300, but the tokenizer .* has 512"):
         evaluate(load_config(write_config("strided")), [str(models / "base"), small])
 
 
@@ -270,7 +270,7 @@ def test_own_samples_are_judged_at_temperature_one(write_config, models):
 
 def test_generation_kwargs_cannot_change_what_is_measured(write_config, models):
     path = write_config("structured")
-    with pytest.raises(ConfigError, match="do_sample is not set there"):
+    with pytest.raises(ConfigError, match="do_sample cannot be set here"):
         measured(path, ["base"], models, "trl.generation_kwargs={do_sample: true}")
     with pytest.warns(UserWarning, match="trl.generation_kwargs.min_tokens, trl.vllm_guided_decoding_regex"):
         measured(
@@ -292,7 +292,7 @@ def test_labels_of_earlier_turns_count_in_plain_fine_tuning(write_config, models
 def test_nothing_to_measure(write_config, models):
     path = write_config("structured", rl="grpo", trl={"reward_funcs": ["tests.evaluation.metrics.length"]})
     config = load_config(path, ["test_datasets.0.type=tests.evaluation.metrics.only_prompts"])
-    with pytest.raises(DataError, match="nothing can be measured"):
+    with pytest.raises(DataError, match="nothing to evaluate"):
         evaluate(config, [str(models / "base")])
 
 
@@ -303,7 +303,7 @@ def test_a_path_is_no_config(write_config):
 
 def test_several_processes_are_refused(write_config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
+    with pytest.raises(ConfigError, match="single process"):
         evaluate(load_config(write_config("strided")))
 
 

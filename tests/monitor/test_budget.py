@@ -75,11 +75,11 @@ def test_a_limit_ends_training(tmp_path, capsys, limits, step):
     assert trainer.state.global_step == step
     said = capsys.readouterr().out
     if step == 3:
-        assert "ends training" not in said
+        assert "Stopping" not in said
         return
     (name, limit), spent = next(iter(limits.items())), entries(trainer)[-1]
     value = spent[f"budget/{name}"]
-    assert f"budget.{name} {limit:,} ends training at step {step}, with {value:,}" in said
+    assert f"Stopping at step {step}: budget.{name} {limit:,} is reached ({value:,})" in said
     assert "loss" in spent or "loss" in entries(trainer)[-2]
     assert (tmp_path / f"checkpoint-{step}").is_dir()
 

@@ -18,7 +18,7 @@ def test_without_an_adapter(make_config):
 
 
 def test_too_large_a_rank(make_config):
-    with pytest.raises(ConfigError, match="lora_r: an adapter of rank 600 is beyond the 512"):
+    with pytest.raises(ConfigError, match="lora_r: the adapter's rank 600 exceeds the maximum of 512"):
         max_lora_rank(make_config(adapter="lora", lora_r=600))
 
 
@@ -40,7 +40,7 @@ def test_the_rank_of_a_saved_adapter(make_config, tmp_path, saved, limit):
 def test_a_saved_adapter_that_cannot_be_read(make_config, tmp_path, text):
     if text is not None:
         (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ConfigError, match="lora_model_dir: no LoRA rank can be read from .*adapter_config.json"):
+    with pytest.raises(ConfigError, match="lora_model_dir: cannot read a LoRA rank from .*adapter_config.json"):
         max_lora_rank(make_config(adapter="lora", lora_model_dir=str(tmp_path)))
 
 

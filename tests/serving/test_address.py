@@ -14,5 +14,5 @@ def test_a_free_port(host):
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
 def test_an_address_of_another_machine(host):
-    with pytest.raises(ConfigError, match=f"no server can listen on {host}.*Set vllm.host to an address of this"):
+    with pytest.raises(ConfigError, match=f"cannot listen on {host}.*Set vllm.host to an address of this"):
         check_free(host, free_port())

@@ -138,7 +138,7 @@ def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypat
 @pytest.mark.parametrize("keys", [{"gguf_file": "a.gguf"}, {"base_model": "nowhere/model/a.gguf"}])
 def test_a_gguf_file_is_refused(make_config, keys):
     config = make_config(**keys, trl={"vllm_mode": "server"})  # trains with a server of another name
-    with pytest.raises(ConfigError, match="vLLM serves a folder.*`ebft fetch nowhere/model/a.gguf --to DIR`"):
+    with pytest.raises(ConfigError, match="vLLM requires a folder.*`ebft fetch nowhere/model/a.gguf --to DIR`"):
         command(config)
 
 
@@ -152,7 +152,7 @@ def test_the_users_environment_wins(make_config):
 def test_the_device(make_config):
     made = command(make_config(vllm={"device": "cpu"}), gpus=2)
     assert "--gpu-memory-utilization" not in made.command and made.environment["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(ConfigError, match="vllm.device: cuda, but there is no GPU here"):
+    with pytest.raises(ConfigError, match="vllm.device: cuda requires a GPU, but none is available"):
         command(make_config(vllm={"device": "cuda"}))
 
 

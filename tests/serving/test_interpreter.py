@@ -32,11 +32,11 @@ def test_no_package(make_config, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install vllm.*set vllm.python"):
         find_interpreter(make_config())
-    with pytest.raises(ConfigError, match=f"vllm.python: {sys.executable} has no package vllm"):
+    with pytest.raises(ConfigError, match=f"vllm.python: the package vllm is not installed in {sys.executable}"):
         find_interpreter(make_config(vllm={"python": sys.executable}))
 
 
 @pytest.mark.parametrize("python", ["/nowhere/bin/python", "no-such-python"])
 def test_no_program(make_config, python):
-    with pytest.raises(ConfigError, match=f"vllm.python: {python} is not a program"):
+    with pytest.raises(ConfigError, match=f"vllm.python: {python} is not an executable"):
         find_interpreter(make_config(vllm={"python": python}))

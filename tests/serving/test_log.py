@@ -11,7 +11,7 @@ def test_the_tail_is_of_the_present_start(tmp_path):
     with log.open(["first"]) as file:
         file.write(b"old\n")
     with log.open(["second", "a b"]) as file:
-        assert log.tail() == f"It wrote nothing to its log {log.path}."
+        assert log.tail() == f"Its log {log.path} is empty."
         file.write(b"".join(b"line %d\n" % number for number in range(100)))
     first, *lines = log.tail().splitlines()
     assert str(log.path) in first

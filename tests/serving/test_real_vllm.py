@@ -163,4 +163,4 @@ def test_a_model_that_vllm_cannot_load(tmp_path):
     command = [sys.executable, "-m", "ebft.cli", "vllm-serve", path, *overrides]
     result = subprocess.run(command, capture_output=True, text=True, timeout=READY_WITHIN)
     assert result.returncode == 1 and result.stdout == ""
-    assert "vLLM ended before it was ready" in result.stderr and "vllm.log" in result.stderr
+    assert "vLLM exited before it was ready" in result.stderr and "vllm.log" in result.stderr

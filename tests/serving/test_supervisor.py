@@ -120,4 +120,4 @@ def test_wrong_commands():
 
     assert run("sleep", "1").returncode == 2
     result = run("--", "/nowhere/python")
-    assert result.returncode == 127 and "/nowhere/python cannot be started" in result.stderr
+    assert result.returncode == 127 and "cannot start /nowhere/python" in result.stderr

@@ -75,5 +75,5 @@ def test_batching_and_seed():
 
 
 def test_nothing_to_evaluate_on_is_an_error():
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
+    with pytest.raises(ValueError, match="the held-out set is empty"):
         metrics_of(tiny_model("llama"), [], 1)

@@ -73,7 +73,7 @@ def test_dense_mask_scores_like_short_sequences():
 
 
 def test_too_short_a_length_is_refused():
-    with pytest.raises(ValueError, match="need 28"):
+    with pytest.raises(ValueError, match="requires at least 28"):
         build_strided_position_ids(27, 20, 3, 2, 4, 4, "cpu")
 
 

@@ -77,16 +77,16 @@ def test_positions_part_a_row_into_documents():
     assert documents.ce_mask.int().tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1]
     given = Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0, 0, 1])})
     assert given.ce_mask.int().tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
-    with pytest.raises(ValueError, match="one number >= 0 per document, .* for 4 documents"):
+    with pytest.raises(ValueError, match="one non-negative value per document, .* for 4 documents"):
         Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0])})
     inputs["position_ids"][0, 1] = 5
-    with pytest.raises(ValueError, match="position_ids must count 0, 1, 2"):
+    with pytest.raises(ValueError, match="position_ids must be 0, 1, 2"):
         Documents.from_inputs(inputs)
 
 
 @pytest.mark.parametrize(
     ("mask", "match"),
-    [([1, 1, 2, 2], "must be 0 or 1, got 2: .* position_ids"), ([1, 0, 1, 1], "holes"), ([0, 1, 0, 1], "holes")],
+    [([1, 1, 2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 0, 1, 1], "gaps"), ([0, 1, 0, 1], "gaps")],
 )
 def test_masks_that_are_no_padding_are_refused(mask, match):
     inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0], mask])}

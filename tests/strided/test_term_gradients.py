@@ -102,7 +102,7 @@ def test_a_term_without_weight_has_the_norm_zero(absent, present, tmp_path):
 
 def test_where_one_term_has_no_gradient_of_its_own_it_is_refused(tmp_path):
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ConfigError, match="grad_norms_every cannot be combined with reentrant gradient checkpointing"):
+    with pytest.raises(ConfigError, match="grad_norms_every is incompatible with reentrant gradient checkpointing"):
         make(tmp_path, grad_norms_every=2, **reentrant)
     make(tmp_path, grad_norms_every=0, **reentrant)
 

@@ -157,7 +157,7 @@ def test_refuses_what_does_not_fit(model, chat_tokenizer, change, error, message
 
 def test_larger_groups_than_its_own_are_warned_of(model, chat_tokenizer):
     given = {"completion_ids": [[5], [6], [7], [8]] * 2, "ground_truth": ["x"] * 4 + ["y"] * 4}
-    with pytest.warns(UserWarning, match="num_generations 2, and every prompt comes 4 times or more in a row"):
+    with pytest.warns(UserWarning, match="num_generations 2, but every prompt occurs at least 4 times in a row"):
         FeatureMatchingReward(model, chat_tokenizer, 2)(["a"] * 4 + ["b"] * 4, **given)
 
 

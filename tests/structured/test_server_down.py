@@ -28,6 +28,6 @@ def test_a_server_that_is_never_up(tmp_path, host):
         }
     )
     began = time.monotonic()
-    with pytest.raises(RolloutError, match=f"127.0.0.1:{port} is not up after 1.5 s .*`ebft vllm-serve CONFIG`"):
+    with pytest.raises(RolloutError, match=f"127.0.0.1:{port} is not ready after 1.5 s .*`ebft vllm-serve CONFIG`"):
         train(config)
     assert time.monotonic() - began < 10

@@ -415,14 +415,14 @@ def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokeni
     trainer.train()
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     policy.resize_token_embeddings(len(chat_tokenizer) + 8)
-    with pytest.raises(ModelError, match="its base model as saved, which has 260 token embeddings"):
+    with pytest.raises(ModelError, match="its saved base model, but the base model has 260 token embeddings"):
         make(policy, chat_tokenizer, tmp_path, beta=0.1)
 
 
 def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):
     trainer = make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path)
     trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
-    with pytest.raises(NonFiniteLossError, match="The loss is nan at step 0, in a batch of prompts that begin with"):
+    with pytest.raises(NonFiniteLossError, match="The loss is nan at step 0, in a batch of prompts that start with"):
         trainer.train()
     infinite = lambda completions, **_: [float("inf")] * len(completions)
     trainer = EBFTTrainer(

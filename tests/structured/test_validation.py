@@ -13,7 +13,7 @@ from tests.structured.test_trainer import arguments, make, rows
 
 
 def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="does not keep its decoder under its base_model_prefix"):
+    with pytest.raises(ModelError, match="has no decoder under its base_model_prefix"):
         make(tiny_model("llama4_text"), chat_tokenizer, tmp_path)
 
 
@@ -35,12 +35,12 @@ def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (Dataset.from_list([{"prompt": "a"}]), "ground_truth are needed"),
-        ([{"prompt": "a", "ground_truth": "b"}], "Give datasets.Dataset.from_list"),
+        (Dataset.from_list([{"prompt": "a"}]), "not the required ground_truth"),
+        ([{"prompt": "a", "ground_truth": "b"}], "Use datasets.Dataset.from_list"),
         (Dataset.from_list([{"prompt": "a", "ground_truth": t} for t in "ab c"]), "1 rows without .* row 2"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b " * 300}] * 3), "do not fit the 512 positions"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b", "completions": "c"}]), "a name that reward functions"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b"}]), "1 prompts do not fill one generation batch of 3"),
+        (Dataset.from_list([{"prompt": "a", "ground_truth": "b " * 300}] * 3), r"max_position_embeddings \(512\)"),
+        (Dataset.from_list([{"prompt": "a", "ground_truth": "b", "completions": "c"}]), "an argument of reward"),
+        (Dataset.from_list([{"prompt": "a", "ground_truth": "b"}]), "1 prompts are fewer than the 3 of one generation"),
     ],
 )
 def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
@@ -51,11 +51,11 @@ def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"temperature": 0.1}, "temperature is not set there. It has an option of its own"),
+        ({"temperature": 0.1}, "temperature cannot be set here. Use the option of the same name"),
         ({"max_tokens": 2}, "Set max_completion_length"),
-        ({"num_beams": 2}, "The trainer sets it"),
-        ({"banana": 1}, "takes no 'banana' here"),
-        ({"stop": ["a"]}, "takes no 'stop' here"),
+        ({"num_beams": 2}, "It is set by the trainer"),
+        ({"banana": 1}, "'banana' is not supported"),
+        ({"stop": ["a"]}, "'stop' is not supported"),
     ],
 )
 def test_generation_kwargs_that_would_sample_otherwise(tmp_path, kwargs, message):

@@ -376,7 +376,7 @@ def test_a_generation_without_tokens_is_an_error(base, port, tmp_path):
     with Proxy(port) as proxy:
         trainer = make(base, arguments(tmp_path, proxy.port))
         proxy.change = empty
-        with pytest.raises(RolloutError, match="returned no tokens, twice, for a prompt of"):
+        with pytest.raises(RolloutError, match="returned no tokens in two attempts for a prompt of"):
             trainer.train()
 
 
@@ -392,7 +392,7 @@ def test_a_failure_ahead_of_time_surfaces_with_its_cause(base, port, tmp_path):
             proxy.change = lose_logps
 
         trainer.add_callback(_OnStepEnd(break_it))
-        with pytest.raises(RolloutError, match="tokens with .* log-probabilities"):
+        with pytest.raises(RolloutError, match="tokens but .* log-probabilities"):
             trainer.train()
         assert 1 <= trainer.state.global_step <= 3
     names = {thread.name for thread in __import__("threading").enumerate()}
@@ -441,7 +441,7 @@ def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatc
         monkeypatch.setattr(trainer.model, "save_pretrained", full)
     else:
         (tmp_path / "vllm_adapters").write_text("in the way")
-    with pytest.raises(RolloutError, match="adapter for vLLM cannot be written to .*vllm_adapters .*output_dir"):
+    with pytest.raises(RolloutError, match="Cannot write the adapter for vLLM to .*vllm_adapters .*output_dir"):
         trainer.train()
     assert Path(trainer.args.output_dir).exists()
 

@@ -1,5 +1,6 @@
 """`ebft config`: list all config keys; `ebft config --check FILE`: check a config file."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from ebft.cli.console import polite
 from ebft.cli.listing import option_listing
 from ebft.config.load import load_config
 from ebft.config.reference import changed_keys
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 
@@ -40,8 +42,16 @@ def command(
         Path | None,
         typer.Option("--check", metavar="FILE", help=CHECK_HELP, show_default=False),
     ] = None,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
+    ] = False,
 ) -> None:
-    """Print the keys, or the settings of a checked file that differ from the defaults."""
+    """Print the keys, their JSON schema, or the settings of a checked file that differ from the defaults."""
+    if json_schema:
+        if check is not None or words:
+            raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+        return
     console = Console(soft_wrap=check is not None)
     if check is None:
         search = " ".join(words or [])

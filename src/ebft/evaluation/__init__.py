@@ -1,1 +1,1 @@
-"""Evaluation of models on held-out data, side by side: cross-entropy, feature matching, downstream metrics."""
+"""Evaluation and comparison of models on held-out data: cross-entropy, feature matching and downstream metrics."""

@@ -1,4 +1,4 @@
-"""Full completions of a model under evaluation, sampled and greedy, the same noise for every model."""
+"""Sampled and greedy full completions of the evaluated models, with the same random seeds for every model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
 
 
 class Completions:
-    """Samples completions by `generate()`, `settings.samples` per prompt, and one greedy one."""
+    """Generates `settings.samples` sampled completions and one greedy completion per prompt with `generate()`."""
 
     def __init__(self, policy: nn.Module, renderer: Renderer, task: Task) -> None:
         settings, of_run = task.settings, task.config.method.sampling(task.config)
@@ -39,7 +39,7 @@ class Completions:
         self._limits = Limits(settings.max_new_tokens, settings.by_reference, positions)
 
     def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
-        """The samples of each conversation; the noise belongs to the seed and `name`."""
+        """Return the samples of each conversation; the random numbers depend on the seed and `name`."""
         n = self._settings.samples
         repeated = [conversation for conversation in conversations for _ in range(n)]
         with _seeded(f"{self._settings.seed}:{name}"):
@@ -47,24 +47,24 @@ class Completions:
         return [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
 
     def greedy(self, conversations: list[Conversation]) -> list[Rollout]:
-        """The most likely completion of each conversation, token by token."""
+        """Return the greedy completion of each conversation."""
         return roll_out(self._greedy, conversations, self._limits, self.end_ids)
 
     def text(self, ids: list[int]) -> str:
-        """A reply as text, without the token that ends it."""
+        """Decode a reply, without its end token."""
         return self.tokenizer.decode(without_end(ids, self.end_ids), skip_special_tokens=True)
 
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
-    """What `generate` takes of `trl.generation_kwargs`, with a warning for what only vLLM does."""
+    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for those that only vLLM supports."""
     check_own_kwargs(kwargs)
     known = generate_kwargs()
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
     left += ["vllm_guided_decoding_regex"] if regex is not None else []
     if left:
         warnings.warn(
-            f"trl.{', trl.'.join(left)}: `ebft evaluate` samples by generate(), which has no such option, so "
-            "completions are sampled without it.",
+            f"trl.{', trl.'.join(left)}: ignored, because `ebft evaluate` samples with generate(), which does not "
+            "support it.",
             stacklevel=2,
         )
     return {key: value for key, value in kwargs.items() if key in known}
@@ -72,7 +72,7 @@ def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
 
 @contextmanager
 def _seeded(key: str) -> Iterator[None]:
-    """Global random numbers from `key` inside the block, as `generate` draws them; as they were after it."""
+    """Seed the global random number generators, which `generate` uses, with `key`; restore their states afterwards."""
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)

@@ -1,4 +1,4 @@
-"""Cross-entropy of token sequences by a plain forward pass: any causal language model, any rows.
+"""Cross-entropy of token sequences from a plain forward pass, for any causal language model.
 
 L  tokens of a sequence   V  vocabulary
 """
@@ -12,13 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 
-TOKENS_PER_PASS = 4096  # with a vocabulary of 150,000 their logits take 2.5 GB in float32
+TOKENS_PER_PASS = 4096  # with a vocabulary of 150,000, the logits take 2.5 GB in float32
 
 
 def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
-    """Negative log-likelihood, in nats at temperature 1, of every token of each sequence but the first: (L - 1,).
+    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each.
 
-    Padding is on the right, where causal models do not look.
+    In nats, at temperature 1. Padding is on the right, which causal models do not attend to.
     """
     device = unwrap_adapter(model).device
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -36,7 +36,7 @@ def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Sequences in the given order, in batches of at most TOKENS_PER_PASS tokens with their padding."""
+    """Return batches of the sequences in the given order, with at most TOKENS_PER_PASS tokens including padding."""
     batches: list[list[int]] = []
     for i in order:
         if batches and (len(batches[-1]) + 1) * lengths[i] <= TOKENS_PER_PASS:

@@ -1,4 +1,4 @@
-"""Downstream metrics: functions of the user's own on full completions, as pass@k and greedy."""
+"""Downstream metrics: user-defined functions of full completions, reported as pass@k and for greedy completions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from ebft.errors import ConfigError
 from ebft.scores import Scores, best_of
 
 KEY = "evaluation.metrics"
-TAKEN = ("alignment", "reward")  # of what has a pass@k of its own
+TAKEN = ("alignment", "reward")  # names with a built-in pass@k
 Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 
 
 def load_metrics(names: list[str]) -> dict[str, Metric]:
-    """The functions by the names that they are reported under: the last part, or all of it where that is taken."""
+    """Return the metrics by the name under which they are reported.
+
+    It is the function's name, or its full import path if that name is not unique. Raises ConfigError for duplicates.
+    """
     short = Counter(name.rpartition(".")[2] for name in names)
     short.update(TAKEN)
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise ConfigError(f"{KEY}: {repeated[0]!r} is named twice. Keep it once.")
+        raise ConfigError(f"{KEY}: {repeated[0]!r} is listed more than once. Remove the duplicate.")
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
 
 
@@ -41,7 +44,7 @@ def add_downstream(
     row: dict[str, Any],
     pass_at: list[int],
 ) -> None:
-    """Add `NAME_pass@k` over the sampled completions and `NAME_greedy` of every metric that applies to the row."""
+    """Add `NAME_pass@k` of the sampled completions and `NAME_greedy` for every metric that applies to the row."""
     for name, metric in metrics.items():
         values = [_value(name, metric, prompt, completion, row) for completion in [*completions, greedy]]
         if None in values:
@@ -56,15 +59,15 @@ def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[st
     try:
         value = metric(prompt, [completion], copy.deepcopy(row))
         found = float(value) if isinstance(value, numbers.Real | np.bool_) else value
-    except (Exception, SystemExit) as error:  # a function of the user's own may raise anything
+    except (Exception, SystemExit) as error:  # a user-defined function may raise anything
         raise ConfigError(
             f"{KEY}: {name} raised {type(error).__name__}: {error}. It is called as {name}(prompt, completions, row) "
-            f"with one completion, here {completion!r:.200}."
+            f"with a list of one completion, here {completion!r:.200}."
         ) from error
     if found is None or (isinstance(found, float) and math.isfinite(found)):
         return found
     said = repr(found)[:200] if isinstance(found, float | str) else type(found).__name__
     raise ConfigError(
-        f"{KEY}: {name} returned {said}, for the completion {completion!r:.200}. It must return a finite number, or "
-        "None where it does not apply to a row."
+        f"{KEY}: {name} returned {said} for the completion {completion!r:.200}. It must return a finite number, or "
+        "None if it does not apply to the row."
     )

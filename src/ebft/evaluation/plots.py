@@ -1,4 +1,4 @@
-"""Plots of an evaluation: cross-entropy along completions, feature matching by their length, rewards."""
+"""Plots of an evaluation: cross-entropy by position, feature-matching loss by length, and histograms of rewards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ebft.errors import ConfigError
 from ebft.evaluation.result import Evaluation, ModelResult
 
-_NLL = {"reference_nll": "reference", "rollout_nll": "own samples", "rollout_nll_base": "own samples, by the base"}
+_NLL = {"reference_nll": "reference", "rollout_nll": "own samples", "rollout_nll_base": "own samples, base model"}
 _STYLES = ("-", "--", ":")
 
 
 def save_plots(evaluation: Evaluation, path: str | Path) -> None:
-    """Draw the four panels into one image; ConfigError where matplotlib is missing or the place cannot be written."""
+    """Plot the four panels into one image; raises ConfigError if matplotlib is missing or `path` is not writable."""
     plt = _pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(17, 9), layout="constrained")
     _draw_nll(axes[0, 0], evaluation.models)
@@ -24,24 +24,24 @@ def save_plots(evaluation: Evaluation, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+        raise ConfigError(f"cannot write --plot {path}: {error}") from error
     finally:
         plt.close(figure)
 
 
 def check_plots(path: Path) -> None:
-    """ConfigError where plots cannot be drawn, or not in the format of `path`, before anything is measured."""
+    """Raise ConfigError before the evaluation if matplotlib is missing or does not support the format of `path`."""
     figure = _pyplot().figure()
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"--plot {path}: no such image format. Use {', '.join(sorted(known))}.")
+        raise ConfigError(f"--plot {path}: unsupported image format; expected one of {', '.join(sorted(known))}.")
 
 
 def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError('--plot needs matplotlib: pip install "ebft[plots]"') from error
+        raise ConfigError('--plot requires matplotlib. Install it with: pip install "ebft[plots]"') from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
@@ -49,7 +49,7 @@ def _pyplot() -> Any:
 
 
 def _draw_nll(axis: Any, models: list[ModelResult]) -> None:
-    axis.set(title="Cross-entropy along a completion", xlabel="token", ylabel="nats per token")
+    axis.set(title="Cross-entropy by position in the completion", xlabel="token", ylabel="nats per token")
     for index, result in enumerate(models):
         for style, (curve, label) in zip(_STYLES, _NLL.items()):
             _draw_curve(axis, result, curve, f"{result.model}: {label}", f"C{index}", style)
@@ -75,7 +75,7 @@ def _draw_curve(axis: Any, result: ModelResult, curve: str, label: str, colour: 
 
 
 def _draw_histogram(axis: Any, models: list[ModelResult], name: str) -> None:
-    axis.set(title=f"{name.capitalize()} of single samples", xlabel=name, ylabel="share of the samples")
+    axis.set(title=f"{name.capitalize()} of individual samples", xlabel=name, ylabel="fraction of samples")
     for index, result in enumerate(models):
         if name in result.histograms:
             histogram = result.histograms[name]

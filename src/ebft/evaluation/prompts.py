@@ -1,4 +1,4 @@
-"""Evaluation on prompts: full completions beside their references.
+"""Evaluation on prompts: full completions are compared with their references.
 
 N  samples of a prompt   D  feature dimension
 """
@@ -23,11 +23,11 @@ from ebft.structured.embed import continuation_features, pool_sequence
 from ebft.structured.references import labelled_reference
 from ebft.structured.rollouts.turns import Rollout, reply_messages
 
-EXACT_POSITIONS = 16  # along a completion; after it, curves have one point for each power of two
+EXACT_POSITIONS = 16  # curves have a point for each of these positions, and then one for each power of two
 
 
 class PromptMeasure:
-    """The scores of a model on rows of `prompt` and `ground_truth`, one prompt after the other."""
+    """Computes the scores of a model on rows of `prompt` and `ground_truth`."""
 
     def __init__(self, task: Task, subject: Subject) -> None:
         self.task, self.subject = task, subject
@@ -36,7 +36,7 @@ class PromptMeasure:
         self.scores = Scores()
 
     def run(self) -> Scores:
-        """The scores of every row; those without a reference (`rl: grpo`) count for downstream metrics alone."""
+        """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
         for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self._conversation(row) for row in rows]
             for row, document, conversation in zip(rows, documents, conversations):
@@ -64,14 +64,14 @@ class PromptMeasure:
         coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
 
         def embedded(length: int | None) -> tuple[Tensor, Tensor]:
-            """Samples (1, N, D) and reference (1, D), each of its first `length` tokens."""
+            """Return the embeddings of samples (1, N, D) and reference (1, D), from their first `length` tokens."""
             phi = torch.stack([pool_sequence(prompt, features[:length], network.embed_method) for features in own])
             return phi[None, :-1], phi[None, -1]
 
         whole = embedded(None)
         self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.task.settings.pass_at), [document])
         self.scores.keep_samples(*whole, **coefficients)
-        # Powers of two only: at other lengths each reference would stand for itself.
+        # Powers of two only: other lengths would each be covered by a single reference.
         for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
             self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
 
@@ -86,7 +86,7 @@ class PromptMeasure:
         self._add_positions("reference_nll", document, of_reference)
 
     def _add_rollout_nll(self, document: int, rollouts: list[Rollout]) -> None:
-        """Cross-entropy of the samples themselves, by the policy and by the base model, at temperature 1."""
+        """Add the cross-entropy of the samples under the policy and under the base model, at temperature 1."""
         sequences = [rollout.prompt_ids + rollout.ids for rollout in rollouts]
         with self.subject.network.frozen() as base:
             by_base = token_nll(base, sequences)
@@ -113,19 +113,19 @@ class PromptMeasure:
         )
 
     def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """A completion as text; of several turns, as the messages from the first reply on."""
+        """Return a completion as text, or, for several turns, as messages starting with the first reply."""
         if not row.get("remaining_turns"):
             return self.completions.text(rollout.ids)
         return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
 
 
 def measure_prompts(task: Task, subject: Subject) -> Scores:
-    """The scores of a model on rows of `prompt` and `ground_truth`."""
+    """Return the scores of a model on rows of `prompt` and `ground_truth`."""
     return PromptMeasure(task, subject).run()
 
 
 def has_reference(row: dict[str, Any]) -> bool:
-    """Whether a row has a text to compare with; with `rl: grpo` it may have none."""
+    """Whether a row has a reference text, which is optional with `rl: grpo`."""
     return isinstance(row["ground_truth"], str) and bool(row["ground_truth"].strip())
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation found: metrics, intervals, differences and curves of each model, as JSON and as a table."""
+"""Results of an evaluation: metrics, intervals, differences and curves of each model, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
-# In the order in which they are shown; downstream metrics follow.
+# The order of metrics in the table; downstream metrics follow.
 ORDER = (
     "ce_loss",
     "perplexity",
@@ -42,12 +42,12 @@ _LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss")
 
 @dataclass
 class ModelResult:
-    """One model's part of an evaluation.
+    """The results of one model.
 
-    `intervals` are central bootstrap intervals over documents; `differences` and their intervals are from the first
-    model, paired by document. `curves` have points (position or length, value, interval), `histograms` bin edges and
-    shares of the samples. `per_document` has, by metric, documents (their place in the held-out data, from 0) with the
-    sum and the weight that each adds to the metric's mean, where the config asks for it.
+    `intervals` are central bootstrap intervals over documents. `differences` and their intervals are relative to the
+    first model and paired by document. `curves` contain points (position or length, value, interval), `histograms` the
+    bin edges and the fraction of samples in each bin. `per_document`, if enabled in the config, contains for each
+    metric the documents (indices into the held-out data) with the sum and the weight that each adds to the mean.
     """
 
     model: str
@@ -62,23 +62,26 @@ class ModelResult:
 
 @dataclass
 class Evaluation:
-    """Several models on the same held-out documents, in one feature space."""
+    """Results of several models on the same held-out documents, in the same feature space."""
 
     models: list[ModelResult]
     settings: dict[str, Any]
     machine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in JSON's own types."""
+        """Return all results as JSON-serialisable types."""
         return asdict(self)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write everything as JSON; ConfigError where that fails."""
+        """Write all results as JSON; raises ConfigError if that fails."""
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Table:
-        """Metrics by model, with intervals; a star marks a difference from the first whose interval leaves out 0."""
-        legend = "^ higher is better, v lower; brackets: interval over documents"
+        """Return a table of metrics with intervals.
+
+        A star marks metrics whose difference from the first model has an interval that excludes 0.
+        """
+        legend = "^ higher is better, v lower is better; brackets: interval over documents"
         legend += "; * differs from the first model" if len(self.models) > 1 else ""
         headings = _headings([result.model for result in self.models])
         table = Table("metric", *headings, title=self._title(), caption=legend)
@@ -94,7 +97,7 @@ class Evaluation:
 def summarise(
     names: list[str], found: list[Scores], settings: Settings, config: RunConfig, documents: list[int], seconds: float
 ) -> Evaluation:
-    """The evaluation of models called `names` with the scores `found`, in the same order, on `documents`."""
+    """Return the evaluation of the models `names` from their scores `found`, in the same order, on `documents`."""
     wanted = config.evaluation
     draws = [_draws(scores, documents, wanted.bootstrap, settings.seed) for scores in found]
     results = []
@@ -129,7 +132,7 @@ def summarise(
 
 
 def machine_card(seconds: float) -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Return the hardware and the software versions that were used."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "device": gpu or platform.processor() or platform.machine(),
@@ -142,9 +145,9 @@ def machine_card(seconds: float) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all; ConfigError where the place cannot be written.
+    """Write a file atomically; raises ConfigError if `path` is not writable.
 
-    What is there and no file, such as /dev/stdout, is written to as it is.
+    An existing path that is not a regular file, such as /dev/stdout, is written to directly.
     """
     path = path.resolve()
     part = path.with_name(f"{path.name}.part")
@@ -156,22 +159,22 @@ def write_atomically(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
+        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError where `path` cannot be written later, before anything is measured."""
+    """Raise ConfigError before the evaluation if `path` is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
+        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
     replaced = path.is_file() or not path.exists()
     if path.is_dir() or not os.access(path.resolve().parent if replaced else path, os.W_OK):
-        raise ConfigError(f"{path} cannot be written. Choose another place.")
+        raise ConfigError(f"{path} is not writable. Choose another path.")
 
 
 def _draws(scores: Scores, documents: list[int], resamples: int, seed: int) -> dict[str, np.ndarray]:
-    """Resampled means; none of one document, which says nothing of how documents vary."""
+    """Return the resampled means; none for a single document, which has no variance over documents."""
     return scores.resampled(documents, resamples, seed) if resamples > 0 and len(documents) > 1 else {}
 
 
@@ -191,7 +194,7 @@ def _curves(means: Mapping[str, float], draws: Mapping[str, np.ndarray], confide
 
 
 def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str, list[float]]:
-    """Shares of the samples in bins that all models share."""
+    """Return the fraction of samples in each bin; all models share the bins."""
     everything = [value for scores in found for value in scores.samples.get(name, [])]
     edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
     counts, _ = np.histogram(values, edges)
@@ -199,7 +202,7 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
 
 
 def _ordered(metrics: set[str]) -> list[str]:
-    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # which is alignment once more
+    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # alignment_pass@1 is equal to alignment
     return [*(name for name in ORDER if name in metrics), *others]
 
 
@@ -219,6 +222,6 @@ def _cell(result: ModelResult, name: str) -> str:
 
 
 def _headings(models: list[str]) -> list[str]:
-    """The last two parts of each path, or whole paths where those are not enough to tell them apart."""
+    """Return the last two parts of each path, or the full paths if these parts are not unique."""
     short = [str(Path(*Path(model).parts[-2:])) for model in models]
     return short if len(set(short)) == len(models) else models

@@ -1,4 +1,4 @@
-"""Held-out rows for `ebft evaluate`, each with its document: the raw row that it came from."""
+"""Held-out rows for `ebft evaluate`, each with its document: the raw row that it was created from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class HeldOut:
-    """Rows as training's own evaluation would see them; `documents[i]` is the number of row i's document.
+    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i.
 
-    Several rows may be of one document: windows of a long text, turns of a chat.
+    Several rows may belong to one document, such as windows of a long text or turns of a chat.
     """
 
     rows: Dataset
@@ -30,7 +30,7 @@ class HeldOut:
     entries: list[Any]
 
     def raw(self, document: int) -> dict[str, Any]:
-        """The row of the data source that a document is, with all its columns."""
+        """Return a document: the row of its data source, with all columns."""
         source = bisect_right(self._first, document) - 1
         return self._sources[source][document - self._first[source]]
 
@@ -44,10 +44,10 @@ class HeldOut:
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
-    """The config's held-out rows (`test_datasets`, or the `val_set_size` split), of `evaluation.documents` documents.
+    """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split).
 
-    Columns are those of `load_prompts` where completions are whole, else those of `load_datasets`. Raises DataError
-    where the config holds nothing out.
+    They are limited to `evaluation.documents` documents. Columns are those of `load_prompts` for methods with full
+    completions, otherwise those of `load_datasets`. Raises DataError if the config has no held-out data.
     """
     is_prompts = config.method.rows == "prompts"
     rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)

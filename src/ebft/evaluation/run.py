@@ -1,4 +1,4 @@
-"""One function that measures models side by side on a config's held-out data."""
+"""The function `evaluate`, which evaluates and compares models on a config's held-out data."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ebft.scores import Scores
 def evaluate(
     config: RunConfig, models: list[str] | None = None, after_each: Callable[[Evaluation], None] | None = None
 ) -> Evaluation:
-    """Measure `models` (folders or hub ids of whole models or adapters) on the config's held-out data.
+    """Evaluate `models` (folders or hub ids of full models or adapters) on the config's held-out data.
 
-    None is the config's base model, and what its run left in `output_dir`. All are measured on the same documents,
-    with the same noise, in the feature space of the config's `base_model`: cross-entropy, feature matching, and the
-    config's `evaluation.metrics`, with intervals by bootstrap over documents. `after_each` is given the evaluation of
-    the models so far, as a later one may fail. Raises ConfigError, DataError or ModelError for what the user can put
-    right.
+    None evaluates the config's base model and the trained model in `output_dir`, if any. All models are evaluated on
+    the same documents, with the same noise, in the feature space of the config's `base_model`. The metrics are
+    cross-entropy, feature matching, and the config's `evaluation.metrics`, with bootstrap intervals over documents.
+    `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
+    DataError or ModelError for errors that the user can correct.
     """
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"evaluate takes a config, got {config!r:.100}. Load one: load_config(path).")
+        raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("ebft evaluate runs in one process. Start it without torchrun.")
+        raise ConfigError("ebft evaluate supports a single process only. Start it without torchrun.")
     settings = Settings.of(config)
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
@@ -60,7 +60,7 @@ def evaluate(
 
 
 def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task) -> Scores:
-    """The scores of one model; errors about it say its name."""
+    """Return the scores of one model; its name is added to errors."""
     try:
         return measure(task, load_subject(task.config, name, task.tokenizer))
     except (ModelError, NonFiniteLossError) as error:
@@ -68,23 +68,23 @@ def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task)
 
 
 def check_measurable(task: Task) -> None:
-    """DataError before anything is sampled: prompts without references and metrics, or metrics without prompts."""
+    """Raise DataError, before sampling, for prompts without references or metrics, and for metrics without prompts."""
     rows = task.held_out.rows
     if task.config.method.rows == "tokens":
         if task.metrics and not any(rows["prompt_length"]):
             raise DataError(
-                f"{KEY} measures completions of prompts, and these rows are text without one. Use rows of prompt and "
-                "completion, or leave the metrics out."
+                f"{KEY} requires prompts to complete, but the held-out rows are text without prompts. Use rows with "
+                "prompt and completion, or remove the metrics."
             )
     elif not task.metrics and not any(has_reference(row) for row in rows):
         raise DataError(
-            "the held-out prompts have no references, and there are no metrics of your own: nothing can be measured. "
-            "Give ground_truth, or set evaluation.metrics."
+            "nothing to evaluate: the held-out prompts have no references, and evaluation.metrics is empty. Provide "
+            "ground_truth, or set evaluation.metrics."
         )
 
 
 def _free_memory() -> None:
-    """Make room for the next model."""
+    """Free memory for the next model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

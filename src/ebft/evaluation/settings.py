@@ -1,4 +1,4 @@
-"""How a config is evaluated: the `evaluation:` section with what it leaves open filled in from the run."""
+"""Settings of an evaluation: the `evaluation:` section, with unset values taken from the options of the run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that all models of an evaluation share."""
+    """Settings shared by all models of an evaluation."""
 
     samples: int
     pass_at: list[int]
     temperature: float
     max_new_tokens: int
-    by_reference: ReferenceLimit | None  # how the reference limits a completion; None: not at all
-    batch_size: int  # rows, each with all of its samples
+    by_reference: ReferenceLimit | None  # limit of a completion by its reference's length; None: no such limit
+    batch_size: int  # number of rows, each with all of its samples
     seed: int
 
     @classmethod
     def of(cls, config: RunConfig) -> Settings:
-        """The settings of a config; ConfigError where its pass@k asks for more samples than there are."""
+        """Return the settings of a config; raises ConfigError if a k of pass@k exceeds the number of samples."""
         wanted, of_run = config.evaluation, config.method.sampling(config)
         samples = wanted.samples or max(2, of_run.samples)
         pass_at = sorted(set(wanted.pass_at or [1, samples]))
         if pass_at[-1] > samples:
             raise ConfigError(
-                f"evaluation.pass_at: pass@{pass_at[-1]} needs as many samples, and there are {samples}. Raise "
-                "evaluation.samples, or lower evaluation.pass_at."
+                f"evaluation.pass_at: pass@{pass_at[-1]} requires at least as many samples, got {samples}. Increase "
+                "evaluation.samples, or reduce evaluation.pass_at."
             )
         adaptive = of_run.by_reference is not None and wanted.max_new_tokens is None
         return cls(

@@ -1,4 +1,4 @@
-"""What all models of an evaluation share: the config, how to sample, the rows, and the downstream metrics."""
+"""The task shared by all models of an evaluation: config, sampling settings, rows and downstream metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """Everything of an evaluation but the models."""
+    """An evaluation without its models."""
 
     config: RunConfig
     settings: Settings
@@ -27,7 +27,7 @@ class Task:
     metrics: dict[str, Metric]
 
     def batches(self) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
-        """Rows with their documents, `settings.batch_size` at a time."""
+        """Yield batches of `settings.batch_size` rows with their documents."""
         rows, documents, size = self.held_out.rows, self.held_out.documents, self.settings.batch_size
         for start in range(0, len(rows), size):
             chosen = range(start, min(start + size, len(rows)))

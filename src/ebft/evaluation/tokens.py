@@ -1,4 +1,4 @@
-"""Evaluation on rows of tokens: blocks along each document, and full completions of rows with a prompt."""
+"""Evaluation on rows of tokens: blocks along each document, and full completions for rows with a prompt."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion
 
 
 def measure_tokens(task: Task, subject: Subject) -> Scores:
-    """The scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
+    """Return the scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
 
-    Rows without room for a block, which SFT keeps, count for the cross-entropy alone.
+    Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
     """
     ebft, settings = task.config.ebft, task.settings
     measure = (
@@ -69,14 +69,14 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
 
 
 def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
-    """Whether blocks can be sampled from the models; strided mode insists, SFT does without."""
+    """Whether blocks can be sampled from the models; if not, raises ModelError in strided mode and warns for SFT."""
     try:
         for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
             check_supported(model)
     except ModelError as error:
         if config.method.samples_blocks:
             raise
-        warnings.warn(f"Features are left out, and the cross-entropy alone is measured: {error}.", stacklevel=2)
+        warnings.warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.", stacklevel=2)
         return False
     return True
 
@@ -89,7 +89,7 @@ def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any]
 
 
 def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
-    """Downstream metrics on full completions of every row's prompt."""
+    """Add the downstream metrics of full completions of every row's prompt."""
     completions = Completions(subject.policy, Renderer(task.tokenizer), task)
     for number, (rows, documents) in enumerate(task.batches()):
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
@@ -112,6 +112,6 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
 
 
 def _conversation(row: dict[str, Any]) -> Conversation:
-    """The prompt of a row of tokens, with the length of its completion; the text itself nobody reads."""
+    """Return the prompt of a row of tokens with its completion as reference, whose text is not used."""
     ids, prompt_length = row["input_ids"], row["prompt_length"]
     return Conversation([Turn(ids[:prompt_length], "", ids[prompt_length:])])

@@ -1,4 +1,4 @@
-"""Monitoring: the console line, the throughput numbers, and what a run has spent."""
+"""Monitoring of training: console output, throughput and the compute budget."""
 
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
 from ebft.monitor.console import ConsoleMetrics, ProgressBar, default_callbacks

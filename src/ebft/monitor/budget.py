@@ -1,8 +1,9 @@
-"""What a run has spent so far, in numbers that methods can be compared at, and its end when that is enough.
+"""The compute budget of a run: totals that are comparable between methods, and a callback that stops at a limit.
 
-`budget/documents` are rows that were trained on, repetitions included: every document of a packed row, prompts where
-completions are sampled whole. `budget/generated_tokens` are sampled tokens. `budget/flops` are those of
-`ebft.monitor.flops`, of training steps alone: evaluation is free. All are summed over ranks and go on after resuming.
+`budget/documents` is the number of rows trained on, including repetitions; every document of a packed row counts, and
+for full completions, prompts are counted. `budget/generated_tokens` is the number of sampled tokens. `budget/flops` are
+those of `ebft.monitor.flops` in training steps, without evaluation. All are summed over ranks and continue after
+resuming from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ _SAVED_AS = "Budget"  # among the `stateful_callbacks` of trainer_state.json
 
 
 class Budget:
-    """Totals of a run; what this rank adds joins them at the end of every optimizer step."""
+    """Totals of a run; the amounts added on each rank are included at the end of every optimizer step."""
 
     def __init__(self) -> None:
         self.meter = FlopMeter()
         self.restart({})
 
     def restart(self, spent: dict[str, float]) -> None:
-        """Go on from totals of all ranks, which a checkpoint keeps; none of them is 0."""
+        """Continue from totals of all ranks, as saved in a checkpoint; missing ones start at 0."""
         self.totals: dict[str, float] = dict.fromkeys(COUNTED, 0) | spent
         self._documents, self._generated_tokens, self.meter.flops = 0.0, 0, 0
 
     def add(self, documents: float = 0, generated_tokens: int = 0, flops: int = 0) -> None:
-        """Add what this rank did; FLOPs only where the meter cannot see them. A shared prompt is a part of one."""
+        """Add to the amounts of this rank; `flops` only for computation that the meter does not count.
+
+        `documents` may be fractional if the samples of a prompt are shared between ranks.
+        """
         self._documents += documents
         self._generated_tokens += generated_tokens
         self.meter.flops += flops
 
     def gather(self, accelerator: Any) -> None:
-        """Move what all ranks added since the last call into the totals."""
+        """Add the amounts of all ranks since the last call to the totals."""
         added = torch.tensor([self._documents, self._generated_tokens, self.meter.flops], dtype=torch.float64)
         if accelerator.num_processes > 1:
             added = accelerator.reduce(added.to(accelerator.device), "sum")
@@ -51,9 +55,9 @@ class Budget:
 
 
 class CountsBudget:
-    """Mixin for a transformers Trainer: `self.budget` counts its training steps and is logged with the loss.
+    """Mixin for a transformers Trainer: `self.budget` accumulates over training steps and is logged with the loss.
 
-    A compiled model cannot be watched, and logs no FLOPs.
+    FLOPs are not counted for compiled models.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +66,7 @@ class CountsBudget:
         self.add_callback(KeepBudget(self))
 
     def computing_models(self) -> list[nn.Module]:
-        """The models whose FLOPs count."""
+        """Return the models whose FLOPs are counted."""
         return [self.model]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,14 +78,14 @@ class CountsBudget:
             return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs or "train_loss" in logs:  # the latter once, when training has ended
+        if "loss" in logs or "train_loss" in logs:  # the latter is logged once, at the end of training
             counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
             logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
         super().log(logs, start_time)
 
 
 class KeepBudget(TrainerCallback):
-    """Brings a trainer's budget up to date at the end of every step, into its state, and back when it resumes."""
+    """Updates a trainer's budget after every step, saves it in the trainer state, and restores it when resuming."""
 
     def __init__(self, trainer: CountsBudget) -> None:
         self.trainer = trainer
@@ -95,7 +99,7 @@ class KeepBudget(TrainerCallback):
 
 
 class StopAtBudget(TrainerCallback):
-    """Ends training with the step that reaches a limit: logged, evaluated and saved as a run's last step is."""
+    """Stops training after the step that reaches a limit, which is logged, evaluated and saved like a last step."""
 
     def __init__(self, budget: Budget, limits: BudgetSection) -> None:
         self.budget, self.limits = budget, limits
@@ -109,16 +113,16 @@ class StopAtBudget(TrainerCallback):
         control.should_save |= args.save_strategy == "steps"
         if state.is_world_process_zero:
             limit, spent = self.limits.model_dump()[name], self.budget.totals[name]
-            tqdm.write(f"budget.{name} {limit:,} ends training at step {state.global_step}, with {spent:,}")
+            tqdm.write(f"Stopping at step {state.global_step}: budget.{name} {limit:,} is reached ({spent:,})")
 
 
 def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None:
-    """The first key of `budget:` that the totals have reached, None where there is none."""
+    """Return the first key of `budget:` whose limit the totals have reached, or None."""
     given = limits.model_dump(exclude_none=True)
     return next((name for name, limit in given.items() if totals.get(name, 0) >= limit), None)
 
 
 def spent_at(checkpoint: str) -> dict[str, float]:
-    """The totals that a checkpoint was saved with; empty for one without."""
+    """Return the totals saved in a checkpoint; empty if it has none."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     return state["stateful_callbacks"].get(_SAVED_AS, {})

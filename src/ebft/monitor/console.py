@@ -1,4 +1,4 @@
-"""One line for each log of the trainer: where the run stands, and the EBFT terms with their wanted direction."""
+"""Console output: one line for each log of the trainer, with the EBFT terms, the progress and the losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import ProgressCallback, TrainerCallback
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-# Label, metric, format, wanted direction (^ up, v down).
+# Label, metric, format, desired direction (^ up, v down).
 _TERMS = (
     ("align", "alignment", "+.3f", "^"),
     ("divers", "diversity", "+.3f", "v"),
@@ -21,7 +21,7 @@ _TOKENS_PER_S = "throughput/generated_tokens_per_s"
 
 
 class ConsoleMetrics(TrainerCallback):
-    """Prints each log of the main process as one line.
+    """Prints each log of the main process as a single line.
 
     `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100 | loss 0.1234`
     """
@@ -31,38 +31,38 @@ class ConsoleMetrics(TrainerCallback):
             return
         line = format_logs(logs, state.global_step, state.max_steps)
         if line:
-            tqdm.write(line)  # above a progress bar, if there is one
+            tqdm.write(line)  # does not interfere with a progress bar
 
 
 class ProgressBar(ProgressCallback):
-    """The progress bar of transformers without its copy of every log, which `ConsoleMetrics` prints already."""
+    """The progress bar of transformers without its output of logs, which `ConsoleMetrics` prints."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         pass
 
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
-    """The console line of one log, of training or of evaluation; None for a log without a metric of either."""
+    """Return the console line of a log of training or evaluation, or None for a log without metrics of either."""
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses, has_features = _losses(logs, loss_prefix), bool(terms)
         if held_out and "eval_reward" in logs:
-            # The policy's loss is about 0 whatever the policy is.
+            # The policy loss is always about 0, so it is not informative.
             losses = [loss for loss in losses if not loss.startswith("loss ")]
         terms += _rewards(logs, loss_prefix)
         if terms or losses:
-            # Not a reward: held-out features are unwhitened, with the unbiased feature-matching loss.
+            # Not titled reward: held-out features are not whitened, and the feature-matching loss is unbiased.
             title = "held out" if held_out else "ebft reward" if has_features else "reward" if terms else "loss"
             return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
     return None
 
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
-    return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0: no -0.000
+    return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0 avoids -0.000
 
 
 def _rewards(logs: dict[str, float], prefix: str) -> list[str]:
-    """The reward that is trained on and its parts, where it is not the feature-matching reward alone."""
+    """Return the total reward and its parts, unless the feature-matching reward is the only one."""
     names = [key for key in logs if key.startswith(f"{prefix}rewards/") and key.endswith("/mean")]
     parts = {key.removeprefix(f"{prefix}rewards/").removesuffix("/mean"): logs[key] for key in names}
     if not parts or list(parts) == ["feature_matching"]:
@@ -85,5 +85,5 @@ def _rate(logs: dict[str, float]) -> list[str]:
 
 
 def default_callbacks(config: RunConfig) -> list[TrainerCallback]:
-    """The callbacks of every run started from a config."""
+    """Return the callbacks of every run that is started from a config."""
     return [ConsoleMetrics()]

@@ -1,4 +1,4 @@
-"""Stopping before an update that would be made from NaN or infinity."""
+"""Stopping before an update with a NaN or infinite loss or gradient."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ebft.errors import NonFiniteLossError
 
 
 class StopOnNonFinite:
-    """Mixin for a transformers Trainer: a loss or a gradient norm that is not finite ends the run before the update.
+    """Mixin for a transformers Trainer: raises NonFiniteLossError before an update with a non-finite loss or gradient.
 
-    Weights and saved checkpoints are then those of the last good step. With fp16 an infinite gradient is left to the
-    gradient scaler, which skips the update and lowers its scale.
+    Weights and saved checkpoints are then those of the last valid step. With fp16, infinite gradients are handled by
+    the gradient scaler, which skips the update and reduces its scale.
     """
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -34,16 +34,16 @@ class StopOnNonFinite:
 
 
 _HINT = (
-    "No update was made from it and saved checkpoints are good: lower learning_rate or look at these documents, "
-    "then go on with resume_from_checkpoint."
+    "The update was not applied, and saved checkpoints are valid. Reduce learning_rate or check these documents, then "
+    "resume training with resume_from_checkpoint."
 )
 
 
 def _describe(inputs: dict[str, Any]) -> str:
-    """The batch's documents by length and first tokens, enough to find them again."""
+    """Describe the documents of a batch by length and first tokens, so that they can be identified."""
     if isinstance(inputs, list):  # rows of prompts
-        return "prompts that begin with " + ", ".join(repr(str(row["prompt"])[:60]) for row in inputs[:3])
+        return "prompts that start with " + ", ".join(repr(str(row["prompt"])[:60]) for row in inputs[:3])
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
-    return f"documents with {lengths} tokens that begin with token ids {ids[:, :8].tolist()}"
+    return f"documents with {lengths} tokens that start with token ids {ids[:, :8].tolist()}"

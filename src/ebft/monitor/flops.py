@@ -1,9 +1,9 @@
-"""FLOPs of matrix products, counted where they are computed: the linear layers and experts of the models in training.
+"""FLOPs of matrix products, counted with hooks on the linear layers and experts of the models in training.
 
-A product of R rows with a weight of P numbers is 2 R P FLOPs. Its backward is 2 R P for the rows, where they need a
-gradient, and 2 R P for the weight, where that is trained: with LoRA the frozen weights cost the first alone. What runs
-twice counts twice (gradient checkpointing, the head in strided mode), and so does padding that a model is given. Left
-out are attention between tokens, embeddings, routers of experts, and everything that is no matrix product.
+A product of R rows with a weight of P elements is 2 R P FLOPs. Its backward is 2 R P for the rows, if they require a
+gradient, and 2 R P for the weight, if it is trained; with LoRA, frozen weights have the former only. Recomputation is
+counted again (gradient checkpointing, the head in strided mode), and padding in a model's inputs is counted. Attention
+scores, embeddings, routers of experts and everything that is not a matrix product are excluded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebft.over_transformers import Conv1D
 
 
 class FlopMeter:
-    """FLOPs of the models that are watched, while counting is on."""
+    """Counts the FLOPs of the watched models while counting is enabled."""
 
     def __init__(self) -> None:
         self.flops: int | Tensor = 0
@@ -29,7 +29,7 @@ class FlopMeter:
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Hooks on every matrix product of `models` inside the block; a module in several of them is hooked once."""
+        """Register hooks on every matrix product of `models` inside the block; shared modules are hooked once."""
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
@@ -43,7 +43,7 @@ class FlopMeter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what runs inside the block."""
+        """Enable counting inside the block."""
         self._counting = True
         try:
             yield
@@ -52,7 +52,7 @@ class FlopMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what runs inside the block, nor what its backward passes run."""
+        """Disable counting inside the block, including its backward passes."""
         before, self._counting = self._counting, False
         try:
             yield
@@ -60,7 +60,7 @@ class FlopMeter:
             self._counting = before
 
     def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook; the backward counts when its gradient arrives, so a recomputed forward brings none."""
+        """Forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is recomputed."""
         if not self._counting:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -73,14 +73,14 @@ class FlopMeter:
             outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
 
     def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook for TRL's log-probabilities, which take the head's weight and leave out its module.
+        """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.
 
-        Scored positions are multiplied with it once, in backward once more, and once for each gradient.
+        Scored positions are multiplied with it once in forward, once more in backward, and once for each gradient.
         """
         if not (self._counting and kwargs.get("fused_lm_head")):
             return
         head = model.get_output_embeddings()
-        flops = 2 * weight_size(head) * kwargs["labels"][:, 1:].ne(-100).sum()  # a tensor: nothing waits for it here
+        flops = 2 * weight_size(head) * kwargs["labels"][:, 1:].ne(-100).sum()  # a tensor, to avoid a device sync
         self._add(flops)
         if output.log_probs.requires_grad:
             trained = head.weight.requires_grad
@@ -92,9 +92,9 @@ class FlopMeter:
 
 
 def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
-    """FLOPs of `tokens` tokens through the decoder and `scored` of them through the head, where another engine runs it.
+    """Return the forward FLOPs of `tokens` tokens through the decoder and `scored` tokens through the head.
 
-    A token goes through `num_experts_per_tok` experts.
+    For forward passes in another engine. In mixture-of-experts layers, each token uses `num_experts_per_tok` experts.
     """
     causal_lm = unwrap_adapter(model)
     of_head = {id(module) for module in causal_lm.get_output_embeddings().modules()}
@@ -110,9 +110,9 @@ def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
 
 
 def weight_size(module: nn.Module) -> int:
-    """Numbers in the matrix that one row is multiplied with; 0 for a module that multiplies with none of its own.
+    """Return the number of weight elements that a row is multiplied with; 0 for modules without matrix products.
 
-    From declared sizes where there are any: quantised and sharded weights hold fewer numbers.
+    Declared sizes are used if available, because quantised and sharded weights have fewer elements.
     """
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features
@@ -122,13 +122,13 @@ def weight_size(module: nn.Module) -> int:
 
 
 def _experts(module: nn.Module) -> list[nn.Parameter]:
-    """Weights (experts, ., .) of a module that holds all of its experts in one tensor."""
+    """Return the weights (experts, ., .) of a module that stores all of its experts in one tensor."""
     stacked = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
     return stacked if type(module).__name__.endswith("Experts") else []
 
 
 def _rows(module: nn.Module, inputs: list[Tensor]) -> int:
-    """Rows that a forward pass multiplies: of its input, and of every expert that the router chose for them."""
+    """Return the number of rows in a forward pass, multiplied by the number of experts per row for experts."""
     rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
     if not _experts(module):
         return rows

@@ -1,4 +1,4 @@
-"""Means of what a run logs and measures: sums of values beside sums of weights, exact over micro-batches and ranks."""
+"""Means of logged metrics from sums of values and weights, exact over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class MeanMetrics:
-    """Collects (sum, weight) pairs by name; `drain` returns the means over all ranks and starts anew."""
+    """Accumulates (sum, weight) pairs by name; `drain` returns the means over all ranks and resets."""
 
     def __init__(self):
         self._sums: dict[str, list[Tensor]] = defaultdict(list)
@@ -22,7 +22,10 @@ class MeanMetrics:
         self._sums[name].append(torch.stack(pair))
 
     def drain(self, accelerator=None) -> dict[str, float]:
-        """Weighted means by name since the last call, of names with any weight; all ranks add the same names."""
+        """Return the weighted means since the last call, by name, for names with non-zero weight.
+
+        All ranks must add the same names.
+        """
         means = {}
         device = accelerator.device if accelerator is not None else "cpu"
         for name in sorted(self._sums):
@@ -37,10 +40,10 @@ class MeanMetrics:
 
 
 class HeldOutMeans:
-    """Weighted means of values by name over one evaluation of `rows` rows (None: as many as come).
+    """Weighted means of values by name over one evaluation of `rows` rows (None: no limit).
 
-    Loaders repeat the first rows to fill the last batch of every process; in the order of all processes these come
-    last, and are left out.
+    Data loaders repeat the first rows to fill the last batch of every process. In gathered order, these repeated rows
+    are the last ones, and they are excluded.
     """
 
     def __init__(self, accelerator: Any, rows: int | None) -> None:
@@ -48,7 +51,7 @@ class HeldOutMeans:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, values: dict[str, Tensor], weights: Tensor) -> None:
-        """Values (B,) of this process's rows, of which each counts `weights` (B,); all processes add the same names."""
+        """Add values (B,) of this process's rows with `weights` (B,); all processes must add the same names."""
         table = torch.stack([*values.values(), weights.to(values[next(iter(values))])], dim=-1)
         table = self._accelerator.gather(table.to(self._accelerator.device)).double()[: self._left]
         if self._left is not None:
@@ -61,5 +64,5 @@ class HeldOutMeans:
             ]
 
     def means(self) -> dict[str, float]:
-        """The means of all names with any weight."""
+        """Return the means of all names with non-zero weight."""
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight}

@@ -1,4 +1,4 @@
-"""Documents and generated tokens per second, and peak memory, between two log lines."""
+"""Documents and generated tokens per second, and peak memory, between two logs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Throughput:
-    """Adds up what was done and how long it took; `drain` returns the rates over all ranks and starts anew."""
+    """Accumulates counts and times; `drain` returns the rates over all ranks and resets."""
 
     def __init__(self):
         self._documents, self._generated_tokens, self._seconds = 0, 0, 0.0
@@ -20,9 +20,9 @@ class Throughput:
         self._seconds += seconds
 
     def drain(self, accelerator=None) -> dict[str, float]:
-        """`throughput/documents_per_s`, `throughput/generated_tokens_per_s`, `memory/peak_gib` of the fullest rank.
+        """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`.
 
-        Empty where no time was added since the last call.
+        The memory is the maximum over ranks. Empty if no time was added since the last call.
         """
         if self._seconds == 0:
             return {}
@@ -43,7 +43,7 @@ class Throughput:
 
 
 def peak_memory_gib() -> float:
-    """Peak GiB so far: of the current CUDA device where there is one, else of this process's resident memory."""
+    """Return the peak memory in GiB: allocated on the current CUDA device if available, or else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,5 +1,5 @@
-"""A stock vLLM OpenAI server for structured training: its command line, its life and its end.
+"""Running vLLM's OpenAI server for structured training.
 
-`command` turns a config into a command and an environment, `devices` chooses GPUs, `server` starts, watches and stops
-the process, and `supervisor` is what makes sure that none of its processes outlives the one that started it.
+`command` builds the command line and environment from a config, `devices` selects GPUs, `server` starts, monitors and
+stops the process, and `supervisor` ensures that all server processes terminate with the process that started them.
 """

@@ -1,4 +1,4 @@
-"""Where a server listens and where it is reached."""
+"""The addresses on which a server listens and to which clients connect."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def server_address(config: RunConfig) -> tuple[str, int]:
-    """Host and port that the trainer connects to: those of `trl:`, else those that the server is started with."""
+    """Return the host and port that the trainer connects to: those of `trl:`, or else those of `vllm:`."""
     host, port = config.trl.vllm_server_host, config.trl.vllm_server_port
     return (config.vllm.host if host is None else host, config.vllm.port if port is None else port)
 
 
 def reachable_host(host: str) -> str:
-    """The host to connect to for a server that listens on `host`: one that listens everywhere is reached locally."""
+    """Return the host for connecting to a server that listens on `host`; all interfaces map to the local host."""
     return _EVERYWHERE.get(host, host)
 
 
 def base_url(host: str, port: int) -> str:
-    """The address that clients on this machine use."""
+    """Return the URL for clients on this machine."""
     name = reachable_host(host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def check_free(host: str, port: int) -> None:
-    """ConfigError when no server can listen on `host` and `port`, most often since another one does."""
+    """Raise ConfigError if a server cannot listen on `host` and `port`, usually because the port is in use."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As servers do, so that connections of one that just ended do not count. A listening socket still does.
+            # As servers do: ignore remaining connections of a stopped server. A listening socket is still detected.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"vllm.port: port {port} of {host} is in use by another program, perhaps an earlier server. Stop that "
-                f"one, or choose a free port with vllm.port (trl.vllm_server_port where the trainer connects)."
+                f"vllm.port: port {port} on {host} is already in use, possibly by an earlier server. Stop the other "
+                f"program, or set vllm.port to a free port (and trl.vllm_server_port for the trainer)."
             ) from None
         raise ConfigError(
-            f"vllm.host, vllm.port: no server can listen on {host}, port {port} ({error.strerror}). Set vllm.host to "
-            "an address of this machine, such as 127.0.0.1, and vllm.port to one above 1023."
+            f"vllm.host, vllm.port: cannot listen on {host}, port {port} ({error.strerror}). Set vllm.host to an "
+            "address of this machine, such as 127.0.0.1, and vllm.port to a port above 1023."
         ) from None

@@ -1,4 +1,4 @@
-"""From a run config to the command and environment of vLLM's own OpenAI server."""
+"""The command line and environment of vLLM's OpenAI server, built from a run config."""
 
 import os
 import warnings
@@ -13,29 +13,32 @@ from ebft.serving.adapter import adapter_slots, max_lora_rank
 from ebft.serving.address import base_url
 from ebft.serving.devices import VISIBLE, serves_on_gpu
 
-CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; unset, vLLM takes a large share of the machine's memory
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
 CPU_CACHE_GIB = "2"
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How to start one server, and where it then is."""
+    """The command to start a server, and the server's address."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]  # in addition to the environment of whoever starts it
-    model: str  # the base model's name in requests
+    environment: Mapping[str, str]  # in addition to the environment of the starting process
+    model: str  # the name of the base model in requests
     host: str
     port: int
     max_lora_rank: int | None = None
 
     @property
     def url(self) -> str:
-        """The address for clients on this machine."""
+        """The URL for clients on this machine."""
         return base_url(self.host, self.port)
 
 
 def server_command(config: RunConfig, python: str, gpus: int, environ: Mapping[str, str] = os.environ) -> ServerCommand:
-    """The server of `config`, run by the interpreter `python` on a machine with `gpus` visible GPUs."""
+    """Return the server command of `config` for the interpreter `python` and `gpus` visible GPUs.
+
+    Raises ConfigError if vLLM cannot serve the config's model or adapter.
+    """
     _warn_without_effect(config)
     _check_model(config)
     on_gpu = serves_on_gpu(config, gpus)
@@ -57,26 +60,26 @@ def server_command(config: RunConfig, python: str, gpus: int, environ: Mapping[s
 
 
 def server_port(config: RunConfig) -> int:
-    """The port of the `vllm:` section where it is given, else the one the trainer connects to."""
+    """Return the port of the `vllm:` section if set, or else the one that the trainer connects to."""
     if "port" not in config.vllm.model_fields_set and config.trl.vllm_server_port is not None:
         return config.trl.vllm_server_port
     return config.vllm.port
 
 
 def _check_model(config: RunConfig) -> None:
-    """The server would take the name of a model that is not fetched for a hub name."""
+    """Raise an error for models that are not fetched, whose name vLLM would treat as a hub id, and for GGUF files."""
     if config.base_model in MODELS:
         locate(config.base_model, "model", "base_model")
     if is_gguf(base_name(config)):
         raise ConfigError(
-            f"base_model is a GGUF file, and vLLM serves a folder of safetensors here. {as_folder(base_name(config))}"
+            f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(base_name(config))}"
         )
 
 
 def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
-    # In float16, which auto would take for float32 weights, a CPU is slower and less exact.
+    # For float32 weights, auto selects float16, which is slower and less precise on CPU.
     dtype = "float32" if config.vllm.dtype == "auto" and not on_gpu else config.vllm.dtype
-    # The log-probabilities that training needs are those of the distribution that was sampled from.
+    # Training requires the log-probabilities of the distribution used for sampling.
     flags = ["--dtype", dtype, "--seed", str(config.seed), "--logprobs-mode", "processed_logprobs"]
     if config.tokenizer_config:
         flags += ["--tokenizer", lasting_name(config.tokenizer_config)]
@@ -104,11 +107,11 @@ def _engine_flags(config: RunConfig, on_gpu: bool) -> list[str]:
 
 
 def _reasoning_flags(config: RunConfig) -> list[str]:
-    """vLLM parses thinking where it is told the parser, and has no other switch for it."""
+    """Return the flag for the reasoning parser, which is also vLLM's only option to enable reasoning."""
     vllm = config.vllm
     if vllm.enable_reasoning and vllm.reasoning_parser is None:
         raise ConfigError(
-            "vllm.enable_reasoning: true needs the parser of the model's thinking. Set vllm.reasoning_parser, for "
+            "vllm.enable_reasoning: true requires a parser for the model's reasoning. Set vllm.reasoning_parser, for "
             "example to qwen3, or remove enable_reasoning."
         )
     if vllm.reasoning_parser is None or vllm.enable_reasoning is False:
@@ -117,7 +120,7 @@ def _reasoning_flags(config: RunConfig) -> list[str]:
 
 
 def _weight_flags(config: RunConfig, rank: int | None, on_gpu: bool) -> list[str]:
-    """How new weights reach the server: adapters as files, all weights from GPU to GPU."""
+    """Return the flags for weight updates: adapters are loaded from files, full weights sent between GPUs."""
     if rank is not None:
         slots = str(adapter_slots(config))
         return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
@@ -129,7 +132,7 @@ def _environment(config: RunConfig, on_gpu: bool, environ: Mapping[str, str]) ->
     if config.adapter is not None:
         added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     elif on_gpu:
-        added["VLLM_SERVER_DEV_MODE"] = "1"  # the endpoints that receive weights are there in this mode only
+        added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
     if not on_gpu and CPU_CACHE not in environ:
         added[CPU_CACHE] = CPU_CACHE_GIB
     if config.vllm.device == "cpu":
@@ -140,7 +143,9 @@ def _environment(config: RunConfig, on_gpu: bool, environ: Mapping[str, str]) ->
 def _warn_without_effect(config: RunConfig) -> None:
     module, device = config.vllm.serve_module, config.vllm.device
     if module is not None:
-        warnings.warn(f"vllm.serve_module: {module} has no effect: vLLM's own OpenAI server is started.", stacklevel=3)
+        warnings.warn(
+            f"vllm.serve_module: {module} has no effect, because vLLM's OpenAI server is always used.", stacklevel=3
+        )
     if device not in ("auto", "cpu", "cuda"):
-        reason = "vLLM finds its device itself. Only auto, cpu and cuda mean something here"
-        warnings.warn(f"vllm.device: {device} has no effect: {reason}.", stacklevel=3)
+        reason = "vLLM selects its device itself; supported values are auto, cpu and cuda"
+        warnings.warn(f"vllm.device: {device} has no effect. {reason}.", stacklevel=3)

@@ -1,4 +1,4 @@
-"""Which GPUs the server gets, and which are left to the trainer."""
+"""Assignment of GPUs to the server and the trainer."""
 
 import os
 from collections.abc import Mapping
@@ -10,34 +10,35 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def serves_on_gpu(config: RunConfig, gpus: int) -> bool:
-    """Whether the server runs on a GPU, of which `gpus` are visible here."""
+    """Whether the server runs on a GPU, given the number of visible GPUs."""
     if config.vllm.device == "cuda" and gpus == 0:
-        raise ConfigError("vllm.device: cuda, but there is no GPU here. Remove it, or set vllm.device: cpu.")
+        raise ConfigError("vllm.device: cuda requires a GPU, but none is available. Remove it, or set it to cpu.")
     return gpus > 0 and config.vllm.device != "cpu"
 
 
 def device_environment(
     config: RunConfig, processes: int, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment that gives a server beside `processes` trainers on this machine the last of `gpus` GPUs.
+    """Return the environment that assigns the last of `gpus` GPUs to the server.
 
-    Trainers take the first ones. Empty where nothing is to be divided: without GPU, and where vllm.env chooses.
+    The first GPUs are used by the `processes` trainer processes on this machine. Empty if the server does not run on a
+    GPU or vllm.env already selects devices. Raises ConfigError if there are too few GPUs.
     """
     if not serves_on_gpu(config, gpus) or VISIBLE in (config.vllm.env or {}):
         return {}
     wanted = (config.vllm.tensor_parallel_size or 1) * (config.vllm.data_parallel_size or 1)
     if wanted + processes > gpus:
         raise ConfigError(
-            f"The vLLM server needs {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times data_parallel_size) "
-            f"and the trainer {processes}, but {gpus} {'is' if gpus == 1 else 'are'} visible. Set trl.vllm_mode: "
-            "colocate to share them, set trl.use_vllm: false to generate without vLLM, launch fewer processes, or "
-            "make more GPUs visible."
+            f"The vLLM server requires {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times "
+            f"data_parallel_size) and the trainer {processes}, but only {gpus} {'is' if gpus == 1 else 'are'} visible. "
+            "Set trl.vllm_mode: colocate to share GPUs, set trl.use_vllm: false to generate without vLLM, launch fewer "
+            "processes, or make more GPUs visible."
         )
     return {VISIBLE: ",".join(_names(gpus, environ)[-wanted:])}
 
 
 def _names(gpus: int, environ: Mapping[str, str]) -> list[str]:
-    """The visible devices as CUDA_VISIBLE_DEVICES names them: indices, or UUIDs where the user gave those."""
+    """Return the visible devices as in CUDA_VISIBLE_DEVICES: indices, or UUIDs if the user set these."""
     if VISIBLE not in environ:
         return [str(index) for index in range(gpus)]
     return [name.strip() for name in environ[VISIBLE].split(",")][:gpus]

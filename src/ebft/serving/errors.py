@@ -1,7 +1,7 @@
-"""What goes wrong while a server runs."""
+"""Errors of a running server."""
 
 from ebft.errors import EBFTError
 
 
 class ServerError(EBFTError):
-    """The vLLM server ended by itself or did not become ready; the message holds the end of its log."""
+    """The vLLM server exited unexpectedly or did not become ready; the message contains the end of its log."""

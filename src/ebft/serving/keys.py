@@ -12,21 +12,25 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 class VLLMSection(Section):
-    """The section `vllm:`: the server that generates completions."""
+    """The section `vllm:`, with the options of the server that generates completions."""
 
-    python: str | None = Field(None, description="Python interpreter that has vLLM (unset: the one that runs ebft).")
-    env: dict[str, str] | None = Field(None, description="Further environment variables for the server.")
-    host: str = Field("127.0.0.1", description="Address the server listens on; 0.0.0.0 is every one of the machine.")
-    port: Port = Field(8000, description="Port the server listens on; where only trl.vllm_server_port is set, that.")
+    python: str | None = Field(
+        None, description="Path of a Python interpreter with vLLM; if unset, the interpreter that runs ebft."
+    )
+    env: dict[str, str] | None = Field(None, description="Additional environment variables for the server.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 listens on all interfaces.")
+    port: Port = Field(8000, description="Port to listen on; defaults to trl.vllm_server_port if that is set.")
     device: str = Field("auto", description="Device of the server: auto, cpu or cuda.")
-    tensor_parallel_size: Count | None = Field(None, description="GPUs that share one copy of the model.")
-    data_parallel_size: Count | None = Field(None, description="Copies of the model.")
-    gpu_memory_utilization: Probability = Field(0.9, description="Share of GPU memory the server may use.")
-    dtype: str = Field("auto", description="Type of the weights: auto (float32 on a CPU), float16, bfloat16, float32.")
-    max_model_len: Count | None = Field(None, description="Longest sequence the server takes.")
-    enable_prefix_caching: bool | None = Field(None, description="Reuse the computation of shared prefixes.")
-    enable_reasoning: bool | None = Field(None, description="Parse thinking out of answers.")
-    reasoning_parser: str | None = Field(None, description="Parser of that thinking.")
-    enforce_eager: bool | None = Field(None, description="Run without CUDA graphs.")
-    serve_module: str | None = Field(None, description="Python module that serves.")
+    tensor_parallel_size: Count | None = Field(None, description="Number of GPUs per copy of the model.")
+    data_parallel_size: Count | None = Field(None, description="Number of copies of the model.")
+    gpu_memory_utilization: Probability = Field(0.9, description="Fraction of GPU memory that the server may use.")
+    dtype: str = Field(
+        "auto", description="Data type of the weights: auto (float32 on CPU), float16, bfloat16, float32."
+    )
+    max_model_len: Count | None = Field(None, description="Maximum sequence length in tokens.")
+    enable_prefix_caching: bool | None = Field(None, description="Enable prefix caching.")
+    enable_reasoning: bool | None = Field(None, description="Separate reasoning from the answers.")
+    reasoning_parser: str | None = Field(None, description="Name of vLLM's reasoning parser.")
+    enforce_eager: bool | None = Field(None, description="Disable CUDA graphs.")
+    serve_module: str | None = Field(None, description="Has no effect: vLLM's OpenAI server is always used.")
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")

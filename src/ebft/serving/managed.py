@@ -1,4 +1,4 @@
-"""The server of `vllm_mode: managed`: started when training starts, beside the trainer, and ended with it."""
+"""The server of `vllm_mode: managed`, which is started and stopped together with the training process."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +16,10 @@ LOG = "vllm.log"
 
 @contextmanager
 def managed_server(config: RunConfig, gpus: int, processes: int) -> Iterator[VLLMServer | None]:
-    """The started server, not yet ready, on the GPUs that `processes` trainers leave free; it ends with the block.
+    """Start the server on the GPUs not used by the `processes` trainer processes, and stop it at the end of the block.
 
-    None where the config asks for none, and on all processes but the first of several.
+    The server is not ready yet when the block starts. Yields None if the config does not use a managed server, and on
+    all processes except rank 0.
     """
     managed = config.uses_server and config.trl.vllm_mode == "managed"
     if not managed or os.environ.get("RANK", "0") != "0":
@@ -31,7 +32,7 @@ def managed_server(config: RunConfig, gpus: int, processes: int) -> Iterator[VLL
 
 
 def await_ready(server: VLLMServer | None, config: RunConfig) -> None:
-    """Wait for the server to be ready, and have it started again from then on whenever it dies."""
+    """Wait until the server is ready, and restart it from then on if it exits."""
     if server is not None:
         server.wait_until_healthy(config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
         server.watch()

@@ -1,4 +1,4 @@
-"""One vLLM server as an object: started, waited for, watched, stopped."""
+"""A vLLM server process: starting, health checks, restarts and stopping."""
 
 import atexit
 import http.client
@@ -21,61 +21,61 @@ from ebft.serving.log import ServerLog
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
 DEFAULT_TIMEOUT = 600.0  # seconds until a server is ready; loading and compiling a large model takes minutes
-MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # restarts within seconds, before watching gives up
-PAUSE = 0.2  # seconds between two looks
-ANSWER_TIMEOUT = 5.0  # seconds for an answer about health
+MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # maximum number of restarts within this many seconds
+PAUSE = 0.2  # polling interval in seconds
+ANSWER_TIMEOUT = 5.0  # timeout of a health check in seconds
 
-# What launchers tell each trainer about itself. vLLM would take it for its own place among processes.
+# Variables that launchers set for each trainer process. vLLM would interpret them as its own distributed setup.
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 class VLLMServer:
-    """A server process and everything it starts; nothing of it outlives this process.
+    """A server process and its child processes, which all terminate with the current process at the latest.
 
-    The server is out of reach of a Ctrl-C in the terminal: whoever holds this object decides when it ends. `with`
-    starts and stops it. All methods may be called from any thread.
+    Ctrl-C in the terminal does not reach the server; it is stopped through this object only. Used as a context
+    manager, it is started and stopped with the block. All methods are thread-safe.
     """
 
     def __init__(self, command: ServerCommand, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` comes in addition to that of this process; what `command` brings wins over both."""
+        """`environment` is added to that of the current process; variables of `command` take precedence over both."""
         self.command = command
         self.log = ServerLog(Path(log))
-        self.failure: str | None = None  # why watching gave up; the server then stays down
+        self.failure: str | None = None  # why the server is not restarted any more
         self._environment = dict(environment or {})
         self._process: subprocess.Popen | None = None
         self._watcher: threading.Thread | None = None
-        self._ready: subprocess.Popen | None = None  # the process that answered
+        self._ready: subprocess.Popen | None = None  # the process that passed a health check
         self._stopping = threading.Event()
         self._lock = threading.RLock()
         self._owner = os.getpid()
 
     @property
     def url(self) -> str:
-        """Where clients on this machine reach the server, such as http://127.0.0.1:8000."""
+        """The URL of the server for clients on this machine, such as http://127.0.0.1:8000."""
         return self.command.url
 
     @property
     def healthy(self) -> bool:
-        """Whether the server has become ready since its last start and still runs."""
+        """Whether the server has become ready since its last start and is still running."""
         process = self._process
         return process is not None and process is self._ready and process.poll() is None
 
     def start(self) -> None:
-        """Start the process; ConfigError when the port is taken or the log cannot be written."""
+        """Start the process; raises ConfigError if the port is in use or the log is not writable."""
         with self._lock:
             if self._process is not None:
-                raise RuntimeError("The server was started already.")
+                raise RuntimeError("The server is already started.")
             self.failure = None
             self._stopping.clear()
             self._launch()
         atexit.register(self.stop)
 
     def wait_until_healthy(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Return when the server answers that it is ready, also after a restart that `watch` makes.
+        """Block until the server is ready, including after a restart by `watch`.
 
-        ServerError, with the end of the log, as soon as the process ends and nobody will start it again, or after
-        `timeout` seconds.
+        Raises ServerError, with the end of the log, if the process exits and is not restarted, or after `timeout`
+        seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -83,7 +83,7 @@ class VLLMServer:
             if self.failure is not None:
                 raise ServerError(self.failure)
             if self._stopping.is_set() or process is None:
-                raise ServerError("The vLLM server is stopped. Start it before waiting for it.")
+                raise ServerError("The vLLM server is not running. Start it before waiting for it.")
             if self._answers(process):
                 self._ready = process
                 return
@@ -91,13 +91,13 @@ class VLLMServer:
                 raise ServerError(self._ended(process, "before it was ready"))
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"vLLM was not ready at {self.url} within {timeout:g} seconds. Set trl.vllm_server_timeout higher "
-                    f"if it needs longer. {self.log.tail()}"
+                    f"vLLM was not ready at {self.url} within {timeout:g} seconds. Increase trl.vllm_server_timeout if "
+                    f"it needs more time. {self.log.tail()}"
                 )
             self._stopping.wait(PAUSE)
 
     def wait(self) -> None:
-        """Wait until `stop` is called; ServerError, with the end of the log, when the server ends by itself."""
+        """Block until `stop` is called; raises ServerError, with the end of the log, if the server exits by itself."""
         while not self._stopping.wait(PAUSE):
             if self.failure is not None:
                 raise ServerError(self.failure)
@@ -106,23 +106,24 @@ class VLLMServer:
                 raise ServerError(self._ended(process))
 
     def watch(self, on_restart: Callable[[], None] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """From now on start the server again when it dies, with one line on the error stream each time.
+        """Restart the server from now on if it exits, with a line on standard error each time.
 
-        `on_restart` is called, in the watching thread, when the new server is ready: it knows no adapters. After
-        three restarts within ten minutes, or when a restart fails, `failure` says why and the server stays down.
+        `on_restart` is called in the watching thread when the new server, which has no adapters, is ready. After three
+        restarts within ten minutes, or if a restart fails, the server is not restarted any more and `failure` contains
+        the reason.
         """
         with self._lock:
             if self._watcher is not None:
-                raise RuntimeError("The server is watched already.")
+                raise RuntimeError("The server is already being watched.")
             self._watcher = threading.Thread(
                 target=self._watch, args=(on_restart, timeout), name="vllm-watcher", daemon=True
             )
             self._watcher.start()
 
     def stop(self) -> None:
-        """End the server and every process it started; does nothing when there is none."""
+        """Stop the server and all of its child processes; does nothing if it is not running."""
         if os.getpid() != self._owner:
-            return  # a fork of this process that ends must not take the server along
+            return  # a fork of this process must not stop the server when it exits
         self._stopping.set()
         with self._lock:
             if self._process is not None:
@@ -157,7 +158,7 @@ class VLLMServer:
 
     def _answers(self, process: subprocess.Popen) -> bool:
         if process.poll() is not None:
-            return False  # whatever answers at that address is not this server
+            return False  # a response from that address would be from another server
         connection = http.client.HTTPConnection(
             reachable_host(self.command.host), self.command.port, timeout=ANSWER_TIMEOUT
         )
@@ -169,8 +170,8 @@ class VLLMServer:
         finally:
             connection.close()
 
-    def _ended(self, process: subprocess.Popen, when: str = "by itself") -> str:
-        return f"vLLM ended {when}, with exit code {process.poll()}. {self.log.tail()}"
+    def _ended(self, process: subprocess.Popen, when: str = "unexpectedly") -> str:
+        return f"vLLM exited {when} (exit code {process.poll()}). {self.log.tail()}"
 
     def _watch(self, on_restart: Callable[[], None] | None, timeout: float) -> None:
         restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
@@ -182,7 +183,7 @@ class VLLMServer:
                 self._restart(process, restarts)
                 if self._ready_again(timeout) and on_restart is not None:
                     on_restart()
-            except Exception as error:  # on a thread nobody would hear of it, and everybody would wait
+            except Exception as error:  # an exception on this thread would go unnoticed while callers wait
                 self._give_up(str(error) if isinstance(error, EBFTError) else f"{type(error).__name__}: {error}")
                 return
 
@@ -190,20 +191,20 @@ class VLLMServer:
         now = time.monotonic()
         if len(restarts) == MAX_RESTARTS and now - restarts[0] < RESTART_WINDOW:
             minutes = f"{RESTART_WINDOW / 60:g} minutes"
-            raise ServerError(f"vLLM was started again {MAX_RESTARTS} times within {minutes}. {self._ended(dead)}")
+            raise ServerError(f"vLLM was restarted {MAX_RESTARTS} times within {minutes}. {self._ended(dead)}")
         restarts.append(now)
         with self._lock:
             if self._stopping.is_set():
                 return
             print(
-                f"vLLM ended by itself, with exit code {dead.poll()}, and is started again; its log is {self.log.path}",
+                f"vLLM exited unexpectedly (exit code {dead.poll()}) and is restarted. See its log {self.log.path}",
                 file=sys.stderr,
                 flush=True,
             )
             self._launch()
 
     def _ready_again(self, timeout: float) -> bool:
-        """Whether the new process became ready; not when it died too, which the next look sees, or was stopped."""
+        """Whether the new process became ready; False if it exited, which the caller's loop detects, or was stopped."""
         deadline = time.monotonic() + timeout
         while not self._stopping.wait(PAUSE):
             process = self._process
@@ -213,7 +214,7 @@ class VLLMServer:
                 self._ready = process
                 return True
             if time.monotonic() > deadline:
-                raise ServerError(f"vLLM was started again and not ready within {timeout:g} seconds. {self.log.tail()}")
+                raise ServerError(f"vLLM was restarted but not ready within {timeout:g} seconds. {self.log.tail()}")
         return False
 
     def _give_up(self, failure: str) -> None:
@@ -222,13 +223,13 @@ class VLLMServer:
                 return
             self.failure = failure
             _end(self._process)
-        print(f"vLLM stays down: {failure}", file=sys.stderr, flush=True)
+        print(f"vLLM is not restarted: {failure}", file=sys.stderr, flush=True)
 
 
 def _end(supervisor: subprocess.Popen) -> None:
-    """Have the supervisor end its server, and wait for it."""
+    """Make the supervisor stop its server, and wait for it."""
     supervisor.stdin.close()
-    supervisor.terminate()  # forks of this process, such as workers that load data, may hold the other end open
+    supervisor.terminate()  # forks of this process, such as data loader workers, may keep its standard input open
     try:
         supervisor.wait(GRACE + LAST_WAIT + 1)
     except subprocess.TimeoutExpired:

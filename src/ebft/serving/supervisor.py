@@ -1,8 +1,8 @@
-"""Runs a server and ends all of its processes with it: `python -m ebft.serving.supervisor -- COMMAND...`.
+"""Runs a server and terminates all of its processes with it: `python -m ebft.serving.supervisor -- COMMAND...`.
 
-The server gets a process group of its own. All of the group ends when standard input reaches its end (the parent holds
-the other side, so this is also how its sudden death shows), on SIGTERM or SIGINT, and when the server itself ends,
-since its worker processes may go on without it. Standard library only, as it must stay small beside a large server.
+The server runs in a separate process group. The whole group is terminated at the end of standard input (the parent
+holds the other end, so this also detects that the parent was killed), on SIGTERM or SIGINT, and when the server exits,
+since its worker processes may keep running. Uses the standard library only, to keep its memory usage small.
 """
 
 import ctypes
@@ -14,20 +14,20 @@ import sys
 import time
 
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-LAST_WAIT = 5.0  # seconds for the system to take away what was killed
-PAUSE = 0.1  # seconds between two looks
+LAST_WAIT = 5.0  # seconds for killed processes to disappear
+PAUSE = 0.1  # polling interval in seconds
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of Linux's prctl
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command after `--`; the exit code is the server's, 128 plus its number where a signal ended it."""
+    """Run the command after `--`; returns its exit code, or 128 plus the number of the signal that terminated it."""
     if len(arguments) < 2 or arguments[0] != "--":
-        print("Usage: python -m ebft.serving.supervisor -- COMMAND... (ends with its standard input)", file=sys.stderr)
+        print("Usage: python -m ebft.serving.supervisor -- COMMAND... (exits at end of input)", file=sys.stderr)
         return 2
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: asked.append(received))
-    # Workers whose parent died become ours, so that the dead among them can be taken away and do not count as alive.
+    # Adopt workers whose parent exited, so that they can be reaped and are not counted as alive afterwards.
     _prctl(SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
     try:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_guard
         )
     except OSError as error:
-        print(f"{arguments[1]} cannot be started: {error.strerror}", file=sys.stderr)
+        print(f"cannot start {arguments[1]}: {error.strerror}", file=sys.stderr)
         return 127
     while server.poll() is None and not asked and os.getppid() == parent and _input_is_open():
         pass
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _input_is_open() -> bool:
-    """Waits a moment for the end of standard input; what is written to it does not matter."""
+    """Whether standard input is still open, waiting briefly for its end; data written to it is ignored."""
     readable, _, _ = select.select([0], [], [], PAUSE)
     return not readable or bool(os.read(0, 4096))
 
@@ -76,7 +76,7 @@ def _group_is_gone(server: subprocess.Popen) -> bool:
 
 
 def _end_with_the_guard() -> None:
-    """In the server, before it starts: if even the supervisor is killed, the server is asked to end."""
+    """Run in the server process before it starts: send it SIGTERM if the supervisor is killed."""
     _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 

@@ -1,15 +1,17 @@
 """Strided EBFT: many short rollouts along each document in one pass (Jelassi et al. 2026, appendix F).
 
 trainer.py      the training step, top to bottom
-layout.py       documents, anchors, blocks, chunks
-rollout.py      sampling, block-parallel and cached
-attention/      prefix and own block, never a dense mask
+layout.py       positions of documents, anchors and blocks in a batch
+rollout.py      block-parallel sampling with a key/value cache
+attention/      attention to the prefix and the own block, without a dense mask
 embed.py        features of blocks
-logps.py        the head, where a token is scored           loss.py   scoring, the two loss terms, their gradients
-policy.py       a causal LM that runs over a layout, inside what is wrapped around it
-held_out.py     metrics on documents not trained on
-validation.py   checks of arguments, model and rows         parity.py a short document against the plain model
-interleaved.py  the published layout's masks and positions, for code written against it
+logps.py        log-probabilities; the language model head is applied to scored positions only
+loss.py         scoring, the two loss terms and their gradients
+policy.py       running a causal LM over a layout, inside its wrappers (DDP, FSDP, PEFT)
+held_out.py     metrics on held-out documents
+validation.py   checks of arguments, model and rows
+parity.py       comparison with the plain model on a short document
+interleaved.py  masks and positions of the published layout, for code written against it
 """
 
 from ebft.over_transformers import override_attn_implementation

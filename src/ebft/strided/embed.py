@@ -1,4 +1,4 @@
-"""Embeddings of rollouts and of the reference blocks they stand beside, in one pass of the feature network.
+"""Embeddings of rollouts and of their reference blocks, in one pass of the feature network.
 
 S  document tokens   M  blocks   N  rollouts per block   G  tokens per block   D  feature dimension
 """
@@ -22,10 +22,10 @@ def embed_blocks(
     *,
     tokens_per_pass: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings of rollouts (M, N, G): (M, N, D), and of the reference blocks: (M, D); float32.
+    """Return the embeddings of the rollouts, (M, N, D), and of the reference blocks, (M, D), in float32.
 
-    One forward over [documents | rollouts]. A reference block's states are the document's own, which see the same
-    prefix as the rollouts do.
+    `rollouts` is (M, N, G). Runs one forward pass over [documents | rollouts]. The states of a reference block are
+    those of the document, which attend to the same prefix as the rollouts.
     """
     (embedded,) = embed_prefixes(
         network, documents, layout, rollouts, [rollouts.shape[-1]], tokens_per_pass=tokens_per_pass
@@ -42,9 +42,10 @@ def embed_prefixes(
     *,
     tokens_per_pass: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`embed_blocks` of the first `lengths[i]` tokens of every block, for each i, from the same pass.
+    """Return `embed_blocks` of the first `lengths[i]` tokens of every block, for each i, from a single pass.
 
-    A token's states do not depend on those after it, so a shorter rollout's are the first of a longer one's.
+    A token's states do not depend on later tokens, so the states of a shorter rollout are a prefix of those of a
+    longer one.
     """
     generated: list[list[Tensor]] = [[] for _ in lengths]
     reference: list[list[Tensor]] = [[] for _ in lengths]
@@ -56,14 +57,17 @@ def embed_prefixes(
         for index, length in enumerate(lengths):
             reference[index].append(pool(of_reference[..., :length, :], network.embed_method))
             generated[index].append(pool(of_rollouts[..., :length, :], network.embed_method))
-    home = rollouts.device  # the network may live on another
+    home = rollouts.device  # the feature network may be on another device
     return [(torch.cat(phi).to(home), torch.cat(phi_ref).to(home)) for phi, phi_ref in zip(generated, reference)]
 
 
 def layout_states(
     network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
 ) -> list[Tensor]:
-    """Hidden states (S + M * N * G, hidden size) of [documents | rollouts] at each feature depth, on its device."""
+    """Return the hidden states of [documents | rollouts] at each feature depth: (S + M * N * G, hidden size) each.
+
+    They are on the feature network's device.
+    """
     device = network.device
     prepare(network.causal_lm)
     tokens = torch.cat([documents.tokens, rollouts.flatten()]).to(device)

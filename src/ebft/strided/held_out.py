@@ -1,8 +1,8 @@
-"""How a policy does on held-out documents, in one fixed feature space: cross-entropy, feature matching, alignment.
+"""Metrics of a policy on held-out documents, in a fixed feature space: cross-entropy, feature matching, alignment.
 
-Training rewards may be whitened by each group's own samples; here features are normalised and unwhitened, the
-rollouts are drawn at temperature 1, and the feature-matching loss is the unbiased estimate, so that numbers of two
-models compare.
+Training rewards may be whitened with each group's own samples. Here, features are normalised but not whitened, the
+rollouts are sampled at temperature 1, and the feature-matching loss is the unbiased estimate, so that the metrics of
+different models are comparable.
 
 S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout
 """
@@ -30,13 +30,14 @@ from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 
 @dataclass
 class HeldOutMeasure:
-    """Samples, compares and scores held-out documents, and keeps the sums of each in `scores`.
+    """Samples and scores held-out documents and accumulates the sums of each document in `scores`.
 
-    `ce_loss` counts the tokens of `Documents.ce_mask`, or with `counts_all_labels` every label, those of prompts and
-    earlier turns too; `ce_loss_all` every token with a predecessor. The rest is of
-    `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, as an unbiased estimate needs
-    them. A document draws the same noise in every measure of the same seed. `pass_at` is 1 and all samples unless
-    given; `curves` adds what changes along a rollout. `samples` then keeps the rewards of every single sample.
+    `ce_loss` is computed over the tokens of `Documents.ce_mask`, or, with `counts_all_labels`, over every label,
+    including those of prompts and earlier turns; `ce_loss_all` over every token that has a predecessor. The other
+    metrics are those of `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, because
+    the unbiased estimate requires them. With the same seed, a document always uses the same sampling noise. `pass_at`
+    defaults to 1 and the number of samples. `curves` adds metrics by position in a rollout and keeps the rewards of
+    the individual samples in `scores.samples`.
     """
 
     causal_lm: PreTrainedModel
@@ -61,10 +62,10 @@ class HeldOutMeasure:
         self._noise = DocumentNoise(self.seed)
         prepare(self.causal_lm)
         for name in ["ce_loss", "ce_loss_all", *feature_score_names(samples, self.pass_at)]:
-            self.scores.add(name, [], [])  # a rank without documents still takes part in the sums
+            self.scores.add(name, [], [])  # a rank without documents still participates in the reductions
 
     def add(self, inputs: dict[str, Tensor], ids: Iterable[int]) -> None:
-        """Measure a batch whose documents are called `ids`; at least one must have room for a block."""
+        """Score a batch whose documents have the identifiers `ids`; at least one must be long enough for a block."""
         device = next(self.causal_lm.parameters()).device
         documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
         layout = StridedLayout.place(documents, **self.block_options)
@@ -118,9 +119,9 @@ class HeldOutMeasure:
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
     ) -> None:
-        """Cross-entropy at each position of a block, at temperature 1: of the reference, and of the rollouts by policy
+        """Add the cross-entropy at each position of a block, at temperature 1.
 
-        and by base.
+        It is computed for the reference, and for the rollouts under both the policy and the base model.
         """
         logps = rollouts.logps
         if self.temperature != 1:
@@ -138,7 +139,7 @@ class HeldOutMeasure:
                 self.scores.add(f"{CURVE}/{name}/{t}", blocks, values_M)
 
     def _logps(self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor) -> Tensor:
-        """Log-probabilities (M, N, G) of rollouts at temperature 1, on the model's own device."""
+        """Return the log-probabilities (M, N, G) of the rollouts at temperature 1, on the model's device."""
         device = next(model.parameters()).device
         with self.autocast():
             logps, _ = score(
@@ -162,9 +163,10 @@ def held_out_metrics(
     accelerator=None,
     **settings,
 ) -> dict[str, float]:
-    """Means over every block (feature metrics) and token (cross-entropy) of the batches, and of all ranks.
+    """Return the means over all blocks (feature metrics) and tokens (cross-entropy) of the batches, over all ranks.
 
-    `settings` are those of HeldOutMeasure, `block_options` at least.
+    `settings` are the arguments of HeldOutMeasure; `block_options` is required. Raises ValueError if there are no
+    batches.
     """
     autocast = accelerator.autocast if accelerator is not None else nullcontext
     measure = HeldOutMeasure(causal_lm, network, autocast=autocast, **settings)
@@ -172,5 +174,5 @@ def held_out_metrics(
         measure.add(inputs, [number] * len(Documents.from_inputs(inputs).lengths))
     means = measure.scores.means(accelerator)
     if "cfm_loss" not in means:
-        raise ValueError("there is nothing to evaluate on: the held-out set has no batches")
+        raise ValueError("cannot evaluate: the held-out set is empty")
     return means

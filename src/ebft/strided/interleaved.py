@@ -1,8 +1,8 @@
-"""The step-major layout [document | step 0 of all blocks | step 1 of all blocks | ...], as masks and positions.
+"""Masks and positions of the step-major layout [document | step 0 of all blocks | step 1 of all blocks | ...].
 
-One rollout per block, block b at anchor `context_length + b * stride`. For tests and debugging, and for code
-written against this layout. The trainer does not use it: it keeps rollouts block-major and never builds a
-dense mask (see layout.py and attention/).
+There is one rollout per block, and block b has the anchor `context_length + b * stride`. Intended for tests and
+debugging, and for code written against this layout. The trainer does not use it: it keeps rollouts block-major and
+never builds a dense mask (see layout.py and attention/).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def build_strided_position_ids(
     device: torch.device | str,
     batch_size: int = 1,
 ) -> Tensor:
-    """Position ids (batch_size, full_sequence_length), long, with `generation_step` tokens per block generated so far.
+    """Return the position ids (batch_size, full_sequence_length), long, after `generation_step` tokens per block.
 
-    `prompt_length` is the document's length. Token t of block b has position `context_length + b * stride + t`;
-    places after the generated tokens hold 0.
+    `prompt_length` is the document's length. Token t of block b has position `context_length + b * stride + t`.
+    Entries after the generated tokens are 0. Raises ValueError if `full_sequence_length` is too short.
     """
     _check(full_sequence_length, prompt_length, generation_step, num_blocks)
     step, block = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
@@ -46,9 +46,10 @@ def build_strided_dense_mask_and_positions(
     batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """An additive mask (batch_size, 1, L, L) of 0 and the dtype's minimum, and the position ids (batch_size, L).
+    """Return an additive mask (batch_size, 1, L, L) and the position ids (batch_size, L).
 
-    Places after the generated tokens see nothing.
+    The mask is 0 where attention is allowed and the minimum of `dtype` elsewhere. Entries after the generated tokens
+    attend to nothing.
     """
     position_ids = build_strided_position_ids(
         full_sequence_length,
@@ -86,9 +87,9 @@ def create_strided_block_mask(
     num_heads: int,
     device: torch.device | str,
 ):
-    """The same pattern as a flex_attention `BlockMask`, shared by all heads.
+    """Return the same pattern as a flex_attention `BlockMask`, shared by all heads.
 
-    Its parameters are captured as tensors, so that new anchors do not recompile a compiled flex_attention.
+    The parameters are captured as tensors, so that a compiled flex_attention is not recompiled for new anchors.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -111,7 +112,10 @@ def create_strided_block_mask(
 
 
 def _visible(query, key, *, prompt_length, context_length, max_generation_length, stride, num_blocks):
-    """Whether a query index sees a key index: causal in the document; prefix and own block for generated tokens."""
+    """Whether a query attends to a key, by index.
+
+    Document tokens attend causally; generated tokens attend to their prefix and, causally, to their own block.
+    """
     query_step, query_block = (query - prompt_length) // num_blocks, (query - prompt_length) % num_blocks
     key_step, key_block = (key - prompt_length) // num_blocks, (key - prompt_length) % num_blocks
     in_document = (query < prompt_length) & (key <= query)
@@ -122,7 +126,7 @@ def _visible(query, key, *, prompt_length, context_length, max_generation_length
 
 
 def _step_and_block(length: int, prompt_length: int, num_blocks: int, device) -> tuple[Tensor, Tensor]:
-    """Generation step and block of every index; the step of a document token is -1."""
+    """Return the generation step and the block of every index; the step of a document token is -1."""
     generated = torch.arange(length, device=device) - prompt_length
     return torch.where(generated >= 0, generated // num_blocks, -1), generated % num_blocks
 
@@ -131,6 +135,6 @@ def _check(full_sequence_length: int, prompt_length: int, generation_step: int, 
     needed = prompt_length + generation_step * num_blocks
     if num_blocks < 1 or full_sequence_length < needed:
         raise ValueError(
-            f"full_sequence_length {full_sequence_length} is too short: a document of {prompt_length} tokens and "
-            f"{generation_step} steps of {num_blocks} blocks need {needed}"
+            f"full_sequence_length ({full_sequence_length}) is too short: a document of {prompt_length} tokens with "
+            f"{generation_step} generation steps of {num_blocks} blocks requires at least {needed}"
         )

@@ -1,4 +1,4 @@
-"""Where documents and blocks lie: documents end to end without padding, and every rollout after them.
+"""Layout of documents and blocks: documents are concatenated without padding, followed by all rollouts.
 
 B   documents of the batch    S  tokens of all documents together
 M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB  blocks of the longest document
@@ -19,10 +19,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Documents:
-    """A batch of documents laid end to end: no padding is ever computed.
+    """A batch of concatenated documents, without padding.
 
     tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt;
-    ce_mask (S,) bool: tokens that the cross-entropy term predicts (never the first of a document).
+    ce_mask (S,) bool: tokens predicted by the cross-entropy term (never the first of a document).
     """
 
     tokens: Tensor
@@ -34,28 +34,32 @@ class Documents:
     def from_inputs(cls, inputs: dict[str, Tensor]) -> Documents:
         """Read `input_ids` (rows, tokens) with optional `attention_mask`, `labels`, `prompt_length`, `position_ids`.
 
-        A row is one document, padded on either side, or with `position_ids` several of them: one begins wherever the
-        positions return to 0. Without `prompt_length` (one number per document), a leading run of masked labels
-        (-100) is the prompt.
+        A row is a single document, padded on either side. With `position_ids`, a row may contain several documents; a
+        new one starts wherever the positions return to 0. `prompt_length` has one value per document; without it, a
+        leading run of masked labels (-100) is the prompt. Raises ValueError for inconsistent inputs.
         """
         input_ids = inputs["input_ids"].long()
         if input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError(f"input_ids must be (batch, tokens) and not empty, got {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"input_ids must be a non-empty tensor of shape (batch, tokens), got shape {tuple(input_ids.shape)}"
+            )
         given = {name: inputs.get(name) for name in ("attention_mask", "labels", "position_ids")}
         for name, values in given.items():
             if values is not None and values.shape != input_ids.shape:
-                raise ValueError(f"{name} of shape {tuple(values.shape)} do not fit input_ids {tuple(input_ids.shape)}")
+                raise ValueError(
+                    f"{name} must have the same shape as input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
+                )
         mask = torch.ones_like(input_ids) if given["attention_mask"] is None else given["attention_mask"]
         real = mask.bool()
         if mask.max() > 1:
             raise ValueError(
-                f"attention_mask must be 0 or 1, got {int(mask.max())}: for several documents in a row, give "
-                "position_ids that start again at 0 in each"
+                f"attention_mask must contain only 0 and 1, got {int(mask.max())}. To pack several documents into a "
+                "row, pass position_ids that restart at 0 for each document"
             )
         if (real.int().diff(dim=1) > 0).sum(1).add(real[:, 0]).max() > 1:
-            raise ValueError("attention_mask has holes: padding must be at the ends of a row")
+            raise ValueError("attention_mask has gaps: padding must be at the start or end of a row")
         if not real.any():
-            raise ValueError("every token of the batch is padding: attention_mask is all zeros")
+            raise ValueError("attention_mask is all zeros: the batch contains only padding")
         lengths = real.sum(1) if given["position_ids"] is None else _packed_lengths(given["position_ids"], real)
         labels = given["labels"]
         target = torch.ones_like(input_ids[real]).bool() if labels is None else labels[real].ne(IGNORE_INDEX)
@@ -67,7 +71,7 @@ class Documents:
         prompt_length = prompt_length.to(device=input_ids.device, dtype=torch.long).reshape(-1)
         if prompt_length.shape != lengths.shape or bool((prompt_length < 0).any()):
             raise ValueError(
-                f"prompt_length must hold one number >= 0 per document, got {prompt_length.tolist()} "
+                f"prompt_length must contain one non-negative value per document, got {prompt_length.tolist()} "
                 f"for {len(lengths)} documents"
             )
         ce_mask = target & (position >= prompt_length[document]) & (position > 0)
@@ -75,16 +79,16 @@ class Documents:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Position of every token in its own document: (S,)."""
+        """Position of every token within its document: (S,)."""
         return _positions(self.lengths)
 
     def to(self, device: torch.device | str) -> Documents:
-        """The same documents on another device."""
+        """Return the same documents on another device."""
         fields = (self.tokens, self.lengths, self.prompt_length, self.ce_mask)
         return Documents(*(values.to(device) for values in fields))
 
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
-        """Documents [first, stop), with `ce_mask` off for the first `scored` tokens."""
+        """Return documents [first, stop), with `ce_mask` set to False for the first `scored` tokens."""
         ends = [0, *self.lengths.cumsum(0).tolist()]
         tokens = slice(ends[first], ends[stop])
         ce_mask = self.ce_mask[tokens].clone()
@@ -93,13 +97,13 @@ class Documents:
 
 
 def _positions(lengths: Tensor) -> Tensor:
-    """0 .. length - 1 for each document, end to end: (S,)."""
+    """Return the concatenated positions 0, ..., length - 1 of each document: (S,)."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 
 
 def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
-    """Lengths of the documents in rows whose positions count up from 0 in each: (B,)."""
+    """Return the lengths of packed documents, given positions that restart at 0 for each document: (B,)."""
     position = position_ids[real].long()
     row_starts = torch.zeros_like(position, dtype=torch.bool)
     rows = real.sum(1)
@@ -109,13 +113,13 @@ def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
     lengths = torch.diff(starts, append=starts.new_tensor([len(position)]))
     if not position.equal(_positions(lengths)):
         raise ValueError(
-            "position_ids must count 0, 1, 2, ... through each document of a row, from 0 again in the next"
+            "position_ids must be 0, 1, 2, ... within each document of a row and restart at 0 for the next document"
         )
     return lengths
 
 
 def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths: Tensor) -> Tensor:
-    """Length of the run of masked labels at each document's start, 0 where all or none are masked: (B,)."""
+    """Return the number of masked labels at the start of each document, 0 if all or none are masked: (B,)."""
     first = torch.where(target, position, lengths[document])
     leading = torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
     return torch.where(leading < lengths, leading, 0)
@@ -123,11 +127,12 @@ def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths:
 
 @dataclass(frozen=True)
 class StridedLayout:
-    """The blocks of a batch, document by document, anchors rising within each.
+    """The blocks of a batch, ordered by document and then by anchor.
 
-    `spans[d]` is (start, end) of document d among the S tokens; `anchors[d]` lists its blocks' anchors, none where it
-    has no room for a block. Rollout tokens lie block-major, (M, N, T) flattened, so that neighbours need nearly the
-    same prefix; everything handed to users is (B, N, NB, ...), see `for_users`.
+    `spans[d]` is the (start, end) of document d among the S tokens; `anchors[d]` lists the anchors of its blocks and
+    is empty if the document is too short for a block. Rollout tokens are stored block-major, as a flattened
+    (M, N, T), so that adjacent tokens need nearly the same prefix. Tensors returned to users are (B, N, NB, ...), see
+    `for_users`.
     """
 
     spans: list[tuple[int, int]]
@@ -147,17 +152,17 @@ class StridedLayout:
         n_samples_per_prompt: int,
         min_completion_prefix: int = 0,
     ) -> StridedLayout:
-        """Anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per document.
+        """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per document.
 
-        Raises ValueError when no document has room for a block.
+        Raises ValueError if every document is too short for a block.
         """
         lengths, prompts = documents.lengths.tolist(), documents.prompt_length.tolist()
         first = [first_anchor(prompt, context_length, min_completion_prefix) for prompt in prompts]
         blocks = [count_blocks(length, a, stride, generate_max_len) for length, a in zip(lengths, first)]
         if not any(blocks):
             raise ValueError(
-                f"no document of the batch has room for a block: lengths {lengths}, first anchors {first}, "
-                f"generate_max_len {generate_max_len}. Drop rows this short, or lower "
+                f"every document of the batch is too short for a block: lengths {lengths}, first anchors {first}, "
+                f"generate_max_len {generate_max_len}. Remove rows this short, or reduce "
                 "context_length, min_completion_prefix or generate_max_len"
             )
         anchors = [[a + b * stride for b in range(count)] for a, count in zip(first, blocks)]
@@ -166,17 +171,17 @@ class StridedLayout:
         return cls(spans, anchors, n_samples_per_prompt, generate_max_len, documents.tokens.device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
-        """The same layout on another device."""
+        """Return the same layout on another device."""
         return replace(self, device=torch.device(device))
 
     @cached_property
     def block_anchors(self) -> Tensor:
-        """Anchor of every block, a position in its own document: (M,)."""
+        """Anchor of every block, as a position within its document: (M,)."""
         return torch.tensor([a for row in self.anchors for a in row], device=self.device)
 
     @cached_property
     def block_index(self) -> Tensor:
-        """Where every block's first reference token lies among the S tokens: (M,)."""
+        """Index of every block's first reference token among the S tokens: (M,)."""
         index = [start + a for (start, _), row in zip(self.spans, self.anchors) for a in row]
         return torch.tensor(index, device=self.device)
 
@@ -186,32 +191,32 @@ class StridedLayout:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens: the tokens that `rl_loss` is a mean over."""
+        """Number of generated tokens, over which `rl_loss` is averaged."""
         return self.num_blocks * self.num_samples * self.generate_max_len
 
     def rollout_positions(self, first_step: int, steps: int) -> Tensor:
-        """Position ids `a_b + t` of tokens t in [first_step, first_step + steps): (M * N * steps,)."""
+        """Return the position ids `a_b + t` of tokens t in [first_step, first_step + steps): (M * N * steps,)."""
         t = torch.arange(first_step, first_step + steps, device=self.device)
         return (self.block_anchors[:, None, None] + t).expand(-1, self.num_samples, -1).flatten()
 
     def reference_index(self) -> Tensor:
-        """Where each block's reference tokens x[a_b : a_b + G) lie among the S tokens: (M, G)."""
+        """Return the indices of each block's reference tokens x[a_b : a_b + G) among the S tokens: (M, G)."""
         return self.block_index[:, None] + torch.arange(self.generate_max_len, device=self.device)
 
     def block_mask(self) -> Tensor:
-        """Which of NB blocks each document has: (B, NB) bool, the real ones first."""
+        """Return which of the NB blocks each document has, existing blocks first: (B, NB) bool."""
         counts = torch.tensor([len(row) for row in self.anchors], device=self.device)
         return torch.arange(int(counts.max()), device=self.device) < counts[:, None]
 
     def for_users(self, values: Tensor) -> Tensor:
-        """Values of the blocks (M, ...) as (B, NB, ...), with zeros where a document has fewer than NB."""
+        """Return values of the blocks, (M, ...), as (B, NB, ...), zero-padded for documents with fewer than NB."""
         mask = self.block_mask()
         return values.new_zeros(*mask.shape, *values.shape[1:]).index_put_((mask,), values)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some blocks of a batch, `blocks` among the M, with the documents that they need."""
+    """A contiguous subset of a batch's blocks (`blocks` among the M), with the documents that they need."""
 
     documents: Documents
     layout: StridedLayout
@@ -219,9 +224,9 @@ class Part:
 
 
 def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | None) -> list[Part]:
-    """The batch in parts of at most `tokens_per_pass` rollout tokens (but one block at least); None is one part.
+    """Split the batch into parts of at most `tokens_per_pass` rollout tokens, and at least one block each.
 
-    Every token that `ce_mask` marks is marked in exactly one part, in their order.
+    None returns a single part. Every token marked in `ce_mask` is marked in exactly one part, in the original order.
     """
     size = layout.num_samples * layout.generate_max_len
     most = layout.num_blocks if tokens_per_pass is None else max(1, tokens_per_pass // size)
@@ -229,7 +234,7 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
     parts, last = [], -1
     for b in range(0, len(blocks), most):
         chunk = blocks[b : b + most]
-        first = min(chunk[0][0], last + 1)  # documents without blocks come along
+        first = min(chunk[0][0], last + 1)  # include documents without blocks
         scored = 0 if last < first else layout.spans[last][1] - layout.spans[last][0]
         last = chunk[-1][0] if b + most < len(blocks) else len(layout.spans) - 1
         offset = layout.spans[first][0]
@@ -246,7 +251,7 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
 
 
 def generated_token_count(documents: Documents, **block_options) -> int:
-    """Generated tokens that a batch will have; 0 where no document has room for a block."""
+    """Return the number of tokens a batch will generate; 0 if every document is too short for a block."""
     n, g = block_options["n_samples_per_prompt"], block_options["generate_max_len"]
     first = first_anchor(
         documents.prompt_length, block_options["context_length"], block_options["min_completion_prefix"]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states: the head runs where a token is scored, a few rows at a time.
+"""Log-probabilities of tokens from hidden states: the head is applied to scored positions only, in chunks of rows.
 
 R  scored rows   D  hidden size   V  vocabulary   K  tokens scored in each row
 """
@@ -14,32 +14,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# Logits held at once: on CPU little enough (32 MiB in float32) for the allocator to use the same memory again, else it
-# is taken from the system anew for every chunk.
+# Logits held in memory at once. On CPU, small enough (32 MiB in float32) for the allocator to reuse the same memory;
+# larger blocks would be requested from the system again for every chunk.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "other": 2**25}
-# Numbers of a softmax that are worked on at once: on CPU what stays in the processor's cache.
+# Elements of a softmax that are processed at once; on CPU, as many as fit in the processor's cache.
 _SOFTMAX_PER_TILE = {"cpu": 2**18, "other": 2**25}
 
-Choose = Callable[["Softmax", slice], Tensor]  # of some rows -> tokens (rows, K)
+Choose = Callable[["Softmax", slice], Tensor]  # (softmax of some rows, the rows) -> tokens (rows, K)
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states (R, D) into logits (R, V), and those of its parameters that are trained."""
+    """The function from hidden states (R, D) to logits (R, V), and its trainable parameters."""
 
     logits: Callable[[Tensor], Tensor]
     vocab_size: int
     trained: tuple[Tensor, ...]
 
     def rows_per_chunk(self, device: torch.device) -> int:
-        """How many rows of logits are made at once."""
+        """Return the number of rows whose logits are computed at once."""
         return max(16, _of_device(LOGITS_PER_CHUNK, device) // self.vocab_size)
 
 
 class Softmax:
-    """softmax(logits / temperature) of logits (R, V), in float32: what is sampled is what is scored.
+    """softmax(logits / temperature) of logits (R, V), in float32, used for both sampling and scoring.
 
-    probabilities (R, V) are the softmax itself.
+    probabilities (R, V): the softmax itself.
     """
 
     def __init__(self, logits: Tensor, temperature: float):
@@ -47,27 +47,27 @@ class Softmax:
         if temperature != 1:
             scores /= temperature
         scores -= scores.amax(-1, keepdim=True)
-        # Where a model rules a token out with minus infinity, its weight is 0 and so is its share of the entropy.
+        # A model may exclude a token with a logit of minus infinity; clamping makes its entropy term 0 instead of NaN.
         self._scores = scores.clamp_min_(torch.finfo(torch.float32).min)
-        self.probabilities = self._scores.softmax(-1)  # one pass of PyTorch's, several times as fast as exp and a sum
+        self.probabilities = self._scores.softmax(-1)  # a single fused pass, several times as fast as exp and sum
         # The largest score is 0, so the largest probability is 1 / sum(exp(scores)).
         self._log_sum = -self.probabilities.amax(-1, keepdim=True).log()
 
     def logps(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities of tokens (R, K)."""
+        """Return the log-probabilities (R, K) of tokens (R, K)."""
         return self._scores.gather(-1, tokens) - self._log_sum
 
     def entropy(self) -> Tensor:
-        """In nats: (R, 1)."""
+        """Return the entropy in nats: (R, 1)."""
         return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)
 
     def most_likely(self) -> Tensor:
-        """The most likely token: (R, 1)."""
+        """Return the most likely token: (R, 1)."""
         return self._scores.argmax(-1, keepdim=True)
 
 
 class Scored(NamedTuple):
-    """Tokens (R, K), their log-probabilities (R, K), and where asked for the latter's gradients (R, D), with K = 1."""
+    """Tokens (R, K), their log-probabilities (R, K), and optionally the gradients (R, D) of the latter (K = 1 only)."""
 
     tokens: Tensor
     logps: Tensor
@@ -75,7 +75,7 @@ class Scored(NamedTuple):
 
 
 def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
-    """Log-probabilities (R, K) of targets (R, K) after hidden states (R, D), float32."""
+    """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
     if torch.is_grad_enabled() and states.requires_grad and not head.trained and targets.shape[-1] == 1:
         scored = choose_tokens(states.detach(), _those(targets), head, temperature, slopes=True)
         return with_gradient(states, scored, head, temperature)
@@ -86,7 +86,7 @@ def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float)
             return _Logps.apply(head.logits(chunk), targets[rows], temperature)
 
         if torch.is_grad_enabled():
-            # The head runs again in backward, with the random state kept, since an adapted head may drop out.
+            # The head is recomputed in backward with the same random state, since an adapted head may use dropout.
             logps.append(checkpoint(chunk_logps, states[rows], use_reentrant=False))
         else:
             logps.append(chunk_logps(states[rows]))
@@ -94,10 +94,10 @@ def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float)
 
 
 def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float, slopes: bool = False) -> Scored:
-    """Tokens that `choose` picks from the distributions after states (R, D), and their log-probabilities.
+    """Return the tokens that `choose` selects from the distributions given states (R, D), with log-probabilities.
 
     With `slopes`, the gradients of the log-probabilities with respect to the states are computed while the softmax is
-    at hand, so that neither the head nor the softmax is needed in backward; for K = 1 and a frozen head.
+    available, so that backward needs neither the head nor the softmax. Requires K = 1 and a frozen head.
     """
     found = []
     for chunk in _slices(len(states), head.rows_per_chunk(states.device)):
@@ -116,7 +116,7 @@ def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float
 def _choose(
     logits: Tensor, choose: Choose, first_row: int, temperature: float, grad_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of a chunk; the gradients of the latter are written to `grad_logits`."""
+    """Return tokens and log-probabilities of a chunk, writing the gradients of the latter to `grad_logits`."""
     tokens, logps = [], []
     for rows in _tiles(logits):
         softmax = Softmax(logits[rows], temperature)
@@ -128,7 +128,7 @@ def _choose(
 
 
 def _all_grad_logits(logits: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """Gradients (R, V) of logits whose tokens' log-probabilities have gradients `grad` (R, K)."""
+    """Return the gradients (R, V) of the logits, given the gradients `grad` (R, K) of the log-probabilities."""
     result = torch.empty_like(logits)
     for rows in _tiles(logits):
         result[rows] = _grad_logits(Softmax(logits[rows], temperature), tokens[rows], grad[rows], temperature)
@@ -136,14 +136,14 @@ def _all_grad_logits(logits: Tensor, tokens: Tensor, grad: Tensor, temperature: 
 
 
 def _grad_logits(softmax: Softmax, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """The same by the logits' softmax, which is used up."""
+    """Return the same gradients from the softmax of the logits, whose probabilities are overwritten."""
     grad = grad / temperature
     result = softmax.probabilities.mul_(-grad.sum(-1, keepdim=True))
     return result.scatter_add_(-1, tokens, grad.to(result.dtype))
 
 
 def with_gradient(states: Tensor, scored: Scored, head: Head, temperature: float) -> Tensor:
-    """The log-probabilities of `scored`, with their gradient: states (R, D) are those they come from, in a graph."""
+    """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D)."""
     if scored.slopes is not None:
         return _WithSlopes.apply(states, scored.logps, scored.slopes)
     return _RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, *head.trained)
@@ -163,7 +163,7 @@ class _WithSlopes(torch.autograd.Function):
 
 
 class _RunInBackward(torch.autograd.Function):
-    """Log-probabilities that are known already; the head runs in backward. For heads without randomness."""
+    """Precomputed log-probabilities; the head runs in backward only. For heads without randomness."""
 
     @staticmethod
     def forward(ctx, states, tokens, logps, head, temperature, *trained):
@@ -193,7 +193,7 @@ class _RunInBackward(torch.autograd.Function):
 
 
 class _Logps(torch.autograd.Function):
-    """Log-probabilities (R, K) of tokens (R, K) by logits (R, V), of which no softmax is kept."""
+    """Log-probabilities (R, K) of tokens (R, K) from logits (R, V); the softmax is recomputed in backward."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature):
@@ -221,5 +221,5 @@ def _of_device(sizes: dict[str, int], device: torch.device) -> int:
 
 
 def _slices(count: int, size: int) -> list[slice]:
-    """Slices of `size` that cover `count` rows; no rows are one empty slice, which keeps a graph whole."""
+    """Return slices of `size` that cover `count` rows; for no rows, one empty slice, to keep the graph connected."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]

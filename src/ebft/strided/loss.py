@@ -1,4 +1,4 @@
-"""Log-probabilities of a whole layout in one pass, and the two terms of the loss.
+"""Log-probabilities of a layout in one pass, and the two terms of the loss.
 
 S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout
 """
@@ -30,14 +30,15 @@ def score(
     apply_dropout: bool,
     tokens_per_pass: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One forward over [documents | rollouts] through `model`, which may be wrapped (DDP, FSDP, PEFT).
+    """Run one forward pass over [documents | rollouts] through `model`, which may be wrapped (DDP, FSDP, PEFT).
 
-    With `tokens_per_pass`, at most that many rollout tokens are in a forward, each with the documents that it needs;
-    forwards beyond one are run again in backward, one at a time, so that no two hold their activations at once.
+    With `tokens_per_pass`, the batch is split into several forward passes of at most that many rollout tokens each,
+    together with the documents they need. These are recomputed in backward one at a time, so that only one of them
+    holds its activations in memory.
 
-    Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, and those at temperature 1 of the
-    reference tokens that `documents.ce_mask` marks; both float32. The last token of a rollout is scored but never
-    read, so it is not in the forward.
+    Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, and those of the reference tokens
+    selected by `documents.ce_mask` at temperature 1, both in float32. The last token of a rollout is scored but is
+    not an input of the forward pass.
     """
     parts = split(documents, layout, tokens_per_pass)
 
@@ -63,7 +64,7 @@ def _score_part(
     text_gradient: bool,
     apply_dropout: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`score` for the blocks of a part, inside the model's forward."""
+    """Compute `score` for the blocks of a part, inside the model's forward."""
     documents, layout = part.documents, part.layout
     m, n, g = rollouts.shape
     s = len(documents.tokens)
@@ -71,7 +72,7 @@ def _score_part(
     run = StridedPass(layout, "score", documents.positions, steps=g - 1, apply_dropout=apply_dropout)
     states = backbone_states(causal_lm, torch.cat([documents.tokens, rollouts[..., :-1].flatten()]), run)
     text, rollout = states[:s], states[s:]
-    # A rollout's first token follows document position a_b - 1; each later one its own predecessor.
+    # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
     first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature)
     later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature)
     logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
@@ -80,29 +81,29 @@ def _score_part(
 
 
 def text_logps(states: Tensor, documents: Documents, head: Head) -> Tensor:
-    """Log-probabilities of the text's own predicted tokens (those of `ce_mask`) from hidden states (S, D)."""
+    """Return the log-probabilities of the document tokens selected by `ce_mask`, from hidden states (S, D)."""
     predicted = documents.ce_mask.nonzero().squeeze(1)
     return token_logps(states[predicted - 1], documents.tokens[predicted, None], head, 1.0).squeeze(-1)
 
 
 def policy_gradient_loss(advantages: Tensor, logps: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """`rl_loss`, REINFORCE: `-(A logp).sum() / num_tokens` (appendix F).
+    """Return `rl_loss`, the REINFORCE loss `-(A logp).sum() / num_tokens` (appendix F).
 
-    advantages (M, N), logps (M, N, G); no gradient flows into the advantages.
+    advantages (M, N), logps (M, N, G). The advantages are detached.
     """
     return -(advantages.detach().unsqueeze(-1) * logps).sum() / num_tokens
 
 
 def cross_entropy_loss(logps: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """`ce_loss`: mean negative log-likelihood of the reference text from its log-probabilities."""
+    """Return `ce_loss`, the mean negative log-likelihood of the reference text, from its log-probabilities."""
     return -logps.sum() / num_tokens
 
 
 class TermGradients:
     """Gradients of the terms of a loss, summed over the micro-batches of an optimizer step.
 
-    Nothing is added to the parameters' own `.grad`: hooks that accumulate or reduce gradients (DDP's among them) do
-    not run, and the graph stays for the backward pass of the loss.
+    The parameters' `.grad` is not changed: hooks that accumulate or reduce gradients (such as DDP's) do not run, and
+    the graph is retained for the backward pass of the loss.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
@@ -110,7 +111,7 @@ class TermGradients:
         self._sums: dict[str, list[Tensor]] = {}
 
     def add(self, **terms: Tensor) -> None:
-        """Add the gradient of each term, a scalar, to what its name has so far. A term without a graph adds nothing."""
+        """Accumulate the gradient of each scalar term under its name. A term without a graph adds nothing."""
         for name, term in terms.items():
             sums = self._sums.setdefault(name, [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters])
             if not term.requires_grad:
@@ -122,7 +123,7 @@ class TermGradients:
                     total += grad
 
     def drain(self, accelerator: Any) -> dict[str, float]:
-        """Norm over all parameters of each term's gradient, summed over ranks, by name; then starts anew."""
+        """Return the norm of each term's gradient over all parameters, with gradients summed over ranks, and reset."""
         norms = {}
         for name, sums in self._sums.items():
             squares = [accelerator.reduce(total, "sum").double().square().sum().item() for total in sums]

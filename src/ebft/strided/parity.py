@@ -1,8 +1,8 @@
-"""A parity check before training: a few tokens through strided attention and through the plain model must agree.
+"""A parity check before training: strided attention and the plain model must agree on a short document.
 
-Known obstacles are refused by name (policy.py, attention/). This catches the ones nobody has named yet: a new
-architecture whose layers mix tokens outside attention, share keys between layers, read the batch's layout, or add
-noise while training.
+Model features that are known to be unsupported raise an error that names them (policy.py, attention/). This check
+detects the unknown ones: an architecture whose layers mix tokens outside attention, share keys between layers, depend
+on the layout of the batch, or add noise in training mode.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from ebft.strided.policy import prepare
 from ebft.strided.rollout import sample_rollouts
 
 _DOCUMENT_TOKENS = 24
-# Nats. Full precision: the largest difference, between two orders of summation. Less than that: the median, as a
-# router's near-tie may send a single token to another expert; a layout that leaks reaches them all.
+# In nats. In full precision, the largest difference is compared, which comes from the order of summation. In lower
+# precision, the median: a near-tie in a router may send single tokens to another expert, whereas an error in the
+# layout affects all tokens.
 _FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
 _HINT = "Use `ebft.mode: structured` for this model"
 
 
 def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bool = True) -> None:
-    """Raise ModelError where strided EBFT differs from the plain model on a short random document.
+    """Raise ModelError if strided EBFT differs from the plain model on a short random document.
 
-    Three blocks of two rollouts, sampled with the cache and scored in one pass, in training mode if `as_trained`; the
-    plain twin runs each short sequence by itself with eager attention. Hidden states of the feature network are held
-    against those that the plain network returns.
+    Three blocks of two rollouts are sampled with the cache and scored in one pass, in training mode if `as_trained`.
+    The plain model runs each sequence separately with eager attention. The hidden states of the feature network are
+    compared with those from `output_hidden_states`.
     """
     prepare(causal_lm)
     config, device = causal_lm.config.get_text_config(), next(causal_lm.parameters()).device
@@ -58,14 +59,14 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
 
 @contextmanager
 def _refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Whatever breaks inside the model under strided attention is a refusal that says where."""
+    """Convert any error raised by the model under strided attention into a ModelError that includes its cause."""
     try:
         yield
     except (EBFTError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(causal_lm).__name__} cannot run with strided attention ({type(error).__name__}: {error}). {_HINT}"
+            f"{type(causal_lm).__name__} does not run with strided attention ({type(error).__name__}: {error}). {_HINT}"
         ) from error
 
 
@@ -75,20 +76,20 @@ def _compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None
     tolerance = _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
     if not difference <= tolerance:
         raise ModelError(
-            f"{type(causal_lm).__name__}: strided {what} differ from the plain model's by {difference:.2g} on a short "
-            f"random document (allowed: {tolerance:g}), so something in this architecture depends on more than "
-            f"attention to a prefix, or adds noise while training. {_HINT}"
+            f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} on a "
+            f"short random document (tolerance: {tolerance:g}). The architecture depends on more than attention to a "
+            f"prefix, or adds noise in training mode. {_HINT}"
         )
 
 
 def _computes_roughly(causal_lm: PreTrainedModel) -> bool:
-    """Whether products are rounded to fewer digits than float32 has: half precision, quantised weights, TF32."""
+    """Whether matrix products have less precision than float32: half precision, quantised weights or TF32."""
     tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
     return causal_lm.dtype in (torch.bfloat16, torch.float16) or getattr(causal_lm, "is_quantized", False) or tf32
 
 
 def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:
-    """Log-probabilities of the rollouts by the training forward, without gradients."""
+    """Return the log-probabilities of the rollouts from the training forward pass, without gradients."""
     with evaluating(causal_lm):
         causal_lm.train(as_trained)
         return score(
@@ -103,7 +104,7 @@ def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Te
 
 
 def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:
-    """Log-probabilities (M, N, G) of the rollouts, each short sequence in a row of its own."""
+    """Return the log-probabilities (M, N, G) of the rollouts, with each sequence in a separate row."""
     expected = torch.zeros(rollouts.shape, device=ids.device)
     g = layout.generate_max_len
     for b, anchor in enumerate(layout.anchors[0]):
@@ -117,7 +118,7 @@ def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout,
 def _state_differences(
     network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
 ) -> Tensor:
-    """Differences of the document's unit states at each feature depth from `output_hidden_states`."""
+    """Return the differences of the document's L2-normalised states from `output_hidden_states`, at each depth."""
     ours = layout_states(network, documents, layout, rollouts)
     plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
     s = len(documents.tokens)

@@ -1,4 +1,4 @@
-"""Block-parallel rollouts (appendix F): one prefill per document, then one decode step per token, cached.
+"""Block-parallel rollouts (appendix F): one prefill per document, then one cached decode step per token.
 
 S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout   V  vocabulary   R  rows of logits
 """
@@ -20,18 +20,18 @@ from ebft.strided.logps import Head, Scored, Softmax, choose_tokens, with_gradie
 from ebft.strided.loss import text_logps
 from ebft.strided.policy import backbone_states, check_length, head_of, run_wrapped
 
-# Neighbouring tokens that sampling takes together at first.
+# Number of adjacent tokens in a group; sampling first selects a group, then a token in it.
 _RUN = 512
-_BELOW_ONE = 1 - 2**-52  # times a float64 is less than it
+_BELOW_ONE = 1 - 2**-52  # the product with a float64 is less than that float64
 
 
 @dataclass
 class Rollouts:
-    """What was sampled, and how likely it was under the distribution that it was sampled from.
+    """Sampled tokens with their entropy and log-probabilities under the distribution they were sampled from.
 
-    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the tempered distribution before top_p;
-    logps (M, N, G) float32; text_logps: of the reference tokens at temperature 1, where `documents.ce_mask` is on.
-    The last two carry gradients where they were sampled with gradients enabled.
+    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the distribution at the sampling temperature before
+    top_p; logps (M, N, G) float32; text_logps: log-probabilities of the reference tokens selected by
+    `documents.ce_mask`, at temperature 1. The last two carry gradients if gradients were enabled during sampling.
     """
 
     tokens: Tensor
@@ -51,11 +51,12 @@ def sample_rollouts(
     text_gradient: bool | None = None,
     tokens_per_pass: int | None = None,
 ) -> Rollouts:
-    """Sample every rollout of the layout from the model as it stands, dropout aside.
+    """Sample every rollout of the layout from the model's current weights, without dropout.
 
-    noise (M, N, G): uniform numbers in [0, 1) that decide the tokens; drawn here where None. `temperature` 0 takes
-    the most likely token, scored at temperature 1. `text_gradient` says whether the text's own log-probabilities are
-    wanted, and with a gradient or without; None leaves them out. `tokens_per_pass`: as in `ebft.strided.loss.score`.
+    noise (M, N, G): uniform random numbers in [0, 1) that determine the tokens; drawn here if None. With
+    `temperature` 0, the most likely token is selected and scored at temperature 1. `text_gradient`: whether the
+    log-probabilities of the text are computed with (True) or without (False) a gradient; None omits them.
+    `tokens_per_pass`: as in `ebft.strided.loss.score`.
     """
     if noise is None:
         noise = torch.rand(layout.num_blocks, layout.num_samples, layout.generate_max_len, device=layout.device)
@@ -79,7 +80,7 @@ def _sample_part(
     noise: Tensor,
     text_gradient: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`sample_rollouts` for the blocks of a part, inside the model's forward: the fields of `Rollouts`."""
+    """Run `sample_rollouts` for the blocks of a part, inside the model's forward; returns the fields of `Rollouts`."""
     documents, head = part.documents, head_of(causal_lm)
     if not torch.is_grad_enabled():
         drawn = _draw(causal_lm, head, part, temperature, top_p, noise, None)
@@ -90,7 +91,7 @@ def _sample_part(
     recording = Recording(len(documents.tokens), m * n, g - 1)
     with torch.no_grad():
         drawn = _draw(causal_lm, head, part, temperature, top_p, noise, recording)
-    torch.clear_autocast_cache()  # of weights that were converted without a graph
+    torch.clear_autocast_cache()  # it contains weights that were cast without a graph
     run = StridedPass(part.layout, "score", documents.positions, steps=g - 1, recording=recording.replayed())
     states = backbone_states(causal_lm, torch.cat([documents.tokens, drawn.tokens[..., :-1].flatten()]), run)
     text, rollout = states.split([len(documents.tokens), m * n * (g - 1)])
@@ -104,13 +105,13 @@ def _sample_part(
 
 
 def _in_order(steps: list[Scored]) -> Scored:
-    """What was scored token by token (M * N rows each), rollout by rollout (M * N * steps rows)."""
+    """Reorder scores by step (M * N rows each) into scores by rollout (M * N * steps rows)."""
     return Scored(*(None if x[0] is None else torch.stack(x, 1).flatten(0, 1) for x in zip(*steps)))
 
 
 @dataclass
 class _Drawn:
-    """Tokens and entropy (M, N, G), what was scored for each of the G, and the documents' last hidden states."""
+    """Tokens and entropy (M, N, G), the scores of each of the G steps, and the documents' last hidden states (S, D)."""
 
     tokens: Tensor
     entropy: Tensor
@@ -127,13 +128,13 @@ def _draw(
     noise: Tensor,
     recording: Recording | None,
 ) -> _Drawn:
-    """Prefill the documents, then draw token after token. With a recording, for a forward that takes gradients."""
+    """Prefill the documents, then sample token by token. `recording` is used for a later pass with gradients."""
     layout, positions = part.layout, part.documents.positions
     m, n, g = noise.shape
     entropies, scored = [], []
 
     def draw(states: Tensor, noise: Tensor) -> Tensor:
-        """The next token of every rollout (M * N,), from the states (R, D) before it, with noise (R, K)."""
+        """Return the next token of every rollout (M * N,), from the previous states (R, D) and noise (R, K)."""
 
         def choose(softmax: Softmax, rows: slice) -> Tensor:
             if temperature == 0:
@@ -159,15 +160,15 @@ def _draw(
 
 
 def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
-    """Tokens (R, K) from probabilities (R, V), by inverting their distribution function at noise (R, K).
+    """Sample tokens (R, K) from probabilities (R, V) by inverting the cumulative distribution at noise (R, K).
 
-    With top_p < 1 only the smallest set of most likely tokens whose mass reaches top_p is kept. Uniform numbers
-    in and tokens out: the same noise gives the same tokens however rows are batched.
+    With top_p < 1, only the smallest set of most likely tokens whose total probability reaches top_p is kept. The
+    tokens are a deterministic function of the noise, however rows are batched.
     """
     if top_p < 1:
         probabilities = _nucleus(probabilities, top_p)
-    # First a run of neighbouring tokens, then one of them: the running sums are short, and in float64, because those of
-    # float32 lose the tail's small steps.
+    # Select a group of adjacent tokens first, then a token in it, which keeps the cumulative sums short. They are in
+    # float64, because float32 would lose the small increments of the tail.
     vocabulary = probabilities.shape[-1]
     runs = vocabulary // _RUN
     sums = probabilities[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
@@ -176,14 +177,15 @@ def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> T
     index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
     inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
     token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
-    # Probabilities that are not numbers find the end; the loss that follows names the model as diverged.
+    # NaN probabilities select an index past the end; the check of the loss then reports that the model diverged.
     return (run * _RUN + token.squeeze(-1)).clamp_max(vocabulary - 1)
 
 
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Where noise (..., K) in [0, 1) falls among weights (..., V), and how far between there and the next, in [0, 1).
+    """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1).
 
-    What has no weight is never found.
+    Returns the selected indices and the relative position of the noise within the selected weight, in [0, 1), both
+    (..., K). Entries of weight 0 are never selected.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise * cumulative[..., -1:]
@@ -194,7 +196,7 @@ def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of most likely tokens whose mass reaches top_p (at least one)."""
+    """Set all weights to 0 except the smallest set of most likely tokens whose mass reaches top_p (at least one)."""
     ordered, index = weights.sort(-1, descending=True)
     mass_before = ordered.cumsum(-1) - ordered
     dropped = mass_before >= top_p * ordered.sum(-1, keepdim=True)
@@ -202,10 +204,10 @@ def _nucleus(weights: Tensor, top_p: float) -> Tensor:
 
 
 class DocumentNoise:
-    """Uniform noise per document from (seed, step, the document's own tokens): same however rows are spread.
+    """Uniform noise for each document, seeded with (seed, step, the document's tokens).
 
-    A document then draws the same rollouts on one process as on many, in any micro-batch. A document met again
-    in the same step draws fresh ones.
+    A document therefore gets the same rollouts with any number of processes and in any micro-batch. A document that
+    occurs again in the same step gets different noise.
     """
 
     def __init__(self, seed: int):
@@ -214,7 +216,7 @@ class DocumentNoise:
         self._met: Counter[bytes] = Counter()
 
     def draw(self, documents: Documents, layout: StridedLayout, step: int) -> Tensor:
-        """Noise (M, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
+        """Return the noise (M, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
         if step != self._step:
             self._step, self._met = step, Counter()
         tokens, noise = documents.tokens.cpu(), []

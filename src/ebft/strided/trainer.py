@@ -1,7 +1,7 @@
-"""StridedEBFTTrainer: a transformers Trainer whose loss is strided energy-based fine-tuning.
+"""StridedEBFTTrainer: a transformers Trainer with the loss of strided energy-based fine-tuning.
 
-`compute_loss` is the algorithm, top to bottom. Shapes here are (M blocks of all documents, N rollouts, G tokens);
-`StridedOutput` hands users (B documents, N, NB blocks of the longest, G).
+`compute_loss` implements the algorithm, top to bottom. Tensors in this file are (M blocks of all documents,
+N rollouts, G tokens); `StridedOutput` returns (B documents, N, NB blocks of the longest document, G).
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ BLOCK_OPTIONS = (
 
 @dataclass
 class StridedEBFTConfig(StridedOptions, TrainingArguments):
-    """TrainingArguments with the options of strided EBFT, as `ebft.config.options` declares them."""
+    """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
 
     def __post_init__(self):
         super().__post_init__()
         validate_options(StridedOptions, self)
-        # The collator's columns are read by name, whatever the model's forward takes.
+        # The collator's columns are read by name and need not be arguments of the model's forward.
         self.remove_unused_columns = False
 
 
 @dataclass
 class StridedOutput:
-    """What one step computed. Entries of masked-out blocks are zero. Everything but the losses is detached.
+    """The results of one step, all detached. Entries of masked-out blocks are zero.
 
     anchors (B, NB) long; block_mask (B, NB) bool; rollouts (B, N, NB, G) long; logps (B, N, NB, G) float32;
     alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB) float32; scalars rl_loss, ce_loss, loss.
@@ -93,7 +93,7 @@ class StridedOutput:
         ce_loss: Tensor,
         loss: Tensor,
     ) -> StridedOutput:
-        """What a step computed block by block, laid out by documents, samples first."""
+        """Convert the per-block results of a step to (documents, samples, blocks)."""
 
         def samples_first(values: Tensor) -> Tensor:
             return layout.for_users(values).transpose(1, 2).contiguous()
@@ -115,13 +115,13 @@ class StridedOutput:
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
-    """Fine-tune a causal LM by strided EBFT (Jelassi et al. 2026, section 2 and appendix F).
+    """Trainer for strided EBFT of a causal LM (Jelassi et al. 2026, section 2 and appendix F).
 
-    Rows of `train_dataset` hold `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
-    them. The feature network is the model with its adapter disabled, or a frozen copy made here (on
-    `args.feature_device`). The loss is normalised by the tokens of the whole optimizer step, over micro-batches
-    and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config` puts a new
-    adapter around it. Raises ModelError where the model's architecture cannot be honoured exactly.
+    Rows of `train_dataset` contain `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
+    them. The feature network is the model with its adapter disabled, or else a frozen copy created here (on
+    `args.feature_device`). The loss is normalised by the number of tokens of the whole optimizer step, over all
+    micro-batches and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config`
+    adds a new adapter to it. Raises ModelError for architectures that strided EBFT does not support.
     """
 
     args: StridedEBFTConfig
@@ -152,8 +152,8 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             disable_dropout(model)
         check_parity(self._causal_lm, self.feature_network, as_trained=args.disable_dropout)
         if args.gradient_checkpointing:
-            self._causal_lm.enable_input_require_grads()  # frozen embeddings would cut reentrant checkpoints off
-        self.model_accepts_loss_kwargs = True  # our loss is normalised by the whole step, see _get_num_items_in_batch
+            self._causal_lm.enable_input_require_grads()  # reentrant checkpoints need inputs that require a gradient
+        self.model_accepts_loss_kwargs = True  # the loss is normalised over the step, see _get_num_items_in_batch
         self._noise = DocumentNoise(args.seed)
         self._metrics = MeanMetrics()
         self._throughput = Throughput()
@@ -166,11 +166,12 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, StridedOutput]:
-        """One step of strided EBFT on `input_ids` (rows, S); `Documents.from_inputs` says what may be beside them.
+        """Compute the loss of one strided EBFT step on `input_ids` (rows, S) and the other inputs of the collator.
 
-        Sampling noise belongs to the step and the document: the same batch twice in a step draws fresh rollouts.
-        `num_items_in_batch` is what `_get_num_items_in_batch` returned: the generated tokens and the cross-entropy
-        tokens of the optimizer step; None normalises by this batch alone.
+        `Documents.from_inputs` documents the supported inputs. Sampling noise depends on the step and the document; a
+        batch that is repeated within a step gets different rollouts. `num_items_in_batch` is the result of
+        `_get_num_items_in_batch`: the numbers of generated tokens and cross-entropy tokens of the optimizer step.
+        None normalises by this batch alone.
         """
         args = self.args
         documents = Documents.from_inputs(inputs)
@@ -201,12 +202,12 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             with self.budget.meter.paused():
                 self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
         if num_items_in_batch is not None:
-            # DDP averages over ranks, and ours are shares of a sum; output.loss stays this rank's share.
+            # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
     def _sample(self, model: nn.Module, documents: Documents, layout: StridedLayout, single_pass: bool) -> Any:
-        """Rollouts at every anchor; with `single_pass` their log-probabilities have gradients."""
+        """Sample rollouts at every anchor; with `single_pass`, their log-probabilities have gradients."""
         with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
             return sample_rollouts(
                 model if single_pass else self._sampling_policy(model),
@@ -222,7 +223,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     def _embed(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The frozen network's embeddings of the rollouts and of the text in their places."""
+        """Return the feature network's embeddings of the rollouts and of their reference blocks."""
         with evaluating(model), self.accelerator.autocast():
             return embed_blocks(
                 self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
@@ -231,13 +232,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     def _score(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the rollouts and of the text, in a forward pass of their own."""
+        """Return the log-probabilities of the rollouts and of the text, from a separate forward pass."""
         return score(
             model,
             documents,
             layout,
             tokens,
-            temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored as they stand
+            temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored at temperature 1
             text_gradient=self.args.ce_coef > 0,
             apply_dropout=not self.args.disable_dropout,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -260,13 +261,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return super().train(*args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics of the policy on held-out documents, in the fixed feature space of held_out.py."""
+        """Evaluate the policy on held-out documents, in the fixed feature space of held_out.py."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
             parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset (in a config: test_datasets or val_set_size)")
+            raise ValueError("evaluation requires an eval_dataset (in a config: test_datasets or val_set_size)")
         metrics = held_out_metrics(
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
@@ -285,15 +286,15 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
 
     def predict(self, *args, **kwargs):
         raise ValueError(
-            "StridedEBFTTrainer predicts nothing: use evaluate() for metrics on held-out documents, or the model's "
-            "generate() for text"
+            "StridedEBFTTrainer does not support predict(). Use evaluate() for metrics on held-out documents, or the "
+            "model's generate() to generate text"
         )
 
     def _held_out_batches(self, dataset: Any) -> Any:
-        """This rank's share of the held-out rows, every row once.
+        """Return this rank's share of the held-out rows, each row exactly once.
 
-        Under FSDP, whose ranks must run in step, and for streams, it is Trainer's loader, which repeats rows to even
-        the ranks out.
+        With FSDP, where all ranks must run the same number of batches, and for streaming datasets, return Trainer's
+        data loader, which repeats rows to give every rank the same number.
         """
         if self.is_fsdp_enabled or not hasattr(dataset, "__len__"):
             return self.get_eval_dataloader(dataset)
@@ -301,13 +302,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return DataLoader(share, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the EBFT metrics and the throughput since the last call, then log as any Trainer does."""
-        if "loss" in logs:  # not evaluation's, which come in between
+        """Log with the EBFT metrics and the throughput since the last call added."""
+        if "loss" in logs:  # excludes the logs of evaluations
             logs = {**logs, **self._drain_metrics(), **self._throughput.drain(self.accelerator)}
         super().log(logs, start_time)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        """Generated tokens and cross-entropy tokens of the whole optimizer step, over all ranks: a pair, (2,)."""
+        """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,)."""
         counts = torch.zeros(2, dtype=torch.long)
         for inputs in batch_samples:
             documents = Documents.from_inputs(inputs)
@@ -316,22 +317,21 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return self.accelerator.reduce(counts.to(device), "sum")
 
     def _token_counts(self, documents: Documents, layout: StridedLayout, counts: Tensor | None) -> Tensor:
-        """What the two losses are means over; at least 1, so that a batch without a term gives 0."""
+        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero: (2,)."""
         if counts is None:
             counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()], device=layout.device)
         elif not isinstance(counts, Tensor) or counts.shape != (2,):
             raise ValueError(
-                f"num_items_in_batch must be the pair (generated tokens, cross-entropy tokens) of the optimizer step, "
-                f"got {counts!r}; leave it out to normalise by this batch alone"
+                f"num_items_in_batch must be a tensor with the numbers of generated tokens and of cross-entropy tokens "
+                f"of the optimizer step, got {counts!r}. Omit it to normalise by this batch alone"
             )
         return counts.clamp_min(1)
 
     def _trains_on_the_sampling_pass(self) -> bool:
-        """Whether the loss comes from what was computed while sampling, instead of a second forward.
+        """Whether the loss uses the computation of the sampling pass instead of a second forward pass.
 
-        The policy has not moved in between and no dropout stands between the two, so they would be equal. Not where
-        what sampling computed has to be thrown away to save memory, nor under FSDP, which gathers weights for each
-        pass anew.
+        Both give equal results, since the weights are unchanged and there is no dropout. Not possible if the results
+        of sampling must be discarded to save memory, or with FSDP, which gathers the weights again for each pass.
         """
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
@@ -340,12 +340,12 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         return torch.is_grad_enabled() and possible and wanted
 
     def _measures_gradients(self) -> bool:
-        """Whether the gradient norms of the loss's terms are taken in the optimizer step that is running."""
+        """Whether the gradient norms of the loss terms are computed in the current optimizer step."""
         every = self.args.grad_norms_every
         return torch.is_grad_enabled() and every > 0 and (self.state.global_step + 1) % every == 0
 
     def _sampling_policy(self, model: nn.Module) -> nn.Module:
-        """The model below its wrappers, but under FSDP the wrapped one, which gathers the weights."""
+        """Return the model without its wrappers, or, with FSDP, the wrapped model, which gathers the weights."""
         return model if self.is_fsdp_enabled else self._causal_lm
 
     def _block_options(self) -> dict[str, int]:
@@ -359,7 +359,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         documents: Documents,
         layout: StridedLayout,
     ) -> None:
-        """Keep the sums of the logged means: over samples of real blocks, blocks, and tokens."""
+        """Accumulate the sums of the logged means, over samples, blocks and tokens (masked-out blocks are zero)."""
         blocks = layout.num_blocks
         samples, generated = blocks * layout.num_samples, layout.num_generated
         add = self._metrics.add
@@ -376,7 +376,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             counter.add(documents=len(documents.lengths), generated_tokens=generated)
 
     def _drain_metrics(self) -> dict[str, float]:
-        """The logged means, with the guide's second name of the reward and the spread of the advantages."""
+        """Return the logged means, with `ebft/reward` as an alias of the mean reward and the std of the advantages."""
         means = self._metrics.drain(self.accelerator)
         if means:
             mean = means.pop("ebft/advantages_mean")
@@ -386,6 +386,6 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:
-    """Pad with the tokenizer's pad token; the id never reaches a score, so 0 will do without one."""
+    """Pad with the tokenizer's pad token, or with 0, since padding does not affect any result."""
     pad = tokenizer.pad_token_id if tokenizer is not None else model.config.get_text_config().pad_token_id
     return DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)

@@ -1,4 +1,4 @@
-"""What the trainer checks and resolves before it starts: arguments, model, dropout, rows."""
+"""Checks of StridedEBFTTrainer's arguments and datasets before training."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ebft.strided.layout import Documents
 
 
 def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of a transformers Trainer that would have no effect here, or the wrong one."""
+    """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
     if not isinstance(args, config_class):
-        raise ConfigError(f"args must be a {config_class.__name__}, got {type(args).__name__}")
+        raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     if args.neftune_noise_alpha is not None:
-        raise ConfigError(f"neftune_noise_alpha: remove it; {rules.NEFTUNE}")
+        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     if is_deepspeed_zero3_enabled():
         raise ConfigError("DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP.")
     if args.label_smoothing_factor:
-        raise ConfigError("label_smoothing_factor has no part in the EBFT loss. Leave it out, or use ce_coef")
+        raise ConfigError("label_smoothing_factor is not used in the EBFT loss. Remove it, or use ce_coef")
     for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
         if trainer_kwargs.get(name) is not None:
-            raise ConfigError(f"{name} has no effect in StridedEBFTTrainer: leave it out")
+            raise ConfigError(f"{name} is not supported by StridedEBFTTrainer. Remove it")
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
@@ -46,16 +46,16 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     ]
     if args.single_pass and saving:
         raise ConfigError(
-            f"single_pass cannot be had with {', '.join(saving)}, which needs a forward of its own for the loss. "
-            "Leave one of them out"
+            f"single_pass is incompatible with {', '.join(saving)}, which requires a separate forward pass for the "
+            "loss. Remove one of them"
         )
     use_one_gpu(args)
 
 
 def check_grad_norms(args: Any, **ruling_out: bool) -> None:
-    """Refuse `grad_norms_every` where a term of the loss has no gradient that can be taken by itself.
+    """Raise ConfigError for `grad_norms_every` if the gradient of a single loss term cannot be computed.
 
-    `ruling_out` names what else rules it out, and whether it is on.
+    `ruling_out` maps the names of further incompatible features to whether they are enabled.
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
     ruling_out |= {
@@ -65,23 +65,25 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
     given = [name for name, is_on in ruling_out.items() if is_on]
     if args.grad_norms_every and given:
         raise ConfigError(
-            f"grad_norms_every cannot be combined with {', '.join(given)}: sharded, scaled or reentrant backward "
-            "passes do not return the gradient of one term. Set grad_norms_every to 0, or leave out the other"
+            f"grad_norms_every is incompatible with {', '.join(given)}: the gradient of a single loss term is not "
+            "available from sharded, scaled or reentrant backward passes. Set grad_norms_every to 0, or disable the "
+            "other option"
         )
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
-    """The dataset without rows too short for a block, which are counted in one warning; streams come back unchanged.
+    """Return the dataset without rows that are too short for a block, with a warning that reports their number.
 
-    Raises DataError for rows that are not tokenised, rows longer than the model's positions, or where none is usable.
+    Streaming datasets are returned unchanged. Raises DataError if the rows are not tokenised, if a row exceeds the
+    model's `max_position_embeddings`, or if no row is usable.
     """
     if isinstance(dataset, dict):
         return {key: usable_rows(f"{name}[{key!r}]", part, model, args) for key, part in dataset.items()}
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "input_ids" not in columns:
         raise DataError(
-            f"{name} has the columns {columns}, but rows must hold input_ids (and may hold labels and prompt_length). "
-            "Tokenise it first, or describe it under `datasets:` in a config for `ebft train`"
+            f"{name} has no column input_ids (columns: {columns}); labels and prompt_length are optional. Tokenise the "
+            "dataset first, or define it under `datasets:` in a config for `ebft train`"
         )
     sizes = _sizes(dataset)
     if sizes is None:
@@ -90,20 +92,20 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     longest = max((length for row in sizes for length, _ in row), default=0)
     if limit is not None and longest > limit:
         raise DataError(
-            f"{name} has a row of {longest} tokens, and the model knows {limit} positions (max_position_embeddings): "
-            f"cut rows to at most {limit} tokens"
+            f"{name} has a row of {longest} tokens, which exceeds the model's max_position_embeddings ({limit}). "
+            f"Truncate rows to at most {limit} tokens"
         )
     usable = [i for i, row in enumerate(sizes) if any(_blocks(length, prompt, args) for length, prompt in row)]
     if not usable:
         raise DataError(
-            f"{name} has no row with room for a block: {len(sizes)} rows of at most {longest} tokens, and a block "
-            f"needs {args.context_length + args.generate_max_len} (context_length + generate_max_len), or more after "
-            "a prompt. Use longer documents, or lower these options"
+            f"{name} has no row that is long enough for a block: it has {len(sizes)} rows of at most {longest} tokens, "
+            f"but a block requires {args.context_length + args.generate_max_len} (context_length + generate_max_len), "
+            "or more after a prompt. Use longer documents, or reduce these options"
         )
     if len(usable) == len(sizes):
         return dataset
     warnings.warn(
-        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows, which are too short for a block",
+        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block",
         stacklevel=3,
     )
     return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
@@ -115,13 +117,13 @@ def _blocks(length: int, prompt_length: int, args: Any) -> int:
 
 
 def _sizes(dataset: Any) -> list[list[tuple[int, int]]] | None:
-    """(tokens, prompt tokens) of every document of every row; None for what is neither a Dataset nor a list."""
+    """Return (tokens, prompt tokens) of every document of every row, or None unless `dataset` is a Dataset or list."""
     if not isinstance(dataset, (list, Dataset)):
         return None
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
     plain = "prompt_length" in columns or "labels" not in columns
     if not plain or columns & {"attention_mask", "position_ids", "seq_lengths"}:
-        return [_documents(row) for row in dataset]  # as training will read them, one by one
+        return [_documents(row) for row in dataset]  # parsed as in training, one row at a time
     if "prompt_length" not in columns:
         return [[(length, 0)] for length in token_counts(dataset)]
     prompts = [row.get("prompt_length") for row in dataset] if isinstance(dataset, list) else dataset["prompt_length"]

@@ -1,4 +1,4 @@
-"""Structured EBFT: full completions of prompts, rewarded by feature matching, over generate() or a vLLM server."""
+"""Structured EBFT: full completions of prompts, sampled with generate() or vLLM and rewarded by feature matching."""
 
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
 from ebft.structured.grpo import RolloutGRPOTrainer

@@ -1,4 +1,4 @@
-"""Embeddings of whole sequences that share a prompt: the prompt runs once, its cache serves every continuation.
+"""Embeddings of sequences that share a prompt: the prompt is computed once and its cache is used for all continuations.
 
 P  prompt tokens   K  continuations   C  tokens of the longest continuation   D  feature dimension
 """
@@ -16,12 +16,12 @@ from ebft.over_transformers import DynamicLayer, DynamicSlidingWindowLayer, has_
 
 
 def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
-    """Embeddings (K, D) of the K sequences `prompt_ids + continuations[k]`, float32, on the network's device.
+    """Return the embeddings (K, D) of `prompt_ids + continuations[k]`, in float32, on the network's device.
 
-    Each is what a forward pass of that one sequence alone would give: padding is on the right only, where causal
-    models do not look. `mean_pooling` is the mean over all real tokens, prompt included, `completion_mean` over the
-    continuation's, `concat` takes the states at a quarter, a half and three quarters of the real sequence. Where a
-    continuation is empty, `last_token` and `completion_mean` are the prompt's last token.
+    They equal those of separate forward passes, because padding is on the right only, which causal models do not
+    attend to. `mean_pooling` is the mean over all tokens without padding, including the prompt; `completion_mean` the
+    mean over the continuation; `concat` the states at one quarter, one half and three quarters of the sequence without
+    padding. For an empty continuation, `last_token` and `completion_mean` use the prompt's last token.
     """
     prompt, own = continuation_features(network, prompt_ids, continuations)
     return torch.stack([pool_sequence(prompt, features, network.embed_method) for features in own])
@@ -30,7 +30,7 @@ def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continua
 def continuation_features(
     network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Features (P, D) of the prompt's tokens, and of each continuation's own after it, (its length, D)."""
+    """Return the features of the prompt's tokens, (P, D), and of each continuation's tokens, (its length, D)."""
     lengths = [len(ids) for ids in continuations]
     if not shares_prompts(network.causal_lm):
         features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
@@ -47,7 +47,7 @@ def continuation_features(
 
 
 def shares_prompts(causal_lm: PreTrainedModel) -> bool:
-    """Whether the prompt's cache can be handed to several continuations: not where layers keep a running state."""
+    """Whether several continuations can use the prompt's cache, which excludes layers with a recurrent state."""
     if has_running_state(causal_lm):
         return False
     layers = DynamicCache(config=causal_lm.config.get_text_config()).layers
@@ -55,7 +55,7 @@ def shares_prompts(causal_lm: PreTrainedModel) -> bool:
 
 
 def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
-    """One L2-normalised embedding (D,), or (3 D,) for `concat`, of features (P, D) and (C, D) of one sequence."""
+    """Pool the features (P, D) and (C, D) of a sequence to an L2-normalised embedding, (D,) or (3 D,) for `concat`."""
     if embed_method in ("last_token", "completion_mean"):
         return pool(continuation if len(continuation) else prompt[-1:], embed_method)
     return pool(torch.cat([prompt, continuation]), embed_method)
@@ -64,7 +64,7 @@ def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Te
 def _run(
     network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
 ) -> tuple[Tensor, Cache | None]:
-    """Features (K, tokens, D) of `tokens` after what `cache` holds, and the cache that then holds them too."""
+    """Return the features (K, tokens, D) of `tokens`, which follow those in `cache`, and the extended cache."""
     backbone = backbone_of(network.causal_lm)
     arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
     if cache is not None:
@@ -80,5 +80,5 @@ def _run(
 
 
 def _padded(rows: list[list[int]]) -> Tensor:
-    """Rows of token ids as one tensor, padded on the right; the padding's value is never looked at."""
+    """Return rows of token ids as one tensor, padded on the right; the padding value does not affect any result."""
     return pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in rows], batch_first=True)

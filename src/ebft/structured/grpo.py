@@ -1,7 +1,7 @@
-"""RolloutGRPOTrainer: TRL's GRPOTrainer over our rollouts, whole conversations from generate() or a vLLM server.
+"""RolloutGRPOTrainer: TRL's GRPOTrainer with rollouts of full conversations from generate() or a vLLM server.
 
-Rewards, advantages and the loss are TRL's. What is ours comes in through its hooks: `rollout_func` makes the
-completions, `vllm_generation.sync_weights` brings the weights to the server, `get_batch_samples` looks ahead.
+Rewards, advantages and the loss are TRL's. Rollouts are added through TRL's hooks: `rollout_func` generates the
+completions, `vllm_generation.sync_weights` sends the weights to the server, and `get_batch_samples` reads ahead.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
 
 @dataclass
 class RolloutJob:
-    """Everything that the rollouts of some rows need, fixed when they are due; `run` may happen on any thread."""
+    """The inputs for the rollouts of some rows, fixed when the job is created; `run` may be called on any thread."""
 
     backend: Backend
     conversations: list[Conversation]
     limits: Limits
     end_ids: Collection[int]
-    weights_step: int  # the optimizer step of the weights sampled from
+    weights_step: int  # the optimizer step of the weights used for sampling
 
     def run(self) -> list[Rollout]:
         return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
 class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
-    """TRL's GRPOTrainer whose completions are rolled out turn by turn, each within its own limit.
+    """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
-    Rows hold `prompt` and whatever the reward functions read; `remaining_turns` are rolled out in order.
-    `server_failure` tells why a server started for this run is lost for good (None: it is not).
+    Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
+    `server_failure` returns why a server started for this run failed permanently, or None if it has not.
     """
 
     args: RolloutGRPOConfig
@@ -101,13 +101,13 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         check_reference_model(model, self.ref_model)
         self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
         self.sampling = _sampling(args, end_token_ids(model, self.renderer))
-        self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL tells by them whether a completion was cut
+        self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
         self._rows: list[Row] = []
         self._rollouts: list[Rollout] = []
         self._throughput = Throughput()
-        self._ahead: deque[list[Row]] = deque()  # micro-batches read before their turn
+        self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
         self._epoch_iterator: Any = None
-        self._read = 0  # micro-batches read; `trained_micro_batches` counts those trained on
+        self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
         self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
         self._server: ServerRollouts | None = None
         if args.uses_server:
@@ -132,7 +132,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         self._rows = rows
 
     def _rollout_fields(self) -> dict[str, Any]:
-        """The rollouts of the rows at hand, as TRL's rollout_func returns them."""
+        """Return the rollouts of the current rows, in the format of TRL's rollout_func."""
         started = time.perf_counter()
         job, self._rollouts = self._finished_rollouts()
         mode = "train" if self.model.training else "eval"
@@ -154,7 +154,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
             job, rollouts = self._prefetcher.take(self._rows)
         else:
             if self._server is not None and not self.model.training:
-                self._server.sync_weights(at_once=True)  # held-out numbers are those of the policy as it is
+                self._server.sync_weights(at_once=True)  # evaluate the current weights
             job = self._job(self._rows)
             rollouts = job.run()
         if self._server is not None:
@@ -162,7 +162,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return job, rollouts
 
     def _job(self, rows: list[Row]) -> RolloutJob:
-        """What samples the rows' conversations from the weights of now."""
+        """Return the job that samples the rows' conversations from the current weights."""
         return RolloutJob(
             backend=self._backend(),
             conversations=self.conversations(rows),
@@ -177,7 +177,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return HFBackend(self, self.sampling, self.processing_class.pad_token_id)
 
     def conversations(self, rows: list[Row]) -> list[Conversation]:
-        """The rows' prompts and references as token ids; the samples of a group, which are neighbours, share one."""
+        """Return the rows' prompts and references as token ids; the adjacent samples of a group share one object."""
         found: list[Conversation] = []
         for index, row in enumerate(rows):
             if index and all(rows[index - 1].get(key) == row.get(key) for key in _CONVERSATION):
@@ -189,14 +189,14 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
     def _conversation(self, row: Row) -> Conversation:
         reference = row.get("ground_truth")
         if not isinstance(reference, str):
-            reference = ""  # with GRPO it may be anything that a reward function reads
+            reference = ""  # with GRPO, ground_truth may be of any type that a reward function accepts
         conversation = self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and reference:
             raise DataError(
                 f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
-                f"{len(conversation.reference_ids)}, with the token that ends it, do not fit the {positions} positions "
-                "of the model. Leave such rows out, or lower sequence_len."
+                f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
+                f"max_position_embeddings ({positions}). Remove such rows, or reduce sequence_len."
             )
         return conversation
 
@@ -212,11 +212,11 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         )
 
     def _reference_limit(self) -> ReferenceLimit | None:
-        """How references limit completions: here not at all, since rewards need no reference."""
+        """Return how references limit the length of completions; None, since GRPO does not require references."""
         return None
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
-        """TRL's, with the replies of several turns told apart for the reward functions."""
+        """Convert completions with several turns to messages for the reward functions."""
         if self.model.training:
             self._count_completions(*fields[:COMPLETIONS])
         if any(len(rollout.replies) > 1 for rollout in self._rollouts):
@@ -227,16 +227,16 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return fields
 
     def _count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
-        """Add to throughput and budget; `sampled` marks the completions' sampled tokens, None where all are."""
+        """Update throughput and budget; `sampled` marks the sampled tokens of completions, None if all are sampled."""
         generated = sum(map(len, completions)) if sampled is None else sum(map(sum, sampled))
         for counter in (self._throughput, self.budget):
             counter.add(documents=len(prompts) / self.num_generations, generated_tokens=generated)
-        if self.use_vllm:  # computed out of sight: every prompt once for each sample, as if no cache were shared
+        if self.use_vllm:  # not visible to the meter; counts every prompt once per sample, ignoring prefix caching
             tokens = sum(map(len, prompts)) + sum(map(len, completions))
             self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))
 
     def computing_models(self) -> list[nn.Module]:
-        """Policy, reference model, and what rewards are computed with."""
+        """Return the policy, the reference model and the reward models."""
         rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
         return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
 
@@ -249,7 +249,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
         if infinite:
             names = ", ".join(self.reward_func_names[index] for index in infinite)
-            raise NonFiniteLossError(f"The reward {names} is infinite. Return finite numbers, or None for no reward.")
+            raise NonFiniteLossError(
+                f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
+            )
         return rewards
 
     def _group_size(self) -> int:
@@ -258,12 +260,12 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self.args.eval_batch_size % self.num_generations_eval:
             raise ConfigError(
-                f"per_device_eval_batch_size {self.args.eval_batch_size} does not hold whole groups of "
-                f"{self.num_generations_eval} completions (num_generations_eval, or num_generations). Set a multiple."
+                f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "
+                f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
             )
         return super().evaluate(*args, **kwargs)
 
-    # Ahead of time
+    # Prefetching
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.async_prefetch:
@@ -274,8 +276,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
             self._stop_rollouts()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Micro-batches of the next optimizer step; with `async_prefetch`, those after them are read ahead too."""
-        if self.trained_micro_batches == 0:  # TRL counts from 0 after resuming too: it would generate at wrong steps
+        """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
+        if self.trained_micro_batches == 0:  # TRL restarts at 0 after resuming and would generate at the wrong steps
             self.trained_micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
         if self._prefetcher is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -305,13 +307,13 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the throughput since the last call: documents are prompts."""
+        """Log with the throughput since the last call added; documents are prompts."""
         if self.model.training and "loss" in logs:
             logs |= self._throughput.drain(self.accelerator)
         super().log(logs, start_time)
 
     def _stop_rollouts(self) -> None:
-        """End what is under way and take the adapters off the server; evaluation afterwards syncs anew."""
+        """Cancel running rollouts and remove the adapters from the server; a later evaluation synchronises again."""
         if self._prefetcher is not None:
             self._prefetcher.close(self._server.client.cancel)
             self._prefetcher = None
@@ -338,9 +340,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
-        """Whether this micro-batch can be skipped, on all processes alike.
+        """Whether this micro-batch can be skipped; the result is the same on all processes.
 
-        Not the one in which processes exchange gradients, nor where a scaler (fp16) wants to see some.
+        Not possible if processes exchange gradients in it, or with fp16, whose gradient scaler requires gradients.
         """
         if not (self.args.skip_zero_advantage_batches and self.model.training) or self.args.fp16:
             return False
@@ -350,14 +352,14 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
         return self.accelerator.gather(signal.reshape(1)).sum().item() == 0
 
     def _signal_besides(self, inputs: dict[str, Any]) -> float:
-        """Above 0 where the loss has other terms than the advantages'."""
+        """Return a positive value if the loss has terms that do not depend on the advantages."""
         return float(self.beta != 0.0 or self.aux_loss_enabled or self.has_entropy_bonus)
 
 
 def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook: positions count real tokens, as in sampling; TRL's padded rows count their padding too.
+    """Forward pre-hook: set position ids that do not count padding, as in sampling. TRL counts left padding.
 
-    It changes what models with learned positions compute, and nothing where positions only matter relatively.
+    This changes the results of models with learned positions, but not of models with relative positions.
     """
     mask = kwargs.get("attention_mask")
     takes_positions = "position_ids" in inspect.signature(module.forward).parameters
@@ -368,7 +370,7 @@ def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
 
 
 def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:
-    """The arguments that TRL starts from: it knows no managed server, and reaches a server by weight transfer alone."""
+    """Return the arguments for TRL, which has no managed servers and supports servers with weight transfer only."""
     changed = copy.copy(args)
     changed.use_vllm = args.use_vllm and not syncs_adapter
     changed.vllm_mode = "server" if args.uses_server else args.vllm_mode

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer, with hooks and names for what it keeps to itself.
+"""TRL's GRPOTrainer with hooks and public names for its private interface.
 
-Everything private that we touch in TRL is in this file; tests/test_contracts.py looks for it in the installed release.
+All use of TRL's private interface is in this file; tests/test_contracts.py checks it against the installed release.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from typing import Any
 from torch import Tensor, device, nn
 from trl import GRPOTrainer
 
-COMPLETIONS = 3  # place of the completions in what TRL's `_generate` returns
+COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
 
 
 class OverTRL(GRPOTrainer):
-    """GRPOTrainer whose subclasses add to its steps by overriding the hooks below."""
+    """GRPOTrainer with hooks that subclasses can override."""
 
     # Hooks
 
     def take_rows(self, rows: list[dict[str, Any]]) -> None:
-        """The rows whose completions are due; `rollout_func` is given their prompts alone."""
+        """Receive the rows to generate completions for; `rollout_func` receives their prompts only."""
 
     def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the loss, made of `rows` and their completions."""
+        """Return the inputs of the loss, computed from `rows` and their completions."""
         return inputs
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
-        """What generation gave: prompts, completions (at COMPLETIONS) and so on, as reward functions get it."""
+        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
         return fields
 
     def before_rewards(self) -> None:
-        """Called before the reward functions are."""
+        """Called before the reward functions."""
 
     def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
-        """The rewards of this process's completions: (completions, functions)."""
+        """Return the rewards of this process's completions: (completions, functions)."""
         return rewards
 
     def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
-        """The loss of a micro-batch, from TRL's own."""
+        """Return the loss of a micro-batch, given TRL's loss."""
         return loss
 
-    # Where they are called
+    # Callers of the hooks
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.take_rows(inputs)
@@ -56,7 +56,7 @@ class OverTRL(GRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
 
-    # Names
+    # Public names
 
     @property
     def trained_micro_batches(self) -> int:
@@ -68,7 +68,7 @@ class OverTRL(GRPOTrainer):
 
     @property
     def generation_batch(self) -> list[dict[str, Any]] | None:
-        """The inputs of the micro-batches that one generation step gave; None before the first."""
+        """The inputs of the micro-batches of the current generation step; None before the first."""
         return self._buffered_inputs
 
     @property
@@ -81,22 +81,22 @@ class OverTRL(GRPOTrainer):
         return self._tokenizer
 
     def log_mean(self, mode: str, name: str, value: float) -> None:
-        """Add to the values whose mean is logged next, of `train` or `eval`."""
+        """Add a value to a metric of `train` or `eval`, whose mean is logged next."""
         self._metrics[mode][name].append(value)
 
     def drop_reward_logs(self, prefix: str) -> None:
-        """Leave out what reward functions logged under names that start with `prefix`."""
+        """Discard metrics logged by reward functions whose names start with `prefix`."""
         for name in [name for name in self._pending_metrics if name.startswith(prefix)]:
             del self._pending_metrics[name]
 
     def sync_before_rollouts(self, sampler: Any) -> None:
-        """Have TRL sync `sampler` before the next rollouts, and correct for its probabilities."""
+        """Make TRL synchronise `sampler` before rollouts and apply importance sampling with its log-probabilities."""
         self.use_vllm, self.vllm_generation, self._last_loaded_step = True, sampler, -1
 
     def sync_anew(self) -> None:
-        """Forget which weights the sampler has."""
+        """Mark the weights of the sampler as outdated."""
         self._last_loaded_step = -1
 
     def items_of(self, batches: list[Any], where: device) -> Any:
-        """What the loss of the batches is normalised by."""
+        """Return the number of items that the loss of the batches is normalised by."""
         return self._get_num_items_in_batch(batches, where)

@@ -1,4 +1,4 @@
-"""The reference as text to be learned: which of its tokens the cross-entropy counts."""
+"""Token ids of references, with a mask of the tokens included in the cross-entropy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from ebft.data.thinking import thinking_spans, token_mask
 def labelled_reference(
     conversation: Conversation, renderer: Renderer, prompt: Prompt, *, mask_thinking: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of the whole reference after the prompt, each reply with its end token, and 1 for the ids that count.
+    """Return the ids of the reference after the prompt, each reply with its end token, and their mask (0 or 1).
 
-    Replies and their end tokens count, the turns between them do not, nor, with `mask_thinking`, do thinking blocks.
+    The mask is 1 for replies and their end tokens, and 0 for the turns between them and, with `mask_thinking`, for
+    thinking blocks.
     """
     ids: list[int] = []
     counts: list[int] = []
     for number, turn in enumerate(conversation.turns):
         if number:
-            # What leads to a reply begins with the end of the reply before it.
+            # The tokens before a reply start with the end of the previous reply.
             ids += turn.lead_ids
             ended = end_length(turn.lead_ids, renderer.end_ids())
             counts += [int(index == ended - 1) for index in range(len(turn.lead_ids))]

@@ -26,15 +26,15 @@ class FeatureMatchingReward:
     """`alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) of completions against their references.
 
     A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8)])`.
-    `model` with a PEFT adapter is used with the adapter disabled; of any other model a frozen copy is made here, on
-    `feature_device` if given. Options are those of `ebft.config.options.RewardOptions`: feature_layers,
-    embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. Sequences are token
-    ids throughout; a completion's terminating token (the tokenizer's or the model's end of sequence, the chat
-    template's end of turn, or one of `stop_token_ids`) is left out, as the reference has none. `chat_template_kwargs`
-    must be those that the prompts are rendered with.
+    A `model` with a PEFT adapter is used with the adapter disabled; any other model is copied and frozen, on
+    `feature_device` if given. `options` are those of `ebft.config.options.RewardOptions`: feature_layers,
+    embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. All sequences are
+    token ids. The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of
+    the chat template, or one of `stop_token_ids`) is removed, because the reference does not have one.
+    `chat_template_kwargs` must be the ones used to render the prompts.
     """
 
-    __name__ = "feature_matching"  # the name that TRL logs it by
+    __name__ = "feature_matching"  # the name of the reward in TRL's logs
 
     def __init__(
         self,
@@ -66,10 +66,12 @@ class FeatureMatchingReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """One reward per completion. All lists have the same length and come group by group, `num_generations` each.
+        """Return one reward per completion.
 
-        `completion_ids` are the ids after the prompt, of all turns where there are `remaining_turns`. Raises DataError
-        where a reference is missing, ValueError where lists do not fit together.
+        All lists have the same length and are ordered by group, with `num_generations` entries per group.
+        `completion_ids` are the ids after the prompt, including those of all `remaining_turns`. Raises DataError if a
+        reference is missing, ValueError if the lists are inconsistent, and NonFiniteLossError if a reward is not
+        finite.
         """
         groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns)
         embedded = [
@@ -84,8 +86,8 @@ class FeatureMatchingReward:
         self.last = match_features(embeddings[:, :-1], embeddings[:, -1], self.options)
         if not torch.isfinite(self.last.rewards).all():
             raise NonFiniteLossError(
-                "The feature-matching reward is not finite: the feature network gives NaN or infinity for these "
-                "sequences. Load the model in bfloat16 or float32 rather than float16, and check its weights."
+                "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
+                "sequences. Load the model in bfloat16 or float32 instead of float16, and check its weights."
             )
         if log_metric is not None:
             for name, value in metrics_of(self.last).items():
@@ -93,18 +95,18 @@ class FeatureMatchingReward:
         return self.last.rewards.flatten().tolist()
 
     def _groups(self, prompts, completion_ids, ground_truth, remaining_turns) -> list[tuple[Any, list[list[int]]]]:
-        """(conversation, its samples' ids) for every group."""
+        """Return (conversation, token ids of its samples) for every group."""
         n = self.num_generations
         if completion_ids is None:
-            raise ValueError("completion_ids are missing: the reward is computed from token ids, not from text")
+            raise ValueError("completion_ids is required: the reward is computed from token ids, not from text")
         if ground_truth is None:
-            raise DataError("the rows have no column ground_truth, the reference that completions are compared with")
+            raise DataError("the dataset has no column ground_truth with the references of the completions")
         remaining = remaining_turns if remaining_turns is not None else [None] * len(prompts)
         lengths = {len(values) for values in (prompts, completion_ids, ground_truth, remaining)}
         if len(lengths) != 1 or len(prompts) % n:
             raise ValueError(
-                f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references are not "
-                f"groups of num_generations = {n}"
+                f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references cannot "
+                f"be divided into groups of num_generations = {n}"
             )
         _warn_of_wider_groups(prompts, ground_truth, n)
         groups = []
@@ -112,9 +114,9 @@ class FeatureMatchingReward:
             group = slice(start, start + n)
             if any(prompt != prompts[start] for prompt in prompts[group]):
                 raise ValueError(
-                    f"completions {start} to {start + n - 1} have different prompts: they must come group by group, "
-                    f"{n} (num_generations of this reward) per prompt. Give it the trainer's num_generations, which "
-                    "must be num_generations_eval too"
+                    f"completions {start} to {start + n - 1} have different prompts, but completions must be ordered "
+                    f"by group, with {n} (num_generations of this reward) per prompt. Set num_generations of this "
+                    "reward, num_generations of the trainer and num_generations_eval to the same value"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():
@@ -125,19 +127,20 @@ class FeatureMatchingReward:
 
 
 def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int) -> None:
-    """One warning where every prompt comes two or more times `n` in a row: the trainer's groups are larger, then."""
+    """Warn if every prompt occurs at least 2 `n` times in a row: the trainer's groups are probably larger than `n`."""
     rows = list(zip(prompts, ground_truth))
     runs = [len(list(same)) for _, same in groupby(rows)]
     if n > 1 and min(runs) >= 2 * n:
         warnings.warn(
-            f"FeatureMatchingReward has num_generations {n}, and every prompt comes {min(runs)} times or more in a "
-            "row. If that is the trainer's num_generations, give it to the reward: samples are compared in groups.",
+            f"FeatureMatchingReward has num_generations {n}, but every prompt occurs at least {min(runs)} times in a "
+            "row. If this is the trainer's num_generations, pass the same value to FeatureMatchingReward, since "
+            "samples are compared within groups.",
             stacklevel=4,
         )
 
 
 def metrics_of(match: FeatureMatch) -> dict[str, float]:
-    """Means of the terms, by the names that they are logged under in both modes."""
+    """Return the means of the terms by the names under which both modes log them."""
     return {
         "ebft/alignment": match.alignment.mean().item(),
         "ebft/diversity": match.diversity.mean().item(),
@@ -148,7 +151,7 @@ def metrics_of(match: FeatureMatch) -> dict[str, float]:
 
 
 def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable[int] = ()) -> set[int]:
-    """Every token that ends a reply: of the tokenizer, the chat template, the model's generation config, the user."""
+    """Return all tokens that end a reply: those of tokenizer, chat template, generation config and `stop_token_ids`."""
     generation_config = unwrap_adapter(model).generation_config
     declared = generation_config.eos_token_id if generation_config is not None else None
     declared = [declared] if isinstance(declared, int) else declared or []
@@ -156,9 +159,9 @@ def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable
 
 
 def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:
-    """Feature matching of every group, repeated for its samples (M * N,), in the one space that models compare in:
+    """Return the held-out feature-matching metrics of every group, repeated for its samples: (M * N,) each.
 
-    normalised and unwhitened, as in strided mode (`ebft.scores.feature_scores`).
+    Features are normalised but not whitened, as in strided mode (`ebft.scores.feature_scores`).
     """
     n = match.samples.shape[1]
     values = feature_scores(

@@ -1,4 +1,4 @@
-"""Reward functions by the names that a config gives them."""
+"""Loading of reward functions by the names in a config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FEATURE_MATCHING = "feature_matching"
 
 
 def load_reward_funcs(config: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """The rewards of `trl.reward_funcs`: functions by import path, feature_matching, names of reward models as text.
+    """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models by name.
 
-    `feature_matching` takes its options from the section `ebft:` (with `rl: ebft` it is there already).
+    `feature_matching` uses the options of the section `ebft:`; with `rl: ebft`, the trainer adds it itself.
     """
     funcs: list[Any] = []
     for name in config.trl.reward_funcs or []:

@@ -1,7 +1,7 @@
-"""EBFTTrainer: structured energy-based fine-tuning, full completions rewarded by feature matching.
+"""EBFTTrainer: structured energy-based fine-tuning, with full completions rewarded by feature matching.
 
-A thin TRL GRPOTrainer: its first reward is `FeatureMatchingReward`, its loss has the cross-entropy on the reference
-beside the policy gradient, and its evaluation measures feature matching in one fixed space.
+A TRL GRPOTrainer whose first reward is `FeatureMatchingReward`, whose loss adds the cross-entropy on the references to
+the policy gradient, and whose evaluation measures feature matching in a fixed feature space.
 
 B  completions   P  prompt tokens (padded left)   R  reference tokens (padded right)
 """
@@ -31,18 +31,18 @@ from ebft.structured.reward import FeatureMatchingReward, held_out_values
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.validation import check_arguments, check_rows
 
-HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means that differ in what they weigh by
+HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
 
 
 class EBFTTrainer(RolloutGRPOTrainer):
-    """Fine-tune a causal LM by structured EBFT (Jelassi et al. 2026, section 2).
+    """Trainer for structured EBFT of a causal LM (Jelassi et al. 2026, section 2).
 
-    Rows hold `prompt` (text or messages) and `ground_truth` (text), whose length limits the completions
-    (`adaptive_max_tokens`), and may hold `remaining_turns` (messages) and
-    columns for `reward_funcs`, which add to the feature-matching reward. `args.reward_weights` are those of the
-    feature-matching reward and of `reward_funcs`, in this order. The feature network is `model` with its adapter
-    disabled, or a frozen copy made here. With `args.ce_coef` the loss adds the mean negative log-likelihood of the
-    references' tokens, their ends of turn included, at temperature 1.
+    Rows contain `prompt` (text or messages) and `ground_truth` (text), whose length limits the completions
+    (`adaptive_max_tokens`), and optionally `remaining_turns` (messages) and columns for `reward_funcs`, which are added
+    to the feature-matching reward. `args.reward_weights` are the weights of the feature-matching reward and of
+    `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
+    created here. With `args.ce_coef`, the loss includes the mean negative log-likelihood of the references' tokens,
+    including end-of-turn tokens, at temperature 1.
     """
 
     args: EBFTConfig
@@ -77,7 +77,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
-        self.feature_reward.renderer = self.renderer  # what rollouts have rendered, the reward need not
+        self.feature_reward.renderer = self.renderer  # reuses the conversations rendered for rollouts
 
     def _reference_limit(self) -> ReferenceLimit | None:
         args = self.args
@@ -94,7 +94,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
-            self.drop_reward_logs("ebft/")  # in the reward's space; held-out metrics have a space of their own
+            self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
             values = held_out_values(self.feature_reward.last, self.feature_reward.options)
             self._held_out["features"].add(values, torch.ones(len(rows)))
         return rewards
@@ -108,9 +108,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return self.args.ce_coef > 0 or not self.model.training
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
-        """References (B, R) and the mask of their tokens that count; each group's stands once, beside its first sample.
+        """Return the references (B, R) and the mask of their tokens in the cross-entropy.
 
-        `reference_tokens` counts them over the whole generation batch of all processes.
+        The mask is non-zero only for the first sample of each group. `reference_tokens` is the sum of the mask over
+        the generation batch of all processes.
         """
         conversations = self.conversations(rows)
         ids, masks = [], []
@@ -137,14 +138,14 @@ class EBFTTrainer(RolloutGRPOTrainer):
             self._held_out["all tokens"].add({"ce_loss_all": nll_all / counts_all.clamp_min(1)}, counts_all)
             return loss
         self._reference_nll.add("ce_loss", nll.detach().sum(), counts.sum())
-        # DDP averages over the processes, and ours are shares of a sum.
+        # DDP averages over the processes, whereas these losses are to be summed.
         tokens = self._reference_tokens(inputs).clamp_min(1) / self.accelerator.num_processes
         return loss + self.args.ce_coef * nll.sum() / tokens
 
     def _reference_tokens(self, inputs: dict[str, Any]) -> Tensor:
-        """Counted reference tokens of this optimizer step, over all processes."""
+        """Return the number of reference tokens in the cross-entropy of this optimizer step, over all processes."""
         per_generation, per_step = self.args.steps_per_generation, self.current_gradient_accumulation_steps
-        if per_generation % per_step:  # batches of this step are still to be generated: its share of this one
+        if per_generation % per_step:  # not all batches of this step are generated yet: use its share of this one
             return inputs["reference_tokens"] * per_step / per_generation
         first = self.trained_micro_batches % per_generation // per_step * per_step
         of_this_step = self.generation_batch[first : first + per_step]
@@ -152,19 +153,20 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return self.accelerator.reduce(counts, "sum")
 
     def _nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Negative log-likelihoods, summed, with how many tokens they are of, each (B,), 0 without a reference:
+        """Return two pairs (summed negative log-likelihood, number of tokens), each (B,) and 0 without a reference.
 
-        of each reference's counted tokens after its prompt, and, in evaluation only, of prompt and reference whole.
+        The first pair is over the reference tokens in the cross-entropy, the second over all predicted tokens; only in
+        evaluation does the latter include the prompt.
         """
         rows = inputs["reference_mask"].any(-1)
         zeros = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
             if self.accelerator.num_processes == 1:
                 return (zeros, zeros), (zeros, zeros)
-            rows[0] = True  # processes must run the wrapped model equally often; nothing of this row counts
+            rows[0] = True  # all processes must call the wrapped model equally often; this row is masked out
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
-        # Padding after a reference is masked by causality already; zeros there keep it out of the positions too.
+        # The causal mask already excludes padding after a reference; zeros also exclude it from the positions.
         after = counted.flip(-1).cummax(-1).values.flip(-1)
         attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
@@ -195,7 +197,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
 
 
 class AsyncEBFTTrainer(EBFTTrainer):
-    """EBFTTrainer whose rollouts are made ahead by a vLLM server, while the batch before trains."""
+    """EBFTTrainer with prefetched rollouts: a vLLM server generates them while the previous batch trains."""
 
     args: AsyncEBFTConfig
     config_class = AsyncEBFTConfig

@@ -1,8 +1,9 @@
-"""Attention of a strided pass: each rollout sees its document's prefix and itself, and no dense mask is ever made.
+"""Attention of a strided pass: a rollout attends to its document's prefix and to itself, without a dense mask.
 
-passes.py   which attention each part of a pass takes, registered with transformers
-tiles.py    the attention itself, with its backward        stacks.py   tiles of short documents that share kernel calls
-flex.py     the same by flex_attention, on GPUs
+passes.py   selection of the attention for each part of a pass, registered with transformers
+tiles.py    tiled attention with its backward pass
+stacks.py   batching of small tiles into shared kernel calls, for short documents
+flex.py     the same attention with flex_attention, on GPUs
 """
 
 from ebft.strided.attention.passes import IMPLEMENTATION, StridedPass

@@ -1,7 +1,7 @@
-"""The scoring pass by PyTorch's flex_attention: one fused kernel for documents and rollouts together, on GPUs.
+"""Attention of the scoring pass with PyTorch's flex_attention: one fused kernel for documents and rollouts, on GPUs.
 
-Taken where the model was loaded with `attn_implementation="flex_attention"` and runs on a GPU; tiles.py is what it
-must agree with.
+Used if the model was loaded with `attn_implementation="flex_attention"` and runs on a GPU. tiles.py is the reference
+implementation.
 
     X  tokens of the pass, [documents | rollouts]    H  query heads    K  key/value heads    D  head dimension
 """
@@ -19,14 +19,14 @@ from ebft.strided.layout import StridedLayout
 
 
 def available(device: torch.device) -> bool:
-    """Whether flex_attention is compiled into a kernel here; uncompiled it forms every score at once."""
+    """Whether flex_attention can be compiled for `device`; uncompiled, it materialises all scores at once."""
     return device.type == "cuda"
 
 
 def attend_all(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of query (1, H, X, D) to key and value (1, K, X, D) under the layout's mask: (X, H, D)."""
+    """Compute attention of query (1, H, X, D) to key and value (1, K, X, D) with the layout's mask: (X, H, D)."""
     query, key = query.to(value.dtype), key.to(value.dtype)
 
     def capped(score, batch, head, query_index, key_index):
@@ -43,16 +43,16 @@ def attend_all(
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is not None:
-        # A sink takes its share of the softmax: out * exp(lse) / (exp(lse) + exp(sink)).
+        # A sink adds a term to the softmax denominator: out * exp(lse) / (exp(lse) + exp(sink)).
         output, rest = output
         output = output * torch.sigmoid(rest.lse - sinks[:, None]).unsqueeze(-1).to(output.dtype)
     return output[0].transpose(0, 1)
 
 
 def layout_mask(layout: StridedLayout, document_positions: Tensor, steps: int, pattern) -> BlockMask:
-    """Which of the X keys each of the X queries sees, for all heads.
+    """Return the mask of the X keys that each of the X queries attends to, shared by all heads.
 
-    All that changes from batch to batch is in tensors, so that a new layout does not compile the kernel anew.
+    Everything that changes between batches is captured as tensors, so that a new layout does not recompile the kernel.
     """
     device, s = layout.device, len(document_positions)
     lengths = torch.tensor([end - start for start, end in layout.spans], device=device)
@@ -63,7 +63,7 @@ def layout_mask(layout: StridedLayout, document_positions: Tensor, steps: int, p
     document = torch.cat([number.repeat_interleave(lengths), number.repeat_interleave(blocks * per_block)])
     rollouts = torch.arange(layout.num_blocks * layout.num_samples, device=device).repeat_interleave(steps)
     owner = torch.cat([torch.full((s,), -1, device=device), rollouts])
-    # A rollout sees its document up to its anchor; a document token sees it up to itself.
+    # A rollout attends to its document up to its anchor, a document token up to its own position.
     limit = torch.cat([document_positions + 1, layout.block_anchors.repeat_interleave(per_block)])
 
     def seen(batch, head, query, key):

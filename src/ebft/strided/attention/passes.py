@@ -1,9 +1,9 @@
-"""Attention over [documents | rollouts]: every rollout token sees its document prefix and its own block.
+"""Attention over [documents | rollouts]: every rollout token attends to its document prefix and to its own block.
 
-Registered with transformers as the attention implementation "ebft_strided". A forward pass that carries a
-`StridedPass` in its keyword arguments runs through `strided_attention` below; the pass says which of the three
-phases of a step it is (prefill, decode, score) and holds what that phase needs. No (S + rollouts)^2 mask exists:
-queries are taken in tiles of neighbours, and a tile reads only the keys that some query of it sees.
+Registered with transformers as the attention implementation "ebft_strided". A forward pass with a `StridedPass` in
+its keyword arguments uses `strided_attention` below. The `StridedPass` defines the phase of a step (prefill, decode
+or score) and stores the data of that phase. No (S + rollouts)^2 mask is built: adjacent queries form a tile, which
+reads only the keys that any of them attends to.
 
     S  document tokens of the batch     M  blocks     N  rollouts per block     T  rollout tokens (queries)
     H  query heads    K  key/value heads     Q = H / K        D  head dimension         U  own rollout keys
@@ -29,16 +29,16 @@ from ebft.strided.layout import StridedLayout
 
 IMPLEMENTATION = "ebft_strided"
 
-# Query rows of one tile (query heads that share a key head count apart): enough to keep the matrix products busy,
-# few enough that scores stay in the processor's cache and keys beyond a block's own anchor stay a small share.
+# Query rows per tile (query heads that share a key head count separately): large enough for efficient matrix products,
+# small enough that the scores fit in the processor's cache and few of the keys are masked.
 _ROWS_PER_TILE = {"cpu": 256, "other": 4096}
 
-# Tokens of documents that are attended to in stacked tiles.
+# Maximum number of tokens of documents whose attention is computed in stacked tiles.
 _SHORT = 256
 
-# What attention layers may be handed besides query, key and value. The first row is honoured below. The second
-# repeats what the query, key and mask already contain. Anything else that is set changes the scores in a way this
-# module does not know.
+# Keyword arguments that attention layers may receive besides query, key and value. Those in _HONOURED are supported
+# below, those in _REDUNDANT repeat information of the query, key and mask, and those in _REPORTING do not affect the
+# scores. Any other argument may change the scores and is rejected.
 _HONOURED = {"scaling", "dropout", "softcap", "s_aux", "strided"}
 _REDUNDANT = {
     "sliding_window",
@@ -60,9 +60,9 @@ _REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "lay
 
 @dataclass(eq=False)
 class MaskPattern:
-    """A model's own attention pattern (causal, sliding window, chunked) as a function of two positions.
+    """A model's attention pattern (causal, sliding window, chunked) as a function of query and key positions.
 
-    One forward pass makes one for all layers that share the pattern, so the tiles that it leads to are kept here.
+    A forward pass creates one instance for all layers that share the pattern, so the tiles are cached here.
     """
 
     function: Callable
@@ -73,28 +73,31 @@ class MaskPattern:
         return self.function is causal_mask_function
 
     def allowed(self, query_position: Tensor, key_position: Tensor) -> Tensor:
-        """Whether a query at one position may see a key at another: the broadcast shape of both, bool."""
+        """Return whether queries may attend to keys, by position; the arguments are broadcast, the result is bool."""
         if self.is_causal:
             return key_position <= query_position
         zero = torch.zeros((), dtype=torch.long, device=key_position.device)
         return self.function(zero, zero, query_position, key_position)
 
     def document_tiles(self, layout: StridedLayout, heads: int, key_heads: int | None) -> list[Tile | Stack]:
-        """The document tokens of the batch, `heads` rows each, with the keys that they see; stacked for `key_heads`."""
+        """Return the tiles of the document tokens, `heads` rows per token, stacked for `key_heads` key heads."""
         make = lambda: stack_up(list(self._document_tiles(layout, heads)), key_heads)
         return self._keep(("document", heads, key_heads), make)
 
     def rollout_tiles(self, run: StridedPass, heads: int, key_heads: int | None) -> list[Tile | Stack]:
-        """The rollout tokens of a pass, block by block, with the keys of their documents that they see; stacked."""
+        """Return the tiles of a pass's rollout tokens and their documents' keys, block by block, possibly stacked."""
         make = lambda: stack_up(list(self._rollout_tiles(run, heads)), key_heads)
         return self._keep(("rollout", heads, key_heads), make)
 
     def own_hidden(self, run: StridedPass, heads: int, num_keys: int) -> Tensor:
-        """Which own keys (M, N, heads * T, U) a rollout token must not see: later ones, and what the pattern hides."""
+        """Return the mask of a rollout token's own keys that are later or masked by the pattern: (M, N, heads * T, U).
+
+        Masked keys are True.
+        """
         return self._keep(("own", heads, num_keys), lambda: self._own_hidden(run, heads, num_keys))
 
     def flex_mask(self, run: StridedPass):
-        """The whole pattern of a scoring pass for flex_attention."""
+        """Return the complete mask of a scoring pass for flex_attention."""
         return self._keep("flex", lambda: flex.layout_mask(run.layout, run.document_positions, run.steps, self))
 
     def _keep(self, name: tuple | str, make: Callable):
@@ -120,24 +123,24 @@ class MaskPattern:
                 chunk = anchors[first : first + size]
                 position = torch.tensor(chunk, device=layout.device)[:, None, None, None] + step
                 position = position.expand(-1, n, heads, -1).flatten()
-                # A prefix ends at the block's own anchor, wherever in the block the query is.
+                # The prefix ends at the block's anchor, whatever the query's position in the block.
                 limit = (position.view(len(chunk), -1, t) - step).flatten()
                 yield self._tile(position, 1, (block + first) * n * heads * t, (start, chunk[-1]), chunk[0], limit)
             block += len(anchors)
 
     def _tile(self, position, heads, first_row, document, causal_from, limit=None) -> Tile:
-        """Rows at `position`, each `heads` times, and the keys of their document that any of them sees.
+        """Return the tile of rows at `position`, each `heads` times, with the document keys that any row attends to.
 
-        document: where it starts among the S tokens, and how many of its keys come into question.
+        document: its start among the S tokens, and the number of its keys to consider.
         """
         start, length = document
-        begin = causal_from if self.is_causal else 0  # every causal row sees all keys before the first row's position
+        begin = causal_from if self.is_causal else 0  # all causal rows attend to all keys before the first row's
         key = torch.arange(begin, length, device=position.device)
         seen = self.allowed(position[:, None], key)
         if limit is not None:
             seen &= key < limit[:, None]
         skipped = 0
-        if not self.is_causal:  # a window leaves the document's beginning out
+        if not self.is_causal:  # a window may exclude the start of the document
             any_seen = seen.any(0)
             skipped = int(any_seen.int().argmax()) if any_seen.any() else length
         hidden = ~seen[:, skipped:].repeat_interleave(heads, dim=0)
@@ -158,13 +161,13 @@ def _rows_per_tile(device: torch.device) -> int:
 
 @dataclass
 class StridedPass:
-    """One forward pass over a layout. `cache` maps a layer to its document keys and values, and rollout ones.
+    """One forward pass over a layout. `cache` maps each layer to the keys and values of documents and rollouts.
 
-    phase "prefill": documents alone, keys and values kept in the cache.
-    phase "decode":  one token (step `first_step`) of every rollout, against the cache, which grows by it.
-    phase "score":   [documents | rollout tokens 0..steps), all at once, with gradients where enabled.
+    phase "prefill": documents only; their keys and values are stored in the cache.
+    phase "decode":  one token (step `first_step`) of every rollout; its key and value are appended to the cache.
+    phase "score":   [documents | rollout tokens 0..steps) in a single pass, with gradients if enabled.
 
-    `recording` is entered while the layers run, to record their products or to replay them.
+    `recording` is entered as a context manager while the layers run, to record or replay their matrix products.
     """
 
     layout: StridedLayout
@@ -180,11 +183,11 @@ class StridedPass:
 
     @property
     def wants_flex(self) -> bool:
-        """Whether the model was loaded with flex_attention, which is what it runs outside of strided passes."""
+        """Whether the model was loaded with flex_attention, which it uses outside of strided passes."""
         return self.previous_implementation[0] == "flex_attention"
 
     def position_ids(self) -> Tensor:
-        """Positions of the tokens of this pass: (1, tokens)."""
+        """Return the positions of the tokens of this pass: (1, tokens)."""
         if self.phase == "prefill":
             return self.document_positions[None]
         rollout = self.layout.rollout_positions(self.first_step, self.steps)
@@ -194,13 +197,14 @@ class StridedPass:
 def strided_attention(module, query, key, value, attention_mask, **kwargs):
     """The attention function that transformers calls in every layer.
 
-    query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None.
+    query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None. Raises ModelError if the layer
+    is not supported.
     """
     run: StridedPass | None = kwargs.get("strided")
     if run is None:
         raise ModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention function, so strided "
-            "EBFT cannot share one document prefix among rollouts. Use `ebft.mode: structured` for this model"
+            f"{type(module).__name__} does not forward keyword arguments to its attention function, which strided EBFT "
+            "requires to share a document prefix between rollouts. Use `ebft.mode: structured` for this model"
         )
     _check_supported(module, attention_mask, kwargs)
     layer = id(module)
@@ -226,7 +230,7 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
         s = len(run.document_positions)
         document = key[:, :s], value[:, :s]
         output = _document_attention(run, query[:, :, :s], *document, pattern, scores, sinks)
-        if run.steps:  # one-token rollouts are scored from the document's own states
+        if run.steps:  # rollouts of one token are scored from the document's states
             own = tuple(x[:, s:].unflatten(1, (-1, run.steps)) for x in (key, value))  # (K, M * N, T, D)
             output = torch.cat(
                 [output, _rollout_attention(run, query[:, :, s:], document, own, pattern, scores, sinks)]
@@ -235,7 +239,10 @@ def strided_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def _cached(run, layer, key, value):
-    """Keys and values of the documents, and of the rollouts' own tokens with the newest added: (K, M * N, U, D)."""
+    """Append the newest rollout tokens to the cache and return the cached keys and values.
+
+    Returns those of the documents, (K, S, D), and those of the rollouts, (K, M * N, U, D).
+    """
     document_key, document_value, *own = run.cache[layer]
     newest = (key.unsqueeze(2), value.unsqueeze(2))
     own = tuple(torch.cat(pair, 2) for pair in zip(own, newest)) if own else newest
@@ -244,7 +251,7 @@ def _cached(run, layer, key, value):
 
 
 def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tensor:
-    """Causal attention among the tokens of each document: query (K, Q, S, D) -> (S, H, D)."""
+    """Compute causal attention within each document: query (K, Q, S, D) -> (S, H, D)."""
     k, q, s, d = query.shape
     if _is_plain(pattern, scores, sinks) and not _are_short(run.layout, scores):
         documents = []
@@ -267,10 +274,10 @@ def _document_attention(run, query, key, value, pattern, scores, sinks) -> Tenso
 
 
 def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
-    """Attention of rollout tokens to their document prefix and their own block.
+    """Compute attention of rollout tokens to their document prefix and to their own block.
 
     query (K, Q, M * N * T, D); document: key and value (K, S, D); own: key and value (K, M * N, U, D), where U >= T
-    and the last T keys are the queries' own. Returns (M * N * T, H, D).
+    and the last T keys belong to the queries. Returns (M * N * T, H, D).
     """
     k, q, _, d = query.shape
     t = run.steps
@@ -282,47 +289,50 @@ def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Ten
 
 
 def _is_plain(pattern, scores, sinks) -> bool:
-    """Whether PyTorch's own fused attention computes it."""
+    """Whether scaled_dot_product_attention supports the pattern and scores."""
     return pattern.is_causal and scores.softcap is None and sinks is None
 
 
 def _are_short(layout: StridedLayout, scores: Scores) -> bool:
-    """Whether documents are so many and short, on CPU, that stacked tiles take less time than a kernel for each."""
+    """Whether there are several short documents on CPU, for which stacked tiles are faster than a kernel for each."""
     longest = max(end - start for start, end in layout.spans)
     return layout.device.type == "cpu" and len(layout.spans) > 1 and longest <= _SHORT and not scores.dropout
 
 
 def _stacked(key_heads: int, sinks: Tensor | None) -> int | None:
-    """Key heads to stack tiles for; None where sinks, which repeat along the rows of a tile, leave them apart."""
+    """Return the number of key heads for stacking tiles, or None with sinks, which prevent stacking.
+
+    Sinks repeat along the rows of a tile.
+    """
     return key_heads if sinks is None else None
 
 
 def _sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
-    """Learned sinks (H,) for each of the Q * T rows that repeat along a layout: (K, Q * T)."""
+    """Expand the learned sinks (H,) to the Q * T rows that repeat along a layout: (K, Q * T)."""
     return None if sinks is None else sinks.view(k, q, 1).expand(-1, -1, t).flatten(1)
 
 
 def _check_supported(module, attention_mask, kwargs) -> None:
-    """Refuse what would make a strided score differ from the model's own, naming the feature."""
+    """Raise ModelError, naming the feature, if strided scores would differ from those of the model."""
     name = type(module).__name__
     if not isinstance(attention_mask, MaskPattern):
         raise ModelError(
-            f"{name} builds its attention mask in its own way, so strided EBFT cannot tell which keys a query sees. "
-            "Use `ebft.mode: structured` for this model"
+            f"{name} does not build its attention mask with the mask interface of transformers, so strided EBFT cannot "
+            "determine which keys a query attends to. Use `ebft.mode: structured` for this model"
         )
     known = _HONOURED | _REDUNDANT | _REPORTING
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
     if unknown:
         raise ModelError(
-            f"{name} passes {', '.join(unknown)} to attention, which strided EBFT does not know how to honour. "
+            f"{name} passes {', '.join(unknown)} to its attention function, which strided EBFT does not support. "
             "Use `ebft.mode: structured` for this model"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{name} is not causal; EBFT samples from causal language models only")
+        raise ModelError(f"{name} does not use causal attention, but EBFT supports only causal language models")
 
 
 def _mask_pattern(batch_size, q_length, kv_length, *args, mask_function=causal_mask_function, **kwargs):
-    """The mask interface of transformers: hand the pattern itself to attention instead of a tensor."""
+    """Mask function for transformers that passes the pattern itself to attention instead of a mask tensor."""
     return MaskPattern(mask_function)
 
 

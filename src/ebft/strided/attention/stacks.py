@@ -1,6 +1,6 @@
-"""Several small tiles of attention as one: the same products and softmax with a document more instead of a call more.
+"""Batching of several small attention tiles into one, so that they share the calls of matrix products and softmax.
 
-Short documents make tiles of a few thousand scores, whose kernels take less time than it takes to call them.
+Short documents yield tiles of a few thousand scores, for which launching a kernel takes longer than running it.
 
     K  key/value heads    D  tiles of a stack    R  rows of the longest    W  shared keys of the widest    X  features
 """
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from ebft.strided.attention.tiles import Tile
 
-# Scores of a stack at most: what stays in a processor's cache.
+# Maximum number of scores of a stack, which fit in the processor's cache.
 _SCORES = 2**18
-# Scores of a stack, with those that pad it, to those of its tiles.
+# Maximum ratio of the scores of a stack, including padding, to those of its tiles.
 _MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Neighbouring tiles, padded to the longest: used like a `Tile`, with K * D in the place of K.
+    """Adjacent tiles, padded to the longest. Has the interface of `Tile`, with K * D in place of K.
 
-    Padding rows are zeros that see everything, and what becomes of them is dropped; padding keys are seen by none else.
+    Padding rows are zeros that attend to everything, and their results are discarded. All other rows mask padding keys.
     """
 
     rows: slice
     width: int
     row_index: Tensor  # (D, R)
-    is_padding: Tensor | None  # (D, R); None where all tiles have R rows
+    is_padding: Tensor | None  # (D, R); None if all tiles have R rows
     key_start: Tensor  # (D,)
     hidden: Tensor  # (D, R, W)
 
@@ -58,38 +58,38 @@ class Stack:
         )
 
     def take_rows(self, x: Tensor) -> Tensor:
-        """The rows (K * D, R, X) of x (K, rows, X)."""
+        """Return the rows (K * D, R, X) of x (K, rows, X)."""
         taken = x[:, self.row_index]
         if self.is_padding is not None:
             taken.masked_fill_(self.is_padding.unsqueeze(-1), 0)
         return taken.flatten(0, 1)
 
     def in_order(self, stacked: Tensor) -> Tensor:
-        """The same rows one after the other, (K, rows, X), from (K * D, R, X)."""
+        """Convert stacked rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
         rows = stacked.unflatten(0, (-1, len(self.row_index)))
         return rows.flatten(1, 2) if self.is_padding is None else rows[:, ~self.is_padding]
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
-        """The shared keys (K * D, W + after, X) of x (K, keys, X), with so many of those after them."""
+        """Return the shared keys of x (K, keys, X) and the `after` keys that follow them: (K * D, W + after, X)."""
         index = self.key_start[:, None] + torch.arange(self.width + after, device=x.device)
         return x[:, index.clamp_max(x.shape[1] - 1)].flatten(0, 1)
 
     def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
-        """Write the products of weights (K * D, R, W) with the tile's part of keys (K, keys, X) to its rows."""
+        """Write the products of weights (K * D, R, W) and the tiles' part of keys (K, keys, X) to their rows."""
         output[:, self.rows] = self.in_order(weights @ self.take_keys(keys))
 
     def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """Add the products of weights (K * D, R, W), transposed, with the tile's rows to its part of total."""
+        """Add the products of the transposed weights (K * D, R, W) and the tiles' rows to their part of total."""
         index = self.key_start[:, None] + torch.arange(self.width, device=total.device)
         added = (weights.mT @ self.take_rows(rows)).unflatten(0, (-1, len(index))).flatten(1, 2)
         total.index_add_(1, index.clamp_max(total.shape[1] - 1).flatten(), added.to(total.dtype))
 
     def hide(self, shared: Tensor) -> None:
-        """Set scores (K * D, R, W) of what a row must not see to minus infinity."""
+        """Set the scores (K * D, R, W) of masked keys to minus infinity, in place."""
         shared.unflatten(0, (-1, len(self.hidden))).masked_fill_(self.hidden, float("-inf"))
 
     def hide_own(self, own: Tensor, hidden: Tensor) -> None:
-        """The same for scores of own keys (K * D, R, U), by hidden (rows, U)."""
+        """Set the scores (K * D, R, U) of own keys masked by `hidden` (rows, U) to minus infinity, in place."""
         of_rows = hidden[self.row_index]
         if self.is_padding is not None:
             of_rows.masked_fill_(self.is_padding.unsqueeze(-1), False)
@@ -97,9 +97,9 @@ class Stack:
 
 
 def stack_up(tiles: list[Tile], key_heads: int | None) -> list[Tile | Stack]:
-    """The tiles in order, neighbours in one stack as long as it stays small and little of it is padding.
+    """Combine adjacent tiles into stacks that are small and contain little padding, keeping the order.
 
-    None for `key_heads` leaves all of them apart.
+    With `key_heads` None, the tiles are returned unchanged.
     """
     if key_heads is None:
         return tiles

@@ -1,10 +1,10 @@
-"""Exact softmax attention, tile by tile, with a backward that computes its weights again.
+"""Exact softmax attention, computed tile by tile, with a backward pass that recomputes the attention weights.
 
-A tile is a run of neighbouring queries and the range of shared keys that they see. Its scores live in one small
-buffer and nothing of size queries x keys outlives it, so memory is linear in the number of tokens.
+A tile consists of adjacent queries and the range of shared keys that they attend to. Only the scores of one tile are
+in memory at a time, and nothing of size queries x keys is stored, so memory is linear in the number of tokens.
 
-    K  key/value heads    R  query rows (whatever shares a key head, end to end)    D  head dimension
-    S  shared keys        E  owners: R / E rows in a row share U keys of their own
+    K  key/value heads    R  query rows (the concatenated queries that share a key head)    D  head dimension
+    S  shared keys        E  owners: groups of R / E consecutive rows, each with U own keys
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows `rows`, the shared keys `keys` that they see, but for `hidden` (rows, W) of the last W keys.
+    """Query rows `rows` and the shared keys `keys` that they attend to; `hidden` (rows, W) masks the last W keys.
 
-    Where rows have own keys, at least as many shared keys must lie after `keys` (a rollout's reference does).
+    If rows have own keys, at least as many shared keys must follow `keys` (for a rollout, those of its reference).
     """
 
     rows: slice
@@ -30,41 +30,41 @@ class Tile:
 
     @property
     def width(self) -> int:
-        """How many shared keys it has."""
+        """Number of shared keys."""
         return self.keys.stop - self.keys.start
 
     def take_rows(self, x: Tensor) -> Tensor:
-        """Its rows of x (K, R, X)."""
+        """Return the tile's rows of x (K, R, X)."""
         return x[:, self.rows]
 
     def in_order(self, rows: Tensor) -> Tensor:
-        """Rows as they lie in (K, R, X): here as they are."""
+        """Return rows in the order of (K, R, X), which for a tile is unchanged."""
         return rows
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
-        """Its shared keys of x (K, S, X), with so many of those after them."""
+        """Return the tile's shared keys of x (K, S, X) and the `after` keys that follow them."""
         return x[:, self.keys.start : self.keys.stop + after]
 
     def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
-        """Write the products of weights (K, rows, keys) with its part of keys (K, S, X) to its rows of output."""
+        """Write the products of weights (K, rows, keys) and the tile's part of keys (K, S, X) to its output rows."""
         torch.bmm(weights, self.take_keys(keys), out=self.take_rows(output))
 
     def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """Add the products of weights (K, rows, keys), transposed, with its rows to its part of total (K, S, X)."""
+        """Add the products of the transposed weights (K, rows, keys) and the tile's rows to total (K, S, X)."""
         total[:, self.keys] += weights.mT @ self.take_rows(rows)
 
     def hide(self, shared: Tensor) -> None:
-        """Set scores (K, rows, keys) of what a row must not see to minus infinity."""
+        """Set the scores (K, rows, keys) of masked keys to minus infinity, in place."""
         shared[..., self.width - self.hidden.shape[-1] :].masked_fill_(self.hidden, float("-inf"))
 
     def hide_own(self, own: Tensor, hidden: Tensor) -> None:
-        """The same for scores of own keys (K, rows, U), by hidden (R, U)."""
+        """Set the scores (K, rows, U) of own keys masked by `hidden` (R, U) to minus infinity, in place."""
         own.masked_fill_(hidden[self.rows], float("-inf"))
 
 
 @dataclass(frozen=True)
 class Own:
-    """Keys and values (K, E, U, D) of the owners' own, and `hidden` (E, R / E, U), those a row must not see."""
+    """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys."""
 
     key: Tensor
     value: Tensor
@@ -73,7 +73,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Scores:
-    """How query-key products become scores, and which part of the weights drops out."""
+    """How scores are computed from query-key products, and the dropout rate of the attention weights."""
 
     scaling: float
     softcap: float | None = None
@@ -89,18 +89,18 @@ def attend(
     scores: Scores,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
+    """Compute attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
 
-    `tiles` cover the rows in order; without sinks they may be stacked, see stacks.py. One softmax, in float32, runs
-    over a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits that take part in it and have
-    no value.
+    `tiles` cover the rows in order; without sinks, they may be stacked, see stacks.py. A single softmax, in float32,
+    covers a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits without a value that are
+    included in the softmax. Raises ValueError if too few shared keys follow a tile.
     """
     last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
     if own is not None and last_key + own.key.shape[2] > key.shape[1]:
-        raise ValueError("shared keys must reach beyond every tile by as many keys as a row has of its own")
+        raise ValueError("every tile must be followed by at least as many shared keys as a row has own keys")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
-    # Under autocast rotary positions leave queries and keys in float32, and products would be cast one by one.
+    # With autocast, queries and keys are float32 after the rotary embedding; cast once instead of for every product.
     query, key = query.to(value.dtype), key.to(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
         return _Attention.apply(query, key, value, *own_tensors, sinks, tiles, scores, seed)
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
         weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
         grad = grad.contiguous()
         grad_query = torch.empty_like(query)
-        # Many tiles add to one key, so their sums are kept in float32.
+        # The gradient of a key is a sum over many tiles, so it is accumulated in float32.
         grad_key, grad_value = (torch.zeros_like(x, dtype=weigh.dtype) for x in (key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=weigh.dtype)
         grad_own = None if own_key is None else (weigh.by_owner(grad) @ own_value.mT).flatten(1, 2)
@@ -171,11 +171,11 @@ class _Attention(torch.autograd.Function):
 
 
 class _Weights:
-    """The softmax weights of a tile, from what forward saved: columns [shared keys | own keys | sink]."""
+    """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink]."""
 
     def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
-        self.dtype = torch.promote_types(query.dtype, torch.float32)  # of the softmax and of sums over tiles
+        self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
         self.owners, self.own_width, self.own_products = 0, 0, None
         if own_key is not None:
             self.owners, self.own_width = own_key.shape[1:3]
@@ -183,7 +183,7 @@ class _Weights:
             self.own_hidden = own_hidden.flatten(0, 1)
 
     def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """Weights (K, rows, columns), and with a softcap its slope at every score."""
+        """Return the weights (K, rows, columns) and, with a softcap, its derivative at every score."""
         scores, slope = self.products(self.query, self.key, self.own_products, self.scores.scaling, tile), None
         if self.scores.softcap is not None:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
@@ -196,14 +196,14 @@ class _Weights:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
             slope = None if slope is None else F.pad(slope, (0, 1), value=1.0)
-        # Converted first: a softmax that converts as it goes is slower on CPU.
+        # Cast first: on CPU, a softmax that casts its input is slower.
         return scores.to(self.dtype).softmax(-1), slope
 
     def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, tile: Tile) -> Tensor:
-        """Scaled products of a tile's rows of `left` with the shared keys' of `right`, and the rows of `own`.
+        """Return the scaled products of a tile's rows of `left` and the shared keys of `right`, and the rows of `own`.
 
-        The columns of own keys are first computed along, from whatever lies after the shared keys: a product into a
-        whole matrix is faster than one into part of it.
+        The columns of the own keys are first filled with products of the keys that follow the shared keys and then
+        overwritten, because a product that writes a complete matrix is faster than one that writes a part of it.
         """
         rows, columns = tile.take_rows(left), tile.take_keys(right, self.own_width).mT
         products = left.new_empty(len(rows), rows.shape[1], columns.shape[2])
@@ -213,15 +213,15 @@ class _Weights:
         return products
 
     def columns(self, values: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The columns of the shared keys and of the own keys: views."""
+        """Return views of the columns of the shared keys and of the own keys."""
         return values[..., : tile.width], values[..., tile.width : tile.width + self.own_width]
 
     def by_owner(self, rows: Tensor) -> Tensor:
-        """(K, R, X) as (K, E, R / E, X)."""
+        """Reshape (K, R, X) to (K, E, R / E, X)."""
         return rows.unflatten(1, (self.owners, -1))
 
     def dropped(self, weights: Tensor, tile: Tile) -> Tensor:
-        """Weights after dropout: the same ones every time, as forward and backward must agree."""
+        """Return the weights after dropout, with the same mask in every call, as forward and backward must agree."""
         rate = self.scores.dropout
         if not rate:
             return weights

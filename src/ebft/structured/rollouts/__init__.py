@@ -1,1 +1,1 @@
-"""Rollouts of structured mode: conversations over the policy's own generate or a vLLM server, ahead of time or not."""
+"""Rollouts of structured mode: conversations generated with generate() or a vLLM server, optionally prefetched."""

@@ -1,7 +1,7 @@
-"""Bringing the policy's LoRA adapter to a vLLM server: every version under its own name, in its own folder.
+"""Sending the policy's LoRA adapter to a vLLM server: every version has a unique name and a separate folder.
 
-A name and a folder are never used twice, so the server can serve no stale cache for them, and a folder appears under
-its name only when it is complete.
+Names and folders are never reused, so the server cannot serve a stale cache for them. A folder gets its final name only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOLDER = "vllm_adapters"
 
 @dataclass(frozen=True)
 class Version:
-    """One state of the policy on the server: its name there, its folder, and the optimizer step it was taken at."""
+    """A version of the policy's adapter on the server: its name, its folder, and the optimizer step of its weights."""
 
     name: str
     path: str
@@ -32,10 +32,11 @@ class Version:
 
 
 class AdapterSync:
-    """Publishes versions of a PEFT model's adapter, and takes back those that nobody samples from any more.
+    """Publishes versions of a PEFT model's adapter, and removes those that are no longer used for sampling.
 
-    All processes call `publish` together; the main one saves, loads and deletes. Each holds the versions that it still
-    samples from, for itself. Names hold an id of this run, so what an earlier run left on the server does not matter.
+    All processes must call `publish` together; the main process saves, loads and deletes. Each process holds the
+    versions that it still samples from. Names contain an id of this run, so adapters that an earlier run left on the
+    server do not conflict.
     """
 
     def __init__(self, client: VLLMClient, model: Any, accelerator: Any, output_dir: str) -> None:
@@ -47,14 +48,17 @@ class AdapterSync:
         self.current: Version | None = None
 
     def publish(self, step: int) -> Version:
-        """Save the adapter as of optimizer step `step`, have the server load it, and make it the current one."""
+        """Save the adapter of optimizer step `step`, load it on the server, and make it the current version.
+
+        Raises RolloutError on all processes if this fails on the main process.
+        """
         outcome: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
                 outcome = [self._publish(step)]
-            except Exception as error:  # whatever it is: the other processes wait for word of it
+            except Exception as error:  # any error: the other processes wait for the outcome
                 outcome = [_told(error, self._root)]
-        broadcast_object_list(outcome)  # a failure on the main process ends every process
+        broadcast_object_list(outcome)  # a failure on the main process is raised on every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
         self.current = outcome[0]
@@ -67,11 +71,11 @@ class AdapterSync:
         return self.current
 
     def reload(self, version: Version) -> None:
-        """Load a version again that the server has lost; its folder is there as long as it is current or held."""
+        """Load a version again that the server has lost; its folder exists as long as it is current or held."""
         self._client.load_adapter(version.name, version.path)
 
     def hold(self, version: Version) -> None:
-        """Keep a version on the server until it is released; it goes when the next one is published after that."""
+        """Keep a version on the server until it is released; the next `publish` after that removes it."""
         self._held[version] += 1
 
     def release(self, version: Version) -> None:
@@ -79,7 +83,7 @@ class AdapterSync:
         self._held[version] -= 1
 
     def close(self) -> None:
-        """Take everything back; errors of a server that is gone already do not matter then."""
+        """Remove all versions from the server, and their folders; a server that is not running is ignored."""
         for version in list(self._live):
             if self._accelerator.is_main_process:
                 self._forget(version)
@@ -112,7 +116,7 @@ class AdapterSync:
         return Version(name, str(final), step)
 
     def _forget(self, version: Version) -> None:
-        """Unload first, delete then: whoever samples from it would have it loaded again."""
+        """Unload the version, then delete its folder, which may be needed to reload it until then."""
         self._client.unload_adapter(version.name)
         shutil.rmtree(version.path, ignore_errors=True)
 
@@ -120,12 +124,12 @@ class AdapterSync:
 def _told(error: Exception, root: Path) -> RolloutError:
     if isinstance(error, RolloutError):
         return RolloutError(
-            f"{error} The adapter lies in {root}: the server must be able to read that folder under the same path, run "
-            "with LoRA enabled (`ebft vllm-serve` does), and take adapters of this rank (--max-lora-rank)."
+            f"{error} The adapter is in {root}. The server must have access to this folder under the same path, run "
+            "with LoRA enabled (`ebft vllm-serve` enables it), and support this adapter's rank (--max-lora-rank)."
         )
     if not isinstance(error, OSError):
-        return RolloutError(f"The adapter cannot be saved for vLLM ({type(error).__name__}: {error}).")
+        return RolloutError(f"Cannot save the adapter for vLLM ({type(error).__name__}: {error}).")
     return RolloutError(
-        f"The adapter for vLLM cannot be written to {root} ({error}). Free space or set output_dir to a folder that "
-        "can be written; then go on with resume_from_checkpoint."
+        f"Cannot write the adapter for vLLM to {root} ({error}). Free disk space or set output_dir to a writable "
+        "folder, then resume training with resume_from_checkpoint."
     )

@@ -1,4 +1,4 @@
-"""Talking to a stock vLLM OpenAI server over HTTP: token ids in, token ids and sampling log-probabilities out."""
+"""HTTP client of vLLM's OpenAI server: sends token ids, receives token ids and their sampling log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ebft.structured.rollouts.sampling import Completion, Sampling
 
 T = TypeVar("T")
 
-_ATTEMPTS = 5  # of one request that the server answers with an error of its own
+_ATTEMPTS = 5  # for a request that fails with a server error (5xx)
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 _CONNECT_TIMEOUT = 5.0
-_POLL = 0.5  # seconds between two looks at a server that is not up
+_POLL = 0.5  # seconds between health checks of a server that is not running
 
 
 class ModelNotServed(RolloutError):
-    """The server does not know the model or adapter that was asked for: it was started anew, most likely."""
+    """The server does not have the requested model or adapter, usually because it was restarted."""
 
 
 class VLLMClient:
-    """One server. Methods block and may be called from any thread; `cancel` ends what is under way.
+    """Client of a single server. Methods block and are thread-safe; `cancel` aborts all pending requests.
 
-    `timeout` bounds, in seconds, the wait for a server that is down and for each answer. `failure` tells, while the
-    client waits for the server, why waiting is in vain (None: it is not).
+    `timeout` is the maximum time in seconds to wait for a server that is not running, and for each response. `failure`
+    is called while waiting and returns why the server failed permanently, or None if it has not.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class VLLMClient:
         *,
         failure: Callable[[], str | None] = lambda: None,
     ) -> None:
-        # 0.0.0.0 is where a server listens (everywhere), not an address to connect to.
+        # A server listens on 0.0.0.0 (all interfaces), which is not an address to connect to.
         self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self.timeout = timeout
         self._failure = failure
@@ -55,35 +55,35 @@ class VLLMClient:
             base_url=f"http://{self.address}",
             timeout=httpx2.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None),
             limits=httpx2.Limits(max_connections=256, max_keepalive_connections=32),
-            trust_env=False,  # a proxy has no business between trainer and server
+            trust_env=False,  # ignore proxy settings
         )
         self._pending: set[concurrent.futures.Future] = set()
         self._closed = False
 
-    # What the server is and holds
+    # Server state
 
     def wait_until_up(self) -> None:
-        """Return once the server answers; RolloutError with host, port and what to do where it does not in time."""
+        """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
         self._run(self._wait_until_up(announce=True))
 
     def models(self) -> list[dict[str, Any]]:
-        """The models and adapters that the server knows, as /v1/models lists them."""
+        """Return the server's models and adapters, as listed by /v1/models."""
         return self._run(self._request("GET", "/v1/models"))["data"]
 
     def base_model(self) -> dict[str, Any]:
-        """The entry of the model itself: `id`, `root` (the name or path it was loaded from), `max_model_len`."""
+        """Return the entry of the base model: `id`, `root` (the name or path it was loaded from), `max_model_len`."""
         entries = [entry for entry in self.models() if entry.get("parent") is None]
         if not entries:
-            raise RolloutError(f"The server at {self.address} lists no base model. Is it a vLLM server?")
+            raise RolloutError(f"The server at {self.address} does not list a base model. Is it a vLLM server?")
         return entries[0]
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The server's own token ids of a text, without special tokens."""
+        """Return the token ids of a text from the server's tokenizer, without special tokens."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return self._run(self._request("POST", "/tokenize", body))["tokens"]
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in folder `path` under a new `name`; loading a name that is there already is fine."""
+        """Load the adapter in folder `path` as `name`; does nothing if that name is already loaded."""
         try:
             self._run(self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}))
         except RolloutError:
@@ -91,7 +91,7 @@ class VLLMClient:
                 raise
 
     def unload_adapter(self, name: str) -> None:
-        """Have the server forget an adapter, in one attempt: one that is down or was restarted has forgotten it."""
+        """Unload an adapter, in a single attempt: a server that is not running or was restarted does not have it."""
         body = {"lora_name": name}
         with suppress(httpx2.TransportError):
             self._run(self._http.post("/v1/unload_lora_adapter", json=body, timeout=_CONNECT_TIMEOUT))
@@ -101,9 +101,9 @@ class VLLMClient:
     def complete(
         self, model: str, prompts: list[list[int]], max_tokens: list[int], sampling: Sampling
     ) -> list[Completion]:
-        """One completion per prompt; neighbours with equal prompt and limit are the samples of one request.
+        """Return one completion per prompt; adjacent entries with equal prompt and limit form a single request.
 
-        Raises ModelNotServed where the server does not know `model`, RolloutError where it cannot or does not answer.
+        Raises ModelNotServed if the server does not have `model`, and RolloutError if the request fails.
         """
         requests = [(key, len(list(same))) for key, same in groupby(zip(map(tuple, prompts), max_tokens))]
         bodies = [_body(model, list(prompt), limit, count, sampling) for (prompt, limit), count in requests]
@@ -115,37 +115,37 @@ class VLLMClient:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # the first failure ends them all, and closing the connection makes vLLM drop the work
+            for task in tasks:  # the first failure cancels all requests, and vLLM aborts those of closed connections
                 task.cancel()
             raise
 
     async def _complete(self, body: dict[str, Any]) -> list[Completion]:
-        for _ in range(2):  # an aborted request comes back without tokens; a second one tells whether that lasts
+        for _ in range(2):  # an aborted request returns no tokens, so it is repeated once
             answer = await self._request("POST", "/v1/completions", body)
             completions = [_completion(choice) for choice in answer["choices"]]
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
         reasons = sorted({str(choice.get("finish_reason")) for choice in answer["choices"]})
         raise RolloutError(
-            f"The vLLM server at {self.address} returned no tokens, twice, for a prompt of {len(body['prompt'])} "
-            f"tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(answer['choices'])} choices, finish_reason "
-            f"{', '.join(reasons) or 'none'}). Look at the server's log."
+            f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
+            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(answer['choices'])} "
+            f"choices, finish_reason {', '.join(reasons) or 'none'}). See the server's log."
         )
 
     # Requests
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer; waits for a server that is down, repeats what it answers with 5xx, up to `_ATTEMPTS`."""
-        last = "none, the connection broke"
+        """Return the JSON response; waits for a server that is not running and retries 5xx up to `_ATTEMPTS` times."""
+        last = "none (connection lost)"
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 response = await self._http.request(method, path, json=body)
             except httpx2.ReadTimeout as error:
                 raise RolloutError(
-                    f"The vLLM server at {self.address} gave no answer to {path} within {self.timeout:g} s. Raise "
-                    "trl.vllm_server_timeout if it is only slow, or look at its log."
+                    f"The vLLM server at {self.address} did not respond to {path} within {self.timeout:g} s. Increase "
+                    "trl.vllm_server_timeout if the server is slow, and see its log."
                 ) from error
-            except httpx2.TransportError:  # refused, reset, closed: the server is down or on its way up
+            except httpx2.TransportError:  # refused, reset or closed: the server is not running or still starting
                 await self._wait_until_up(announce=True, last=last)
                 continue
             if response.status_code == 200:
@@ -159,15 +159,15 @@ class VLLMClient:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
             raise RolloutError(
-                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Its last answer "
-                f"was {last}"
+                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last response: "
+                f"{last}"
             )
         raise RolloutError(
-            f"The vLLM server at {self.address} refused {path} ({response.status_code}): {_shortened(response.text)}"
+            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {_shortened(response.text)}"
         )
 
     async def _wait_until_up(self, announce: bool, last: str | None = None) -> None:
-        """Return once the server answers; `last` is what it answered before it went away."""
+        """Wait until the server responds; `last` is its last response before the connection was lost."""
         deadline = time.monotonic() + self.timeout
         while True:
             reason = await self._why_not_up()
@@ -177,15 +177,15 @@ class VLLMClient:
             if given_up is not None:
                 raise RolloutError(given_up)
             if time.monotonic() > deadline:
-                before = f" Its last answer was {last}." if last is not None else ""
+                before = f" Last response: {last}." if last is not None else ""
                 raise RolloutError(
-                    f"The vLLM server at {self.address} is not up after {self.timeout:g} s ({reason}).{before} "
-                    "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. trl.vllm_server_timeout "
-                    "sets how long training waits."
+                    f"The vLLM server at {self.address} is not ready after {self.timeout:g} s ({reason}).{before} "
+                    "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
+                    "trl.vllm_server_timeout."
                 )
             if announce:
                 announce = False
-                print(f"Waiting for the vLLM server at {self.address}, up to {self.timeout:g} s.", file=sys.stderr)
+                print(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", file=sys.stderr)
             await asyncio.sleep(_POLL)
 
     async def _why_not_up(self) -> str | None:
@@ -195,12 +195,12 @@ class VLLMClient:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if response.status_code == 404:
             raise RolloutError(
-                f"What answers at {self.address} is no vLLM server: it has no /health. Set trl.vllm_server_host and "
-                "trl.vllm_server_port to where one is."
+                f"The server at {self.address} is not a vLLM server (no /health endpoint). Set trl.vllm_server_host "
+                "and trl.vllm_server_port to the address of a vLLM server."
             )
-        return None if response.status_code == 200 else f"/health answers {response.status_code}"
+        return None if response.status_code == 200 else f"/health returns status {response.status_code}"
 
-    # The thread that talks
+    # Client thread
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._closed:
@@ -211,18 +211,18 @@ class VLLMClient:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # also where the waiting thread was interrupted
+            future.cancel()  # also if the waiting thread was interrupted
             raise
         finally:
             self._pending.discard(future)
 
     def cancel(self) -> None:
-        """End every request under way; the threads that wait for them get CancelledError."""
+        """Cancel all pending requests; the threads that wait for them raise CancelledError."""
         for future in list(self._pending):
             future.cancel()
 
     def close(self) -> None:
-        """Cancel everything and end the thread; safe to call twice."""
+        """Cancel all requests and stop the client's thread; can be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -233,9 +233,10 @@ class VLLMClient:
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
-    """The request; every sampling parameter is given, or the model's own generation config would fill in.
+    """Return the body of a request.
 
-    No seed: vLLM's noise is then independent over requests, and its CPU engine dies on long batches with one.
+    Every sampling parameter is set, since vLLM takes missing ones from the model's generation config. There is no seed,
+    so that vLLM's noise is independent between requests; its CPU engine also crashes on long batches with a seed.
     """
     body = {
         "model": model,
@@ -248,7 +249,7 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(sampling.end_ids),
-        "logprobs": 0,  # of the sampled tokens alone
+        "logprobs": 0,  # of the sampled tokens only
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
@@ -261,7 +262,7 @@ def _completion(choice: dict[str, Any]) -> Completion:
     ids = choice.get("token_ids") or []
     logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
     if len(ids) != len(logps):
-        raise RolloutError(f"The vLLM server returned {len(ids)} tokens with {len(logps)} log-probabilities.")
+        raise RolloutError(f"The vLLM server returned {len(ids)} tokens but {len(logps)} log-probabilities.")
     return Completion(ids, [float("nan") if logp is None else logp for logp in logps])
 
 

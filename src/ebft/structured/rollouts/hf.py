@@ -1,4 +1,4 @@
-"""Rollouts by the policy's own `generate`, in the training process: no server."""
+"""Rollouts with the policy's `generate`, in the training process, without a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebft.structured.rollouts.sampling import Completion, Sampling
 
 
 class Generator:
-    """transformers' `generate` on a causal LM, prompts padded on the left; `temperature` 0 is greedy."""
+    """Generates with transformers' `generate`, with prompts padded on the left; `temperature` 0 is greedy decoding."""
 
     def __init__(self, sampling: Sampling, pad_token_id: int, cache_implementation: str | None = None) -> None:
         self._pad_token_id = pad_token_id
@@ -39,7 +39,7 @@ class Generator:
         }
 
     def __call__(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
-        """One completion per prompt; the model must be in eval mode, without gradients."""
+        """Return one completion per prompt; the model must be in eval mode, with gradients disabled."""
         input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
         attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
             input_ids.device
@@ -55,13 +55,13 @@ class Generator:
         return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """Ids up to the first end token; what follows is padding."""
+        """Return the ids up to and including the first end token; the rest is padding."""
         end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
         return ids[: end + 1]
 
 
 class HFBackend:
-    """`generate` on a trainer's policy as it stands, in eval mode."""
+    """Generates with the current policy of a trainer, in eval mode."""
 
     def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
         self._trainer = trainer
@@ -82,7 +82,7 @@ class HFBackend:
 
 
 class ModelBackend:
-    """`generate` on a model that nobody trains."""
+    """Generates with a model outside of training."""
 
     def __init__(self, model: nn.Module, sampling: Sampling, pad_token_id: int) -> None:
         self._model, self._generator = model, Generator(sampling, pad_token_id)
@@ -94,7 +94,7 @@ class ModelBackend:
 
 @contextmanager
 def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
-    """The model with `config` for its own: transformers fills in what a config leaves open from the model's."""
+    """Temporarily replace the model's generation config, which transformers uses for values unset in `config`."""
     own, causal_lm.generation_config = causal_lm.generation_config, config
     try:
         yield causal_lm
@@ -103,7 +103,7 @@ def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreT
 
 
 class _OwnLimit(StoppingCriteria):
-    """Ends each row of a batch at its own number of new tokens."""
+    """Stops each row of a batch at a separate number of new tokens."""
 
     def __init__(self, prompt_length: int, max_tokens: list[int]) -> None:
         self._stop_at = torch.tensor(max_tokens) + prompt_length

@@ -1,4 +1,4 @@
-"""Rollouts of coming batches, made on a background thread while the current batch trains."""
+"""Prefetching of rollouts for later batches on a background thread while the current batch trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Job(Protocol[Result]):
-    """Something to run on the background thread."""
+    """A job to run on the background thread."""
 
     def run(self) -> Result: ...
 
@@ -20,8 +20,8 @@ class Job(Protocol[Result]):
 class Prefetcher(Generic[Batch, Result]):
     """Runs jobs in the order in which batches are announced, at most `depth` ahead of those taken.
 
-    `prepare(batch)` makes the job on the calling thread when its turn has come: it fixes the weights that the batch is
-    sampled from, so which ones those are depends on the order of calls alone.
+    `prepare(batch)` creates the job on the calling thread when the job is started. It fixes the weights used for
+    sampling, which therefore depend only on the order of calls.
     """
 
     def __init__(self, depth: int, prepare: Callable[[Batch], Job[Result]]) -> None:
@@ -31,11 +31,14 @@ class Prefetcher(Generic[Batch, Result]):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
 
     def announce(self, batch: Batch) -> None:
-        """Tell that `batch` will be taken, after all that were announced before it."""
+        """Announce that `batch` will be taken, after all batches announced before it."""
         self._announced.append(batch)
 
     def take(self, batch: Batch) -> tuple[Job[Result], Result]:
-        """The job of `batch`, the next one announced, and its result; the `depth` jobs after it are started first."""
+        """Return the job of `batch`, the next one announced, and its result, after starting the next `depth` jobs.
+
+        Raises RuntimeError if `batch` is not the next one announced.
+        """
         self._start(self._depth + 1)
         if not self._started or self._started[0][0] is not batch:
             raise RuntimeError("batches must be taken in the order in which they were announced")
@@ -45,17 +48,17 @@ class Prefetcher(Generic[Batch, Result]):
         return job, result
 
     def raise_failure(self) -> None:
-        """Raise at once what a batch in the making has failed with."""
+        """Raise the exception of a started job that has failed, without waiting."""
         for *_, future in self._started:
             if future.done() and future.exception() is not None:
                 raise future.exception()
 
     def close(self, cancel: Callable[[], Any]) -> None:
-        """Forget all batches and end the thread; `cancel` interrupts what runs on it."""
+        """Discard all batches and stop the thread; `cancel` interrupts the running job."""
         self._announced.clear()
         running = {future for *_, future in self._started if not future.cancel()}
         while running:
-            cancel()  # again and again: a conversation may be between two of its turns
+            cancel()  # repeatedly, since a conversation may be between two turns
             running = wait(running, timeout=0.1).not_done
         self._executor.shutdown()
         self._started.clear()

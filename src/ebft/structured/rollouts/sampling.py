@@ -1,4 +1,4 @@
-"""What every rollout backend takes and gives: prompts as token ids, limits per prompt, and how to sample."""
+"""Interface of rollout backends: prompts as token ids, token limits per prompt, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled; `end_ids` end one, `extra` goes to the backend as it is."""
+    """Sampling parameters. `end_ids` are tokens that end a completion; `extra` is passed to the backend unchanged."""
 
     temperature: float
     top_p: float = 1.0
@@ -23,7 +23,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids, the terminating one included, and their log-probabilities where the backend gives them."""
+    """Sampled ids, including the terminating token, and their log-probabilities if the backend provides them."""
 
     ids: list[int]
     logps: list[float] | None
@@ -33,5 +33,5 @@ class Backend(Protocol):
     """Samples completions of token ids."""
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
-        """One completion per prompt, of 1 to `max_tokens[i]` tokens, each drawn independently."""
+        """Return one completion per prompt, of 1 to `max_tokens[i]` tokens, each sampled independently."""
         ...

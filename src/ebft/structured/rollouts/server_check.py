@@ -1,4 +1,4 @@
-"""Is the server the right one? Its model, vocabulary and log-probabilities against the trainer's, before training."""
+"""Check before training that the server's model, vocabulary and log-probabilities match those of the trainer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.sampling import Sampling
 
 _TEXT = "def add(a, b):\n    return a + b\n\n# Every token counts: 3.14159, naïve, 東京."
-_TOKENS = 32  # sampled to compare
-# Mean difference of log-probabilities, in nats, between server and trainer. Types (bfloat16 here, float32 there) and
-# quantisation cost up to about 0.1; another model differs by whole nats, one of the same family by tenths.
+_TOKENS = 32  # number of sampled tokens to compare
+# Tolerance of the mean difference of log-probabilities between server and trainer, in nats. Different dtypes (bfloat16
+# and float32) and quantisation cause up to about 0.1; a different model differs by more than 1, one of the same family
+# by tenths.
 _SAME_NAME, _OTHER_NAME = 0.25, 0.05
 
 
@@ -31,10 +32,10 @@ def check_server(
     *,
     compare_weights: bool,
 ) -> dict[str, Any]:
-    """The server's entry for its base model, once it is known to fit; RolloutError says what does not.
+    """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 
-    With `compare_weights` the server samples some tokens from its base model, and their log-probabilities are compared
-    with those of `model` (its adapter disabled) at the same temperature.
+    With `compare_weights`, the server samples some tokens from its base model, and their log-probabilities are compared
+    with those of `model`, with its adapter disabled, at the same temperature.
     """
     client.wait_until_up()
     entry = client.base_model()
@@ -43,8 +44,8 @@ def check_server(
     theirs, ours = client.tokenize(entry["id"], _TEXT), tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     if theirs != ours:
         raise RolloutError(
-            f"{who}: their tokenizers differ (a text becomes {len(theirs)} and {len(ours)} tokens, or others). Start "
-            " the server from the config that is trained: `ebft vllm-serve CONFIG`."
+            f"{who}: their tokenizers differ (a test text is encoded to different ids, {len(theirs)} and {len(ours)} "
+            "tokens). Start the server with the config of this run: `ebft vllm-serve CONFIG`."
         )
     _check_vocabulary(client, entry["id"], tokenizer, sampling, who)
     if not compare_weights:
@@ -59,13 +60,13 @@ def check_server(
         return entry
     if probe.temperature != 1.0 and (sampled - plain).abs().mean().item() <= limit:
         raise RolloutError(
-            f"The vLLM server at {client.address} reports log-probabilities at temperature 1, and sampling at "
-            f"{probe.temperature} needs them at that temperature. Start it with --logprobs-mode processed_logprobs, as "
-            "`ebft vllm-serve` does."
+            f"The vLLM server at {client.address} reports log-probabilities at temperature 1, but this run requires "
+            f"them at its sampling temperature {probe.temperature}. Start the server with --logprobs-mode "
+            "processed_logprobs, as `ebft vllm-serve` does."
         )
     raise RolloutError(
-        f"{who}: they are different models. Log-probabilities of {_TOKENS} sampled tokens differ by {difference:.2f} "
-        f"nats on average (at most {limit} is allowed). Start the server from the config that is trained: `ebft "
+        f"{who}: they are different models. The log-probabilities of {_TOKENS} sampled tokens differ by "
+        f"{difference:.2f} nats on average (tolerance: {limit}). Start the server with the config of this run: `ebft "
         "vllm-serve CONFIG`."
     )
 
@@ -73,20 +74,21 @@ def check_server(
 def _check_vocabulary(
     client: VLLMClient, model: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, who: str
 ) -> None:
-    """The server refuses token ids that its model has no embedding for."""
+    """Raise RolloutError if the server's model has no embedding for the last token id of the tokenizer."""
     try:
         client.complete(model, [[len(tokenizer) - 1]], [1], sampling)
     except RolloutError as error:
         if "vocabulary" not in str(error):
             raise
         raise RolloutError(
-            f"{who}, whose tokenizer has {len(tokenizer)} tokens, more than the server's model knows. Tokens added by "
-            "special_tokens are not in the base model: save a base model that has them, and train and serve that."
+            f"{who}, whose tokenizer has {len(tokenizer)} tokens, more than the vocabulary of the server's model. "
+            "Tokens added by special_tokens are not in the base model. Save a base model that contains them, and use "
+            "it for training and serving."
         ) from error
 
 
 def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    """Log-probabilities of `ids` after the prompt under the base model at a temperature, float64."""
+    """Return the log-probabilities of `ids` after the prompt under the base model, at a temperature, in float64."""
     causal_lm = unwrap_adapter(model)
     tokens = torch.tensor([prompt_ids + ids], device=next(causal_lm.parameters()).device)
     with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():

@@ -1,4 +1,4 @@
-"""A vLLM server as the source of rollouts: the right one, with weights as fresh as was asked for."""
+"""Rollouts from a vLLM server: checks the server and keeps its weights up to date."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ebft.structured.rollouts.vllm import VLLMBackend
 
 
 class WeightTransfer(Protocol):
-    """What brings all weights of a fully fine-tuned model to the server: TRL's VLLMGeneration."""
+    """Sends all weights of a fully fine-tuned model to the server: TRL's VLLMGeneration."""
 
     def sync_weights(self) -> None: ...
 
 
 class ServerRollouts:
-    """Connects to the server when made, checks that it fits, and keeps its weights at most `sync_interval` steps old.
+    """Connects to the server, checks it, and synchronises its weights every `args.vllm_sync_interval` steps.
 
-    An adapter is published under a new name each time; without one (`transfer`), all weights are sent in place.
-    `step` tells the trainer's optimizer step.
+    An adapter is published under a new name each time. Without an adapter, `transfer` updates all weights in place.
+    `step` returns the trainer's optimizer step. Raises RolloutError if the server is unavailable or does not match.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ServerRollouts:
         self._synced_at: int | None = None
 
     def sync_weights(self, at_once: bool = False) -> None:
-        """Bring the weights up to date where due, or `at_once`; TRL calls this before a new step's rollouts."""
+        """Update the server's weights if due, or, with `at_once`, if outdated. TRL calls this before rollouts."""
         interval = 1 if at_once else self._interval
         if self._synced_at is not None and 0 <= self._step() - self._synced_at < interval:
             return
         if self._adapters is not None:
-            atexit.register(self.reset)  # until it is reset: an interpreter that ends leaves nothing on the server
+            atexit.register(self.reset)  # remove the adapters from the server if the interpreter exits before reset()
             self._adapters.publish(self._step())
         else:
             self._transfer.sync_weights()
@@ -68,29 +68,29 @@ class ServerRollouts:
 
     @property
     def weights_step(self) -> int:
-        """The optimizer step of the weights that are sampled from now."""
+        """The optimizer step of the weights that are currently used for sampling."""
         return self._synced_at if self._synced_at is not None else 0
 
     def backend(self) -> VLLMBackend:
-        """Samples from the weights as of the last sync, also after the next one, until `release`."""
+        """Return a backend that samples from the weights of the last sync, even after later ones, until `release`."""
         version = self._adapters.current if self._adapters is not None else None
         if version is not None:
             self._adapters.hold(version)
         return VLLMBackend(self.client, self._sampling, self._base_model, self._adapters, version)
 
     def release(self, backend: VLLMBackend) -> None:
-        """Say that nothing more will be sampled from `backend`."""
+        """Release the weights of `backend`, which must not be used for sampling any more."""
         if backend.version is not None:
             self._adapters.release(backend.version)
 
     def reset(self) -> None:
-        """Take all adapters back; the next rollouts begin with a sync."""
+        """Remove all adapters from the server; the next rollouts start with a sync."""
         atexit.unregister(self.reset)
         if self._adapters is not None:
             self._adapters.close()
         self._synced_at = None
 
     def close(self) -> None:
-        """Reset and disconnect; safe to call twice."""
+        """Reset and disconnect; can be called repeatedly."""
         self.reset()
         self.client.close()

@@ -1,4 +1,4 @@
-"""Rolling conversations out: one reply after the other, each sampled given everything before it."""
+"""Multi-turn rollouts: the replies of a conversation are sampled in order, each given all previous turns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ebft.structured.rollouts.sampling import Backend
 
 @dataclass
 class Rollout:
-    """One sampled conversation after its prompt.
+    """A sampled conversation after its prompt.
 
-    `ids` are all tokens after the prompt; `generated` marks (1) those that the policy sampled and (0) those that were
-    given, such as user turns; `logps` are the sampling log-probabilities, 0 at given tokens, None where unknown.
+    `ids` are all tokens after the prompt. `generated` is 1 for tokens sampled from the policy and 0 for given tokens,
+    such as those of user turns. `logps` are the sampling log-probabilities, 0 at given tokens, or None if unknown.
     """
 
     prompt_ids: list[int]
@@ -27,7 +27,7 @@ class Rollout:
     replies: list[list[int]] = field(default_factory=list)
 
     def give(self, ids: list[int]) -> None:
-        """Append tokens that nobody sampled."""
+        """Append given tokens, which are not sampled."""
         self.ids += ids
         self.generated += [0] * len(ids)
         if self.logps is not None:
@@ -42,7 +42,7 @@ class Rollout:
 
 
 class ReferenceLimit(NamedTuple):
-    """Most tokens of a reply, by the length of its own reference: `multiplier` lengths, at least `floor` tokens."""
+    """Maximum length of a reply: `multiplier` times the length of its reference, but at least `floor` tokens."""
 
     multiplier: float
     floor: int
@@ -53,30 +53,30 @@ class ReferenceLimit(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a reply may be, and how long all of a conversation may be."""
+    """Maximum lengths of a reply and of a conversation, in tokens."""
 
     max_completion_length: int
-    by_reference: ReferenceLimit | None  # None: the reference's length does not matter
-    max_length: int | None  # positions of model and server; None: no limit
+    by_reference: ReferenceLimit | None  # None: no limit by the reference's length
+    max_length: int | None  # maximum sequence length of model and server; None: no limit
 
     def reply(self, turn: Turn) -> int:
-        """Most tokens of a reply to `turn`: by its own reference, where that counts."""
+        """Return the maximum number of tokens of a reply to `turn`."""
         if self.by_reference is None or not turn.reference_ids:
             return self.max_completion_length
         return min(self.max_completion_length, self.by_reference.of(turn.reference_ids))
 
     def room(self, length: int) -> int:
-        """Tokens that still fit after `length` tokens."""
+        """Return the number of tokens that can follow `length` tokens."""
         return self.max_completion_length if self.max_length is None else self.max_length - length
 
 
 def roll_out(
     backend: Backend, conversations: list[Conversation], limits: Limits, end_ids: Collection[int]
 ) -> list[Rollout]:
-    """Sample every reply of every conversation, in order of turns; all conversations go on side by side.
+    """Sample all replies of all conversations, turn by turn, with all conversations in parallel.
 
-    A reply that ended itself, with one of `end_ids`, is not ended again. A conversation without room for its next reply
-    ends early. DataError where not even the first has room.
+    No end token is added to a reply that ends with one of `end_ids`. A conversation stops early if its next reply would
+    exceed the maximum length. Raises DataError if a prompt leaves no space for a first reply.
     """
     rollouts = [Rollout(list(conversation.prompt_ids)) for conversation in conversations]
     for number in range(max(len(conversation.turns) for conversation in conversations)):
@@ -90,8 +90,8 @@ def roll_out(
             if room < 1:
                 if number == 0:
                     raise DataError(
-                        f"a prompt of {len(rollout.prompt_ids)} tokens leaves no room for a completion within the "
-                        f"{limits.max_length} tokens that model and server take. Leave such rows out, or raise "
+                        f"a prompt of {len(rollout.prompt_ids)} tokens leaves no space for a completion within the "
+                        f"maximum sequence length of {limits.max_length} tokens. Remove such rows, or increase "
                         "vllm.max_model_len."
                     )
                 continue
@@ -108,14 +108,14 @@ def roll_out(
 
 
 def _after_end(lead_ids: list[int], last_id: int, end_ids: Collection[int]) -> list[int]:
-    """What leads to the next reply begins by ending this one, which a finished reply has done itself."""
+    """Return the tokens before the next reply, without the end of this reply if it has already ended."""
     return lead_ids[end_length(lead_ids, end_ids) :] if last_id in end_ids else lead_ids
 
 
 def reply_messages(
     tokenizer: Any, rollout: Rollout, remaining_turns: list[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """A rolled-out conversation as messages: the replies as sampled, the turns between them as given."""
+    """Return a rollout as messages: the sampled replies and the given turns between them."""
     replies = iter(tokenizer.batch_decode(rollout.replies, skip_special_tokens=True))
     messages = [{"role": "assistant", "content": next(replies)}]
     given: list[Message] = []

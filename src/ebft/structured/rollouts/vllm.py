@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM server, from one state of its weights."""
+"""Rollouts with a vLLM server, from one version of its weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
 from ebft.structured.rollouts.sampling import Completion, Sampling
 
-_RELOADS = 3  # of an adapter that a restarted server has lost, within one call
+_RELOADS = 3  # attempts per call to reload an adapter that a restarted server has lost
 
 
 @dataclass(frozen=True)
 class VLLMBackend:
-    """Samples from `version` of the policy, or from the server's own weights where that is None."""
+    """Samples from `version` of the policy's adapter, or from the server's own model if `version` is None."""
 
     client: VLLMClient
     sampling: Sampling
