@@ -61,7 +61,7 @@ def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context of eval mode without gradients; the previous mode of every module is restored afterwards."""
+    """Context manager for eval mode without gradients; restores the previous mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
