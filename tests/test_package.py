@@ -21,7 +21,7 @@ def test_a_public_name_is_there(name):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="no attribute 'tain'; it has load_config"):
+    with pytest.raises(AttributeError, match="no attribute 'tain'. Available: load_config"):
         ebft.tain  # noqa: B018
 
 

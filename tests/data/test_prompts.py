@@ -237,7 +237,9 @@ def test_text_and_messages_cannot_be_mixed(make_structured, write_jsonl, chatml,
     path = write_jsonl([{"input": "a", "output": "b"}])
     type = own('{"prompt": "x", "ground_truth": "y"}')
     entries = [{"path": str(path), "type": kind} for kind in (type, OPENCODE)]
-    with pytest.raises(DataError, match="'own_.*' gives text, .*'ebft_opencode.transform' gives messages. Give"):
+    with pytest.raises(
+        DataError, match="'own_.*' returns text, .*'ebft_opencode.transform' returns messages. Use text"
+    ):
         load_prompts(make_structured(path, datasets=entries), chatml)
 
 

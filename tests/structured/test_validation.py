@@ -65,7 +65,10 @@ def test_generation_kwargs_that_would_sample_otherwise(tmp_path, kwargs, message
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"bias": "all"}, "parameters of the base model are trainable"), ({"init_lora_weights": "pissa"}, "rewrites")],
+    [
+        ({"bias": "all"}, "parameters of the base model are trainable"),
+        ({"init_lora_weights": "pissa"}, "modifies the base"),
+    ],
 )
 def test_adapters_that_change_the_base_model(chat_tokenizer, tmp_path, changes, message):
     from peft import LoraConfig

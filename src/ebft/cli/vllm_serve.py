@@ -88,7 +88,7 @@ def _visible_gpus() -> int:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """In this context, Ctrl-C and SIGTERM raise `Stopped`, so that the server is shut down."""
+    """Context manager in which Ctrl-C and SIGTERM raise `Stopped`, so that the server is shut down."""
 
     def stop(number: int, _: Any) -> None:
         raise Stopped(number)
@@ -103,7 +103,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _shown(log: Any, verbose: bool) -> Iterator[None]:
-    """In this context, print the log to stderr if `verbose`."""
+    """Context manager that prints the log to stderr if `verbose`."""
     ended = threading.Event()
     thread = threading.Thread(target=log.follow, args=(sys.stderr, ended), daemon=True)
     if verbose:

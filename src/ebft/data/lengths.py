@@ -59,7 +59,7 @@ class _Cutter:
     def __init__(self, config: RunConfig) -> None:
         self.sequence_len = config.sequence_len
         self.block = config.ebft if config.method.samples_blocks else None
-        # A window with only masked thinking has no labels, but rollouts are sampled in it all the same.
+        # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()
 

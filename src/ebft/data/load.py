@@ -37,7 +37,7 @@ def load_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def token_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
-    """A function that makes rows of at most `sequence_len` tokens from a source."""
+    """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)

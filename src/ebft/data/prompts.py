@@ -38,7 +38,7 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def prompt_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
-    """A function that makes packed rows of prompts from a source; all sources must have the same kind of prompt."""
+    """Return a function that loads packed rows of prompts from a source; all sources must have the same kind."""
     sources: dict[str, str] = {}  # the first source of each kind of prompt
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:

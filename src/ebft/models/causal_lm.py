@@ -18,7 +18,7 @@ def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
 
 
 def backbone_name(causal_lm: PreTrainedModel) -> str:
-    """The attribute that holds the decoder below the language-model head."""
+    """The attribute that contains the decoder, without the language-model head."""
     if isinstance(causal_lm._modules.get(causal_lm.base_model_prefix), PreTrainedModel):
         return causal_lm.base_model_prefix
     names = [name for name, child in causal_lm.named_children() if isinstance(child, PreTrainedModel)]
@@ -31,7 +31,7 @@ def backbone_name(causal_lm: PreTrainedModel) -> str:
 
 
 def backbone_of(causal_lm: PreTrainedModel) -> nn.Module:
-    """The decoder below the language-model head."""
+    """The decoder, without the language-model head."""
     return causal_lm._modules[backbone_name(causal_lm)]
 
 
@@ -61,7 +61,7 @@ def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context of eval mode without gradients; the previous mode of every module is restored afterwards."""
+    """Context manager for eval mode without gradients; restores the previous mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -24,7 +24,7 @@ SMALLEST = 2**20
 
 
 def fast_products() -> AbstractContextManager:
-    """In this context, linear layers use the faster library, if this machine has one."""
+    """Context manager in which linear layers use the faster library, if this machine has one."""
     return _FastProducts() if _onednn_is_faster() else nullcontext()
 
 

@@ -43,15 +43,15 @@ class Recording:
         return self.document_tokens + self.rollouts * self.steps
 
     def of_documents(self) -> TorchFunctionMode:
-        """In this context, record the outputs of linear layers for the documents."""
+        """Context manager that records the outputs of linear layers for the documents."""
         return _Record(self, slice(self.document_tokens), self.document_tokens)
 
     def of_step(self, step: int) -> TorchFunctionMode:
-        """In this context, record the outputs of linear layers for one token of every rollout."""
+        """Context manager that records the outputs of linear layers for one token of every rollout."""
         return _Record(self, slice(self.document_tokens + step, None, self.steps), self.rollouts)
 
     def replayed(self) -> TorchFunctionMode:
-        """In this context, linear layers over all tokens return the recorded outputs, once each."""
+        """Context manager in which linear layers over all tokens return the recorded outputs, once each."""
         return _Replay(self)
 
     def keep(self, weight: Tensor, rows: slice, values: Tensor) -> None:

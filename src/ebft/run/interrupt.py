@@ -45,7 +45,7 @@ class StopAtStepEnd(TrainerCallback):
 
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
-        """In this context, SIGTERM or Ctrl-C stops training after the step; a second Ctrl-C stops immediately."""
+        """Context manager in which SIGTERM or Ctrl-C stops training after the step, and another Ctrl-C immediately."""
         self.accelerator = trainer.accelerator
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only

@@ -54,7 +54,7 @@ def test_pretrain_reads_question_and_answer_as_one_text(run, tokenizer, row, fie
 
 def test_pretrain_names_the_columns_that_are_there(run):
     with pytest.raises(
-        DataError, match="row 0: no column with text: looked for text, content, question, the row has body"
+        DataError, match="row 0: no column with text: expected text, content, question, but the row has body"
     ):
         run("ebft_pretrain.transform", [{"body": "x"}])
     with pytest.raises(DataError, match="expected text, content, question, but the row has prompt, completion"):
