@@ -95,7 +95,7 @@ def test_options_of_the_other_mode_warn(make):
     _, messages = warned(make, rl="ebft", ebft=ebft, trl={"epsilon": 0.1}, vllm={"port": 8001})
     assert [message.split()[0] for message in messages] == ["ebft.gt_length_multiplier", "trl", "vllm"]
     _, messages = warned(make, rl="ebft", ebft={"stride": 4})
-    assert len(messages) == 1 and "ebft.stride has no effect in structured mode" in messages[0]
+    assert len(messages) == 1 and "ebft.stride has no effect on training in structured mode" in messages[0]
 
 
 def test_train_on_inputs_does_nothing_in_strided_mode(make):

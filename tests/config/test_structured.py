@@ -74,6 +74,7 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
     [
         ({"trl": {"reward_num_workers": 4}}, "reward_num_workers has no effect: reward functions run"),
         ({"trl": {"streaming_partial_batch": True}}, "rewards are already computed group by group"),
+        ({"trl": {"use_data_producer": True}}, "use_data_producer has no effect: generation"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),
         ({"trl": {"prefetch_depth": 2}}, "trl.prefetch_depth has no effect without async_prefetch"),
         ({"rl": "grpo", "ebft": {"ce_coef": 0.5}}, "ebft.ce_coef has no effect with rl: grpo and these rewards"),
@@ -82,7 +83,7 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
         ({"sample_packing": True}, "sample_packing: true has no effect on full completions"),
         ({"vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm"),
         ({**LORA, "trl": {"use_vllm": True, "vllm_lora_sync": False}}, "vllm_lora_sync: false has no effect"),
-        ({"ebft": {"stride": 4}}, "ebft.stride has no effect in structured mode"),
+        ({"ebft": {"stride": 4}}, "ebft.stride has no effect on training in structured mode"),
         ({"rl": "grpo", "ebft": {"gt_length_floor": 8}}, "ebft.gt_length_floor has no effect with rl: grpo"),
     ],
 )

@@ -28,7 +28,7 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             _say(("Error: ", "bold red"), (str(error), "red"))
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
-            _say(str(error) or "Interrupted before training started; nothing was saved.")
+            _say(str(error) or "Interrupted.")
             # TrainingInterrupted has the signal number; it is not imported here, since that imports torch.
             number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
             raise typer.Exit(INTERRUPTED + number) from None

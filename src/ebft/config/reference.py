@@ -58,7 +58,7 @@ def _type_name(annotation: Any) -> str:
         bounds = _bounds(argument for info in arguments[1:] for argument in info.metadata)
         return _type_name(arguments[0]) + (f" ({bounds})" if bounds else "")
     if origin is Literal:
-        return ", ".join(_spelled(argument) for argument in arguments)
+        return ", ".join(dict.fromkeys(_spelled(argument) for argument in arguments))  # "false" and False look alike
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict or annotation is dict:
