@@ -43,7 +43,9 @@ def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: s
     """Warn about each of the `options` of `ebft:`, and each of the sections, that only the other mode reads."""
     foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
     for key in [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]:
-        warnings.warn(f"{key} has no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.", stacklevel=2)
+        warnings.warn(
+            f"{key} has no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.", stacklevel=2
+        )
 
 
 def reference_limit(config: RunConfig) -> tuple[float, int] | None:
