@@ -27,3 +27,7 @@ class RolloutError(EBFTError):
 
 class FetchError(EBFTError):
     """A file cannot be downloaded, does not match its checksum, or cannot be written to the cache."""
+
+
+class ServerError(EBFTError):
+    """The vLLM server exited unexpectedly or did not become ready; the message contains the end of its log."""

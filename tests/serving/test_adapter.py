@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.adapter import adapter_slots, max_lora_rank
+from ebft.serving.command import adapter_slots, max_lora_rank
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])

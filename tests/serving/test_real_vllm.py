@@ -13,8 +13,7 @@ import urllib.request
 import psutil
 import pytest
 
-from ebft.serving.adapter import RANKS
-from ebft.serving.command import server_command
+from ebft.serving.command import RANKS, server_command
 from tests.serving.processes import alive, eventually, free_port
 
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, ServerError
 from ebft.serving import server as module
-from ebft.serving.errors import ServerError
 from tests.serving.conftest import STAND_IN
 from tests.serving.processes import alive, eventually, free_port, pids_in
 

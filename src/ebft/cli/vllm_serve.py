@@ -54,8 +54,8 @@ def command(
     """Start the server, print its address when it is ready, and wait until it ends or a signal arrives."""
     run_config = load_config(config, overrides or [])
     from ebft.data.locate import locate, looks_local
+    from ebft.errors import ServerError
     from ebft.serving.command import server_command
-    from ebft.serving.errors import ServerError
     from ebft.serving.interpreter import find_interpreter
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.config_view import ConfigView
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 
@@ -17,6 +16,27 @@ if TYPE_CHECKING:
 
 # Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
+
+
+class ConfigView(Mapping):
+    """A run config that can also be used as a mapping of its keys, as in other trainers; unknown keys are absent."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self.__dict__["_config"], key)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in type(self._config).model_fields:
+            raise KeyError(key)
+        return getattr(self._config, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(type(self._config).model_fields)
+
+    def __len__(self) -> int:
+        return len(type(self._config).model_fields)
 
 
 def apply_transform(

@@ -1,20 +1,22 @@
 """The command line and environment of vLLM's OpenAI server, built from a run config."""
 
+import json
 import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.fetch.models import MODELS, as_folder, is_gguf
-from ebft.serving.adapter import adapter_slots, max_lora_rank
 from ebft.serving.address import base_url
 from ebft.serving.devices import VISIBLE, serves_on_gpu
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
 CPU_CACHE_GIB = "2"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM supports for --max-lora-rank
 
 
 @dataclass(frozen=True)
@@ -149,3 +151,50 @@ def _warn_without_effect(config: RunConfig) -> None:
     if device not in ("auto", "cpu", "cuda"):
         reason = "vLLM selects its device itself; supported values are auto, cpu and cuda"
         warnings.warn(f"vllm.device: {device} has no effect. {reason}.", stacklevel=3)
+
+
+def max_lora_rank(config: RunConfig) -> int | None:
+    """Return the smallest supported `--max-lora-rank` for the adapter of `config`, or None without an adapter.
+
+    Raises ConfigError if vLLM cannot serve the adapter.
+    """
+    if config.adapter is None:
+        return None
+    if config.lora_model_dir is None:
+        key, rank, trained_in_full = "lora_r", config.lora_r, config.lora_modules_to_save
+    else:
+        key = "lora_model_dir"
+        rank, trained_in_full = _saved_adapter(config.lora_model_dir)
+    if trained_in_full:
+        raise ConfigError(
+            f"lora_modules_to_save: vLLM does not support adapters with fully trained modules "
+            f"({', '.join(trained_in_full)}). Remove them, or set trl.use_vllm: false."
+        )
+    if rank > RANKS[-1]:
+        raise ConfigError(
+            f"{key}: the adapter's rank {rank} exceeds the maximum of {RANKS[-1]} supported by vLLM. Reduce lora_r, or "
+            "set trl.use_vllm: false."
+        )
+    return next(limit for limit in RANKS if limit >= rank)
+
+
+def adapter_slots(config: RunConfig) -> int:
+    """Return the maximum number of adapter versions in use at the same time.
+
+    Each prefetched batch may use a different version, in addition to that of the current batch and the one being
+    loaded.
+    """
+    return config.trl.prefetch_depth + 2
+
+
+def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:
+    """Return the largest rank of a saved adapter and its fully trained modules."""
+    path = Path(folder).expanduser() / "adapter_config.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        ranks = [saved["r"], *(saved.get("rank_pattern") or {}).values()]
+        return max(ranks), saved.get("modules_to_save")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"lora_model_dir: cannot read a LoRA rank from {path} ({error!r}). Set it to the folder of a saved adapter."
+        ) from None

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ebft.errors import EBFTError
+from ebft.errors import EBFTError, ServerError
 from ebft.serving.address import check_free, reachable_host
 from ebft.serving.command import ServerCommand
-from ebft.serving.errors import ServerError
 from ebft.serving.log import ServerLog
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.config_view import ConfigView
+from ebft.data.apply import ConfigView
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 
