@@ -309,7 +309,7 @@ def test_other_rewards_see_the_conversation(chat_tokenizer, tmp_path):
 
 
 def test_dropout_is_off_unless_asked_for(chat_tokenizer, tmp_path):
-    with pytest.warns(UserWarning, match="lora_dropout 0.1 is not applied"):
+    with pytest.warns(UserWarning, match="lora_dropout: 0.1 is not applied"):
         make(lora(chat_model(chat_tokenizer), lora_dropout=0.1), chat_tokenizer, tmp_path)
 
 

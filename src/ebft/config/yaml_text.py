@@ -1,32 +1,42 @@
 """YAML 1.2 for configs: 1e-5 is a number, `no` is a string, a duplicate key is an error."""
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+LARGEST = 100_000  # values in a config: nested aliases can describe more than fits in memory
+
 
 def parse_yaml(text: str) -> Any:
-    """Parse `text`. Raises YAMLError if it is malformed or recursive, or if a key is a list or a mapping."""
+    """The value of `text`; raises YAMLError if it is malformed, recursive, or has keys that are lists or mappings.
+
+    An alias (*name) becomes a copy of its anchor, so that changing one does not change the other.
+    """
     try:
         value = YAML(typ="safe", pure=True).load(text)  # pure: the parser in C reads YAML 1.1
-        _check_tree(value, ())
-    except ValueError as error:  # a date that does not exist, or !!int before a word
+        return _copied(value, (), count(1))
+    except ValueError as error:  # a date that does not exist, or !!int in front of a word
         raise YAMLError(str(error)) from error
     except RecursionError:
         raise YAMLError("nesting is too deep") from None
-    return value
 
 
-def _check_tree(value: Any, parents: tuple[int, ...]) -> None:
+def _copied(value: Any, parents: tuple[int, ...], counter: Iterator[int]) -> Any:
+    if next(counter) > LARGEST:
+        raise YAMLError(f"more than {LARGEST} values, including aliases")
     if not isinstance(value, (dict, list)):
-        return
+        return value
     if id(value) in parents:
         raise YAMLError("an alias (*name) refers to a value that contains it")
-    if isinstance(value, dict) and any(isinstance(key, (tuple, dict)) for key in value):
+    parents = (*parents, id(value))
+    if isinstance(value, list):
+        return [_copied(item, parents, counter) for item in value]
+    if any(isinstance(key, (tuple, dict)) for key in value):
         raise YAMLError("a key must be a scalar, not a list or a mapping")
-    for item in value.values() if isinstance(value, dict) else value:
-        _check_tree(item, (*parents, id(value)))
+    return {key: _copied(item, parents, counter) for key, item in value.items()}
 
 
 def problem(error: YAMLError) -> tuple[int | None, str]:

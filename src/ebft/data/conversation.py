@@ -78,9 +78,10 @@ class Renderer:
 
     def _conversation(self, prompt: Prompt, ground_truth: str, remaining_turns: list[Message]) -> Conversation:
         turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth))]
+        before, reply = prompt, ground_truth  # what the newest reply is given, and its reference
         between: list[Message] = []
         for message in _clean(remaining_turns):
-            if message.get("role") != "assistant":
+            if not is_reply(message):
                 between.append(message)
                 continue
             if not between:
@@ -88,7 +89,8 @@ class Renderer:
                     "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
                 )
             reference = _text(message.get("content"))
-            turns.append(Turn(self.gap_ids(prompt, between), reference, self.reference_ids(reference)))
+            turns.append(Turn(self.gap_ids(before, between), reference, self.reference_ids(reference)))
+            before, reply = [*before, {"role": "assistant", "content": reply}, *between], reference
             between = []
         return Conversation(turns)
 
@@ -115,11 +117,11 @@ class Renderer:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return without_end(list(ids), self.end_ids())
 
-    def gap_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Ids between a reply and the next one: its end-of-turn token, `messages`, the generation prompt."""
-        if isinstance(prompt, str):
+    def gap_ids(self, before: Prompt, messages: list[Message]) -> list[int]:
+        """Ids between a reply to `before` and the next one: its end of turn, `messages`, the generation prompt."""
+        if isinstance(before, str):
             raise DataError("remaining_turns requires a prompt of messages, since the chat template joins the turns")
-        text = self._after_reply([*_clean(prompt), {"role": "assistant", "content": _REPLY}, *messages], True)
+        text = self._after_reply(_clean(before), messages, True)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def end_id(self, prompt: Prompt) -> int | None:
@@ -135,20 +137,24 @@ class Renderer:
     def _end_of_turn(self) -> int | None:
         if self.tokenizer.chat_template is None:
             return None
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
         try:
-            text = self._after_reply(chat, False)
+            text = self._after_reply([{"role": "user", "content": "?"}], [], False)
         except DataError:  # the end of turn of a template that does not accept such a chat is unknown
             return None
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         return ids[0] if ids and ids[0] in special else None
 
-    def _after_reply(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _after_reply(self, before: list[Message], after: list[Message], add_generation_prompt: bool) -> str:
+        """What the template writes after a reply to the messages `before`, with the messages `after` following it."""
+        reply = _REPLY
+        while any(reply in str(message) for message in (*before, *after)):
+            reply += "-EBFT"
+        messages = [*before, {"role": "assistant", "content": reply}, *after]
         text = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        if _REPLY not in text:
+        if reply not in text:
             raise DataError("the chat template omits an assistant turn, so turns cannot be separated")
-        return text.rpartition(_REPLY)[2]
+        return text.rpartition(reply)[2]
 
     def _apply(self, messages: list[Message], tokenize: bool, add_generation_prompt: bool = True) -> Any:
         if self.tokenizer.chat_template is None:
@@ -166,6 +172,11 @@ class Renderer:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template cannot render these messages: {error}") from error
+
+
+def is_reply(message: Message) -> bool:
+    """Whether a message is a reply that the policy is to give; a turn that only calls tools is given to it."""
+    return message.get("role") == "assistant" and not (message.get("content") is None and message.get("tool_calls"))
 
 
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
 
@@ -106,7 +107,10 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
-    options = {"sep": "\t"} if kind == "csv" and all(path.suffix == ".tsv" for path in paths) else {}
+    options: dict[str, Any] = {}
+    if kind == "csv":  # only empty fields are missing: NA and null are texts
+        options = {"keep_default_na": False, "na_values": [""]}
+        options |= {"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {}
     try:
         rows = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
         rows.data.validate(full=True)  # the JSON reader accepts bytes that are not UTF-8

@@ -21,12 +21,17 @@ def messages_of(messages: Any, where: str) -> list[Message]:
     """The messages in a value, empty for None. Raises DataError, which starts with `where`, for anything else."""
     if messages is None:
         return []
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and "role" in message and "content" in message for message in messages
-    ):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
     # Arrow adds the keys of all messages to each message, with the value None; templates check for presence.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+    """Whether a value is a message: a turn that only calls tools may lack its content."""
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return "content" in message or bool(message.get("tool_calls"))
 
 
 def replies(messages: list[Message]) -> list[int]:

@@ -100,7 +100,8 @@ class PromptRow:
         if not _says_something(prompt):
             return NO_PROMPT
         if not self.needs_reference:
-            return "" if len(self.renderer.prompt_ids(prompt)) < self.sequence_len else PROMPT_TOO_LONG
+            talk = self.renderer.conversation(prompt, "", fields.get("remaining_turns"))
+            return "" if len(talk.prompt_ids) < self.sequence_len else PROMPT_TOO_LONG
         if reference is None or not reference.strip():
             return NO_REFERENCE
         talk = self.renderer.conversation(prompt, reference, fields.get("remaining_turns"))

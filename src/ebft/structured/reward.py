@@ -108,6 +108,8 @@ class FeatureMatchingReward:
                 f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references cannot "
                 f"be divided into groups of num_generations = {n}"
             )
+        if not prompts:
+            raise ValueError("there are no prompts to compute rewards for")
         _warn_of_wider_groups(prompts, ground_truth, n)
         groups = []
         for start in range(0, len(prompts), n):
@@ -117,6 +119,13 @@ class FeatureMatchingReward:
                     f"completions {start} to {start + n - 1} have different prompts, but completions must be ordered "
                     f"by group, with {n} (num_generations of this reward) per prompt. Set num_generations of this "
                     "reward, num_generations of the trainer and num_generations_eval to the same value"
+                )
+            if any(
+                pair != (ground_truth[start], remaining[start]) for pair in zip(ground_truth[group], remaining[group])
+            ):
+                raise ValueError(
+                    f"completions {start} to {start + n - 1} have the same prompt but different references: the "
+                    f"completions of a group ({n}, num_generations of this reward) share one row"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():

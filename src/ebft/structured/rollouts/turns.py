@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ebft.data.conversation import Conversation, Message, Turn, end_length
+from ebft.data.conversation import Conversation, Message, Turn, end_length, is_reply
 from ebft.errors import DataError
 from ebft.structured.rollouts.sampling import Backend
 
@@ -120,7 +120,7 @@ def reply_messages(
     messages = [{"role": "assistant", "content": next(replies)}]
     given: list[Message] = []
     for message in remaining_turns or []:
-        if message.get("role") != "assistant":
+        if not is_reply(message):
             given.append({key: value for key, value in message.items() if value is not None})
             continue
         reply = next(replies, None)
