@@ -143,3 +143,15 @@ def test_words_that_only_yaml_1_1_takes_for_something_else(write):
     config = load_config(write("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nseed: 012\n"))
     assert (config.wandb_name, config.wandb_project) == ("1:30", "yes")
     assert (config.save_strategy, config.seed) == ("no", 12)
+
+
+def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
+    text = "test_datasets: &held_out [{path: a, type: completion}]\n"
+    path = write(f"base_model: m\n{text}datasets: *held_out\n", required=False)
+    config = load_config(path, ["datasets.0.split=train[:75%]", "test_datasets.0.split=train[75%:]"])
+    assert (config.datasets[0].split, config.test_datasets[0].split) == ("train[:75%]", "train[75%:]")
+
+
+def test_nested_aliases_do_not_fill_the_memory(write):
+    levels = "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    assert_fails(write(f"fsdp_config:\n  a0: &a0 1\n{levels}"), "more than 100000 values")

@@ -90,3 +90,33 @@ def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_token
     assert renderer.conversation(*rows[-1]) is renderer.conversation(*rows[-1])
     with pytest.raises(DataError):
         renderer.conversation("text", "a", TURNS)
+
+
+def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):  # noqa: F811
+    import copy
+
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}{% endfor %}"
+    turns = [{"role": role, "content": role[0] + str(n)} for n in range(2) for role in ("user", "assistant")]
+    conversation = Renderer(tokenizer).conversation(PROMPT, "first", turns)
+    assert [decoded(tokenizer, turn.lead_ids) for turn in conversation.turns] == ["[1]hello", "[3]u0", "[5]u1"]
+
+
+def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):  # noqa: F811
+    turns = [{"role": "user", "content": f"say {conversations._REPLY} again"}, {"role": "assistant", "content": "b"}]
+    lead = Renderer(chat_tokenizer).conversation(PROMPT, "a", turns).turns[1].lead_ids
+    assert f"user\nsay {conversations._REPLY} again" in decoded(chat_tokenizer, lead)
+
+
+def test_a_turn_that_only_calls_a_tool_is_no_reply(chat_tokenizer):  # noqa: F811
+    import copy
+
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content else m.tool_calls[0].name }}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]}
+    turns = [{"role": "user", "content": "now?"}, call, {"role": "tool", "content": "sun"}]
+    conversation = Renderer(tokenizer).conversation(PROMPT, "a", [*turns, {"role": "assistant", "content": "sunny"}])
+    assert [turn.reference for turn in conversation.turns] == ["a", "sunny"]
+    assert decoded(tokenizer, conversation.turns[1].lead_ids) == "<user>now?<assistant>weather<tool>sun"

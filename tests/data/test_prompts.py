@@ -266,3 +266,20 @@ def test_test_datasets_are_the_evaluation_rows(make_structured, write_jsonl, cha
     entry = {"path": str(path), "type": OPENCODE, "split": "train[:1]"}
     train, evaluation = load_prompts(make_structured(path, test_datasets=[entry]), chatml)
     assert (len(train), len(evaluation)) == (3, 1)
+
+
+@pytest.mark.parametrize("name", ["transform", "transform_last_turn", "transform_all_turns"])
+def test_turns_that_only_call_tools(make_structured, write_jsonl, chatml, name):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]}
+    talk = [user("Sun?"), call, {"role": "tool", "content": "yes"}, assistant("It is sunny.")]
+    chatml.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}{% endfor %}"
+    rows, _ = load_prompts(make_structured(write_jsonl([{"messages": talk}]), f"ebft_chat_multiturn.{name}"), chatml)
+    assert rows["ground_truth"][:] == ["It is sunny."]
+    assert [message["role"] for message in rows[0]["prompt"]] == ["user", "assistant", "tool"]
+
+
+def test_turns_that_cannot_be_rolled_out_are_named_when_rows_are_read(make_grpo, write_jsonl, chatml, own):
+    turns = [assistant("a"), assistant("b")]
+    result = f'{{"prompt": [{user("x")}], "ground_truth": "y", "remaining_turns": {turns}}}'
+    with pytest.raises(DataError, match="row 0: remaining_turns has two consecutive assistant turns"):
+        load_prompts(make_grpo(write_jsonl([{"a": 1}]), own(result)), chatml)

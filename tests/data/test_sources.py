@@ -154,3 +154,10 @@ def test_hub_id_without_network_fails_at_once(monkeypatch):
         DataError, match="'nvidia/OpenCodeInstruct' is not a local path.*interpreted as a Hub id.*cannot be reached"
     ):
         read_source(entry("nvidia/OpenCodeInstruct"))
+
+
+def test_only_empty_fields_of_a_csv_file_are_missing(tmp_path):
+    (tmp_path / "codes.csv").write_text("country,code\nNamibia,NA\nnowhere,null\nnothing,\n")
+    assert read_source(entry(tmp_path / "codes.csv"))["code"][:] == ["NA", "null", None]
+    (tmp_path / "CODES.TSV").write_text("country\tcode\nNamibia\tNA\n")
+    assert read_source(entry(tmp_path / "CODES.TSV"))["code"][:] == ["NA"]

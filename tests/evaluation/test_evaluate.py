@@ -228,6 +228,29 @@ def test_a_smaller_vocabulary_is_refused_before_anything_is_measured(write_confi
         evaluate(load_config(write_config("strided")), [str(models / "base"), small])
 
 
+def adapter_on(base, folder):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_base_of_an_adapter_is_checked_as_a_model_is(write_config, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("ebft.evaluation.run.load_subject", None)
+    config = load_config(write_config("strided"))
+    small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
+    with pytest.raises(ModelError, match="adapter: its vocab_size is 300, but the tokenizer .* has 512"):
+        evaluate(config, [adapter_on(small, tmp_path / "adapter")])
+
+    def shorten(model):
+        model.config.max_position_embeddings = 16
+
+    short = save_changed(models, tmp_path / "short", shorten)
+    with pytest.raises(ConfigError, match="exceeds the 16 positions of .*short"):
+        evaluate(config, [adapter_on(short, tmp_path / "other")])
+
+
 def test_a_diverged_model_is_named(write_config, models, tmp_path):
     def spoil(model):
         with torch.no_grad():

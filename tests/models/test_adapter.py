@@ -107,7 +107,7 @@ def test_lora_model_dir_without_adapter(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_target_modules": ["norm"]}, "lora_target_modules: .*'norm'.* cannot be adapted: .*down_proj"),
+        ({"lora_target_modules": ["norm"]}, "PEFT cannot adapt lora_target_modules: .*'norm'.*down_proj"),
         (
             {"lora_target_linear": True, "lora_modules_to_save": ["nope"]},
             "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head",

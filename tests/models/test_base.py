@@ -112,3 +112,17 @@ def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", present(find("json")))
     with pytest.raises(ModelError, match="load_in_4bit requires a CUDA device"):
         load_model(config, tokenizer)
+
+
+def test_a_configuration_of_another_architecture(make_config, tokenizer, tmp_path):
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_head=2, n_embd=32).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="configures a gpt2 model, but base_model is a llama model"):
+        load_model(make_config(base_model_config=str(tmp_path)), tokenizer)
+
+
+@pytest.mark.parametrize("device_map", ["cuda:x", {"": -1}])
+def test_odd_devices_are_ignored_with_a_warning(make_config, tokenizer, device_map):
+    with pytest.warns(UserWarning, match="device_map: .* is ignored"):
+        load_model(make_config(device_map=device_map), tokenizer)

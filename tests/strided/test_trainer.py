@@ -317,3 +317,16 @@ def test_a_second_forward_that_is_both_asked_for_and_ruled_out_is_refused(tmp_pa
     for name, value in (("gradient_checkpointing", True), ("rollout_tokens_per_pass", 8), ("disable_dropout", False)):
         with pytest.raises(ConfigError, match=f"single_pass is incompatible with {name}"):
             make(tmp_path, single_pass=True, **{name: value})
+
+
+def test_looking_at_a_step_does_not_change_training(tmp_path):
+    def losses(looks):
+        trainer = make(tmp_path, max_steps=2, logging_steps=1)
+        if looks:
+            batch = next(iter(trainer.get_train_dataloader()))
+            for _ in range(2):
+                trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses(looks=True) == losses(looks=False)

@@ -197,3 +197,18 @@ def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["rewards/feature_matching/mean"] == pytest.approx(logs["ebft/mean_reward"], abs=1e-5)
+
+
+def test_a_group_has_one_reference(model, chat_tokenizer):
+    reward = FeatureMatchingReward(model, chat_tokenizer, 4)
+    with pytest.raises(ValueError, match="completions 0 to 3 have the same prompt but different references"):
+        reward(["x"] * 4, None, [[5], [6], [7], [8]], ground_truth=["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match="no prompts"):
+        reward([], None, [], ground_truth=[])
+
+
+def test_the_model_may_be_a_name(model, chat_tokenizer, tmp_path):
+    model.save_pretrained(tmp_path)
+    prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
+    named = FeatureMatchingReward(str(tmp_path), chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
+    assert named == FeatureMatchingReward(model, chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)

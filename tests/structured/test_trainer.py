@@ -454,3 +454,24 @@ def test_resuming_goes_on_with_the_generations_that_were_due(chat_tokenizer, tmp
     resumed = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [step for step, _ in whole] == [0, 2, 4]
     assert resumed[0] == (3, whole[1][1]) and resumed[1:] == whole[2:]
+
+
+def test_a_long_ground_truth_that_no_reward_compares_with(chat_tokenizer, tmp_path):
+    long = [{"prompt": f"say {number}", "ground_truth": "a " * 2000} for number in range(6)]
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer),
+        lambda completions, ground_truth, **_: [float(len(truth)) for truth in ground_truth],
+        arguments(tmp_path, RolloutGRPOConfig, max_steps=1),
+        train_dataset=Dataset.from_list(long),
+        processing_class=chat_tokenizer,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_several_eval_datasets_are_told_apart(chat_tokenizer, tmp_path):
+    trainer = make(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, per_device_eval_batch_size=4)
+    trainer.evaluate({"a": rows().select(range(2)), "b": rows().select(range(2, 5))})
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    assert {"eval_a_cfm_loss", "eval_b_cfm_loss", "eval_a_ce_loss"} <= set(logged)
+    assert "eval_cfm_loss" not in logged and logged["eval_a_ce_loss"] != logged["eval_b_ce_loss"]

@@ -55,15 +55,27 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
             f"--model {name}: {type(adapter).__name__} adds virtual tokens before the prompt, which is not supported. "
             "Evaluate an adapter of the layers, such as LoRA, or a full model."
         )
-    if adapter is None and not _same_model(config, name):
-        found = load_model_config(_of_base(config, name))
-        check_sequence_len(config.sequence_len, found, name)
-        size = found.get_text_config().vocab_size
-        if size < len(tokenizer):
-            raise ModelError(
-                f"--model {name}: its vocab_size is {size}, but the tokenizer of the config's base_model has "
-                f"{len(tokenizer)} tokens. Evaluate it with a config that uses its own base_model."
-            )
+    base = name if adapter is None else adapter.base_model_name_or_path
+    if not _same_model(config, base):
+        _check_base(config, name, base, tokenizer)
+
+
+def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check `base`, the model `name` itself or the base of the adapter `name`, which is not the config's base model."""
+    try:
+        found = load_model_config(_of_base(config, base))
+    except ModelError as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    check_sequence_len(config.sequence_len, found, base)
+    if base != name and _has_tokenizer(name):
+        return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
+    _check_tokenizer(find_model(base, "--model"), tokenizer)
+    size = found.get_text_config().vocab_size
+    if size < len(tokenizer):
+        raise ModelError(
+            f"--model {name}: its vocab_size is {size}, but the tokenizer of the config's base_model has "
+            f"{len(tokenizer)} tokens. Evaluate it with a config that uses its own base_model."
+        )
 
 
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
@@ -99,7 +111,7 @@ def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bo
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError if the model was saved with a different tokenizer than that of the config's base model."""
-    if not is_gguf(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
+    if not is_gguf(name) and not _has_tokenizer(name):
         return  # an adapter without tokenizer files, or a hub id
     own = pretrained_tokenizer(name)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
@@ -107,6 +119,10 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
             f"--model {name}: its tokenizer differs from that of the config's base_model, so the models cannot be "
             "compared on the same tokens. Evaluate it with a config that uses its own base_model."
         )
+
+
+def _has_tokenizer(name: str) -> bool:
+    return any((Path(name) / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def placed(model: nn.Module, device: str | None = None) -> nn.Module:

@@ -17,6 +17,7 @@ from ebft.evaluation.downstream import add_downstream
 from ebft.evaluation.models import Subject
 from ebft.evaluation.task import Task
 from ebft.features import check_sampled_ids
+from ebft.models.causal_lm import unwrap_adapter
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.structured.embed import continuation_features, pool_sequence
@@ -39,13 +40,15 @@ class PromptMeasure:
         """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
         for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self._conversation(row) for row in rows]
-            for row, document, conversation in zip(rows, documents, conversations):
-                if has_reference(row):
+            compared = [has_reference(row) and self._fits(talk) for row, talk in zip(rows, conversations)]
+            for row, document, conversation, has_room in zip(rows, documents, conversations, compared):
+                if has_room:
                     self._add_cross_entropy(document, row, conversation)
             sampled = self.completions.sample(conversations, f"batch {number}")
             greedy = self.completions.greedy(conversations) if self.task.metrics else [None] * len(rows)
-            for row, document, conversation, rollouts, best in zip(rows, documents, conversations, sampled, greedy):
-                if has_reference(row):
+            found = zip(rows, documents, conversations, compared, sampled, greedy)
+            for row, document, conversation, has_room, rollouts, best in found:
+                if has_room:
                     self._add_features(document, conversation, rollouts)
                     self._add_rollout_nll(document, rollouts)
                 if self.task.metrics:
@@ -55,6 +58,13 @@ class PromptMeasure:
     def _conversation(self, row: dict[str, Any]) -> Conversation:
         reference = row["ground_truth"] if has_reference(row) else ""
         return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
+
+    def _fits(self, conversation: Conversation) -> bool:
+        """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
+        config = unwrap_adapter(self.subject.policy).config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        # The token that ends the reference is scored too.
+        return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft

@@ -40,10 +40,10 @@ def attach_adapter(
     settings = lora_config(model, config)
     try:
         return get_peft_model(model, settings)
-    except ValueError as error:  # a module that PEFT cannot adapt, such as a norm
+    except ValueError as error:  # for example a module that PEFT cannot adapt, such as a norm
         raise ModelError(
-            f"lora_target_modules: {config.lora_target_modules!r} contains modules that cannot be adapted: {error} The "
-            f"linear layers are {', '.join(linear_names(model))}."
+            f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
+            f"{config.lora_modules_to_save!r}: {error} The linear layers are {', '.join(linear_names(model))}."
         ) from error
 
 

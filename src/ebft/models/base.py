@@ -67,6 +67,18 @@ def load_model_config(config: ModelSettings) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
     name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
+    found = _read_config(config, key, name)
+    if config.base_model_config:
+        own = _read_config(config, "base_model", find_base_model(config))
+        if found.model_type != own.model_type:
+            raise ModelError(
+                f"base_model_config: {config.base_model_config!r} configures a {found.model_type} model, but "
+                f"base_model is a {own.model_type} model, whose weights it would not load. Remove base_model_config."
+            )
+    return found
+
+
+def _read_config(config: ModelSettings, key: str, name: str) -> Any:
     try:
         return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -47,8 +47,7 @@ def _exists(place: str | int) -> bool:
     """Whether a value of a device map can be used; names such as auto, cpu and disk always can."""
     if isinstance(place, str) and place.isdigit():
         place = int(place)
-    if isinstance(place, int):
-        return place < torch.cuda.device_count()
-    if place.startswith("cuda"):
-        return int(place.partition(":")[2] or 0) < torch.cuda.device_count()
-    return True
+    if isinstance(place, str) and place.startswith("cuda"):
+        number = place.partition(":")[2] or "0"
+        place = int(number) if number.isdigit() else -1
+    return not isinstance(place, int) or 0 <= place < torch.cuda.device_count()

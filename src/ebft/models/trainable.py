@@ -18,7 +18,7 @@ from ebft.over_transformers import QuantizationMethod
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def load(model: Any, peft_config: Any, seed: int) -> nn.Module:
+def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
     """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given."""
     if isinstance(model, str):
         model = pretrained_model(find_model(model, "model"))

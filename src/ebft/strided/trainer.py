@@ -169,16 +169,19 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         """Compute the loss of one strided EBFT step on `input_ids` (rows, S) and the other inputs of the collator.
 
         `Documents.from_inputs` documents the supported inputs. Sampling noise depends on the step and the document; a
-        batch that is repeated within a step gets different rollouts. `num_items_in_batch` is the result of
+        document that occurs again within a training step gets different rollouts. `num_items_in_batch` is the result of
         `_get_num_items_in_batch`: the numbers of generated tokens and cross-entropy tokens of the optimizer step.
-        None normalises by this batch alone.
+        None, as in a call from outside a training step, normalises by this batch alone and logs nothing.
         """
         args = self.args
         documents = Documents.from_inputs(inputs)
         layout = StridedLayout.place(documents, **self._block_options())
         single_pass = self._trains_on_the_sampling_pass()
 
-        rollouts = self._sample(model, documents, layout, single_pass)
+        # A call from outside a training step must not change what training samples and logs.
+        is_training_step = num_items_in_batch is not None
+        noise = self._noise if is_training_step else DocumentNoise(args.seed)
+        rollouts = self._sample(model, documents, layout, noise, single_pass)
         phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
         match = match_features(phi, phi_ref, args)
         advantages = compute_advantages(
@@ -197,16 +200,18 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
 
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
-        self._record(output, rollouts.entropy, text_logps, documents, layout)
-        if self._measures_gradients() and num_items_in_batch is not None:
-            with self.budget.meter.paused():
-                self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
-        if num_items_in_batch is not None:
+        if is_training_step:
+            self._record(output, rollouts.entropy, text_logps, documents, layout)
+            if self._measures_gradients():
+                with self.budget.meter.paused():
+                    self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
-    def _sample(self, model: nn.Module, documents: Documents, layout: StridedLayout, single_pass: bool) -> Any:
+    def _sample(
+        self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool
+    ) -> Any:
         """Sample rollouts at every anchor; with `single_pass`, their log-probabilities have gradients."""
         with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
             return sample_rollouts(
@@ -215,7 +220,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
                 layout,
                 temperature=self.args.temperature,
                 top_p=self.args.top_p,
-                noise=self._noise.draw(documents, layout, self.state.global_step),
+                noise=noise.draw(documents, layout, self.state.global_step),
                 text_gradient=self.args.ce_coef > 0 if single_pass else None,
                 tokens_per_pass=self.args.rollout_tokens_per_pass,
             )

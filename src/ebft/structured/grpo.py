@@ -188,17 +188,21 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
 
     def _conversation(self, row: Row) -> Conversation:
         reference = row.get("ground_truth")
-        if not isinstance(reference, str):
-            reference = ""  # with GRPO, ground_truth may be of any type that a reward function accepts
+        if not isinstance(reference, str) or not self._compares_references():
+            reference = ""  # with GRPO, ground_truth may be whatever a reward function accepts
         conversation = self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and reference:
             raise DataError(
                 f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
                 f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}). Remove such rows, or reduce sequence_len."
+                f"max_position_embeddings ({positions}). Remove such rows."
             )
         return conversation
+
+    def _compares_references(self) -> bool:
+        """Whether a reward compares completions with their references, which must then fit the model."""
+        return any(isinstance(func, FeatureMatchingReward) for func in self.reward_funcs)
 
     def _positions(self) -> int | None:
         return getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)

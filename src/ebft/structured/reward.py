@@ -16,7 +16,7 @@ from ebft.data.conversation import Message, Prompt, Renderer, without_end
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.trainable import check_adapter
+from ebft.models.trainable import check_adapter, load
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
 from ebft.structured.embed import embed_continuations
@@ -38,7 +38,7 @@ class FeatureMatchingReward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | str,
         tokenizer: PreTrainedTokenizerBase,
         num_generations: int,
         *,
@@ -46,6 +46,7 @@ class FeatureMatchingReward:
         stop_token_ids: Iterable[int] = (),
         **options: Any,
     ) -> None:
+        model = load(model)
         check_adapter(model)
         self.options = options_from(RewardOptions, options)
         self.num_generations = num_generations

@@ -76,6 +76,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
+        self._held_out_prefix = "eval"
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
         self.feature_reward.renderer = self.renderer  # reuses the conversations rendered for rollouts
 
@@ -85,11 +86,14 @@ class EBFTTrainer(RolloutGRPOTrainer):
 
     # Evaluation
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        self._held_out_prefix = metric_key_prefix
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = len(dataset) * self.num_generations_eval if isinstance(dataset, Dataset) else None
         self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in HELD_OUT}
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         rewards = super().after_rewards(rows, rewards)
@@ -192,7 +196,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
             self._held_out = {}
             means |= perplexities(means)
-            logs |= {f"eval_{name}": mean for name, mean in means.items()}
+            logs |= {f"{self._held_out_prefix}_{name}": mean for name, mean in means.items()}
         super().log(logs, start_time)
 
 
