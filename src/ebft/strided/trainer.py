@@ -191,6 +191,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             rloo_baseline=args.rloo_baseline,
         )
 
+        # In a single pass, sampling recorded what these log-probabilities need for backward (models/recording.py).
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)
