@@ -475,3 +475,19 @@ def test_several_eval_datasets_are_told_apart(chat_tokenizer, tmp_path):
     logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     assert {"eval_a_cfm_loss", "eval_b_cfm_loss", "eval_a_ce_loss"} <= set(logged)
     assert "eval_cfm_loss" not in logged and logged["eval_a_ce_loss"] != logged["eval_b_ce_loss"]
+
+
+def test_evaluating_does_not_change_training(chat_tokenizer, tmp_path):
+    def losses(**changes):
+        torch.manual_seed(0)
+        trainer = EBFTTrainer(
+            lora(chat_model(chat_tokenizer)),
+            arguments(tmp_path, max_steps=3, per_device_eval_batch_size=4, **changes),
+            train_dataset=rows(),
+            eval_dataset=rows().select(range(2)),
+            processing_class=chat_tokenizer,
+        )
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses(eval_strategy="steps", eval_steps=1) == losses()

@@ -267,7 +267,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
                 f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "
                 f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
             )
-        return super().evaluate(*args, **kwargs)
+        with torch.random.fork_rng():  # completions of an evaluation must not change those of training after it
+            return super().evaluate(*args, **kwargs)
 
     # Prefetching
 
