@@ -4,6 +4,7 @@ import pytest
 
 from ebft.config.carried_over import IGNORED, CarriedOverKeys
 from ebft.errors import ConfigError
+from ebft.run.checks import check_runnable
 
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
@@ -74,7 +75,7 @@ def test_sections_of_other_methods_warn_once_in_plain_fine_tuning(make, sections
     config, messages = warned(make, **sections, rl=None)
     assert config.method.name.startswith("SFT")
     assert len(messages) == (idle is not None)
-    assert all(message.startswith(f"{idle}: no effect because rl is not set") for message in messages)
+    assert all(message.startswith(f"{idle}: no effect with SFT (rl is not set). Set rl: ebft") for message in messages)
 
 
 def test_lora_keys_without_an_adapter_warn_once(make):
@@ -93,9 +94,14 @@ def test_torch_compile_gives_way_in_strided_mode_only(make):
 def test_options_of_the_other_mode_warn(make):
     ebft = {"mode": "strided", "gt_length_multiplier": 2.0}
     _, messages = warned(make, rl="ebft", ebft=ebft, trl={"epsilon": 0.1}, vllm={"port": 8001})
-    assert [message.split()[0] for message in messages] == ["ebft.gt_length_multiplier", "trl", "vllm"]
-    _, messages = warned(make, rl="ebft", ebft={"stride": 4})
-    assert len(messages) == 1 and "ebft.stride has no effect on training in structured mode" in messages[0]
+    idle = "ebft.gt_length_multiplier, trl, vllm"
+    assert messages == [f"{idle}: no effect on training in strided mode, only in structured mode."]
+    _, messages = warned(make, rl="ebft", ebft={"stride": 4, "rl_coef": 0.5})
+    assert messages == ["ebft.rl_coef, ebft.stride: no effect on training in structured mode, only in strided mode."]
+    ebft = {"mode": "strided", "stride": 4, "ce_coef": 0.1, "use_whitening": True}
+    _, messages = warned(make, rl="grpo", ebft=ebft)
+    idle = "ebft.ce_coef, ebft.mode, ebft.stride, ebft.use_whitening"
+    assert messages == [f"{idle}: no effect with rl: grpo and these rewards."]
 
 
 def test_train_on_inputs_does_nothing_in_strided_mode(make):
@@ -146,5 +152,61 @@ def test_a_compiled_model_has_no_budget_of_flops(make):
 
 def test_a_budget_of_sampled_tokens_means_nothing_in_plain_fine_tuning(make):
     _, messages = warned(make, budget={"generated_tokens": 10})
-    assert messages == ["budget.generated_tokens has no effect in SFT, which does not sample tokens."]
+    assert messages == ["budget.generated_tokens: no effect with SFT (rl is not set), which does not sample tokens."]
     assert not warned(make, budget={"documents": 10, "flops": 1e9})[1]
+
+
+NO_REWARD = {"alignment_coef": 0.0, "diversity_coef": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rl", "ebft", "message"),
+    [
+        ("ebft", {"mode": "strided", **NO_REWARD}, "the feature-matching reward is always 0"),
+        ("ebft", NO_REWARD, "the feature-matching reward is always 0"),
+        ("grpo", NO_REWARD, "the feature-matching reward is always 0"),
+        ("ebft", {"mode": "strided", "whitening_space": "sample"}, "ebft.whitening_space: no effect without"),
+        ("ebft", {"whitening_space": "feature"}, "ebft.whitening_space: no effect without ebft.use_whitening: true."),
+        ("grpo", {"whitening_space": "sample"}, "ebft.whitening_space: no effect without ebft.use_whitening: true."),
+        (
+            "ebft",
+            {"mode": "strided", "rloo_baseline": "mean", "advantage_estimator": "reinforce"},
+            "ebft.rloo_baseline: no effect with ebft.advantage_estimator: reinforce.",
+        ),
+        (
+            "ebft",
+            {"mode": "strided", "rloo_baseline": "mean", "advantage_estimator": "group_norm"},
+            "ebft.rloo_baseline: no effect with ebft.advantage_estimator: group_norm.",
+        ),
+    ],
+)
+def test_a_setting_of_the_reward_without_effect_warns_once(make, rl, ebft, message):
+    trl = {"trl": {"reward_funcs": ["feature_matching"]}} if rl == "grpo" else {}
+    _, messages = warned(make, rl=rl, ebft=ebft, **trl)
+    assert len(messages) == 1 and message in messages[0]
+
+
+def test_settings_of_the_reward_with_an_effect_do_not_warn(make):
+    ebft = {"mode": "strided", "use_whitening": True, "whitening_space": "sample", "rloo_baseline": "mean"}
+    assert warned(make, rl="ebft", ebft={**ebft, "alignment_coef": 0.0})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("ebft", "zero"),
+    [
+        ({"mode": "strided", "rl_coef": 0.0}, "rl_coef: 0 and ce_coef: 0"),
+        ({"mode": "strided", **NO_REWARD}, "alignment_coef: 0 with diversity_coef: 0 and ce_coef: 0"),
+        (
+            {"mode": "strided", "alignment_coef": 0.0, "n_samples_per_prompt": 1},
+            "alignment_coef: 0 with diversity_coef",
+        ),
+        (NO_REWARD, "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.ce_coef: 0"),
+    ],
+)
+def test_a_loss_that_is_always_zero_is_refused(make, tmp_path, ebft, zero):
+    keys = {"rl": "ebft", "output_dir": str(tmp_path), "micro_batch_size": 8}
+    if "mode" not in ebft:
+        keys["datasets"] = [{"path": "some/rows", "type": "ebft_opencode.transform"}]
+    with pytest.raises(ConfigError, match=f"{zero}.*the loss is always 0"):
+        check_runnable(warned(make, **keys, ebft=ebft)[0])
+    check_runnable(warned(make, **keys, ebft={**ebft, "ce_coef": 0.1})[0])

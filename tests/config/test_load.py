@@ -82,6 +82,7 @@ def test_missing_keys(write):
         ("pretraining_dataset: a\n", "'pretraining_dataset'", "Use 'datasets' instead"),
         ("num_train_epochs: 2\n", "'num_train_epochs'", "Use 'num_epochs' instead"),
         ("lora_rank: 8\n", "'lora_rank'", "Use 'lora_r' instead"),
+        ("trl: {max_new_tokens: 8}\n", "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
         ("num_labels: 2\n", "'num_labels'", "Run `ebft config` to list all keys"),
         ("fsdp_version: 2\n", "'fsdp_version'", "Run `ebft config` to list all keys"),
     ],
@@ -125,6 +126,20 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("wandb_name: 7\n", "put it in quotes"),
         ("val_set_size: 1.5\n", "val_set_size: invalid value 1.5; expected a value below 1.0 or an integer."),
         ("learning_rate: .nan\n", "expected a finite number"),
+        *(
+            (
+                f"special_tokens: {{{name}: ''}}\n",
+                f"special_tokens.{name}: invalid value ''; expected a non-empty string.",
+            )
+            for name in ("pad_token", "eos_token", "bos_token", "unk_token")
+        ),
+        ("lora_target_modules: ''\n", "lora_target_modules: invalid value ''; expected a non-empty string or a list."),
+        ("lora_target_modules: []\n", "lora_target_modules: invalid value []; expected "),
+        ("lora_target_modules: []\n", "or a list with at least 1 element."),
+        (
+            "evaluation: {temperature: 0.0001}\n",
+            "evaluation.temperature: invalid value 0.0001; expected a value of at least 0.001.",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_in_words(write, text, message):

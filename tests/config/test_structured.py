@@ -77,14 +77,14 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
         ({"trl": {"use_data_producer": True}}, "use_data_producer has no effect: generation"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),
         ({"trl": {"prefetch_depth": 2}}, "trl.prefetch_depth has no effect without async_prefetch"),
-        ({"rl": "grpo", "ebft": {"ce_coef": 0.5}}, "ebft.ce_coef has no effect with rl: grpo and these rewards"),
-        ({"rl": "grpo", "ebft": {"use_whitening": True}}, "ebft.use_whitening has no effect with rl: grpo"),
+        ({"rl": "grpo", "ebft": {"ce_coef": 0.5}}, "ebft.ce_coef: no effect with rl: grpo and these rewards"),
+        ({"rl": "grpo", "ebft": {"use_whitening": True}}, "ebft.use_whitening: no effect with rl: grpo"),
         ({"train_on_inputs": True}, "train_on_inputs: true has no effect on full completions"),
         ({"sample_packing": True}, "sample_packing: true has no effect on full completions"),
         ({"vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm"),
         ({**LORA, "trl": {"use_vllm": True, "vllm_lora_sync": False}}, "vllm_lora_sync: false has no effect"),
-        ({"ebft": {"stride": 4}}, "ebft.stride has no effect on training in structured mode"),
-        ({"rl": "grpo", "ebft": {"gt_length_floor": 8}}, "ebft.gt_length_floor has no effect with rl: grpo"),
+        ({"ebft": {"stride": 4}}, "ebft.stride: no effect on training in structured mode"),
+        ({"rl": "grpo", "ebft": {"gt_length_floor": 8}}, "ebft.gt_length_floor: no effect with rl: grpo"),
     ],
 )
 def test_what_has_no_effect_is_one_warning(keys, message):

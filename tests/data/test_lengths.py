@@ -8,6 +8,8 @@ from datasets import Dataset
 from ebft.data.lengths import (
     EMPTY,
     NO_REFERENCE,
+    NOTHING_TO_PREDICT,
+    ONE_TOKEN,
     PROMPT_TOO_LONG,
     SPLIT,
     TAIL,
@@ -68,8 +70,8 @@ def test_strided_rows(config, row, kept, counts):
     ("row", "kept", "counts"),
     [
         ((2, 0), [2], {}),
-        ((1, 0), [], {TOO_SHORT: 1}),
-        ((25, 0), [12, 12], {SPLIT: 1, TAIL: 1}),
+        ((1, 0), [], {ONE_TOKEN: 1}),
+        ((25, 0), [12, 12], {SPLIT: 1, NOTHING_TO_PREDICT: 1}),
         ((2, 1), [2], {}),
         ((20, 12), [], {PROMPT_TOO_LONG: 1}),
     ],

@@ -48,7 +48,9 @@ except ConfigError as error:
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     load_config(sys.argv[1], ["rl=", "text_weight=3.0"])
+    load_config(sys.argv[1], ["ebft.stride=3"])
 assert any("text_weight has no effect" in str(warning.message) for warning in caught)
+assert any("ebft: no effect with rl: weighted." in str(warning.message) for warning in caught)
 """
 
 

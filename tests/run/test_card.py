@@ -23,7 +23,7 @@ def test_an_ebft_card_says_what_was_done():
         "tags": ["ebft"],
         "datasets": ["some/data"],
     }
-    assert "# my-run" in card and "a lora adapter for `some/model`" in card
+    assert "# my-run" in card and "a LoRA adapter for `some/model`" in card
     assert "| `ebft.stride` | `4` |" in card and "`ebft.top_p`" not in card
     assert "| `eval_ce_loss` | 2 |" in card and "train_runtime" not in card
     assert "jelassi2026matching" in card
@@ -42,3 +42,17 @@ def test_a_grpo_card_names_its_rewards():
     card = model_card(config, {"reward": 0.25})
     assert "GRPO on the rewards `verifier.parses`, `feature_matching`" in card and "| `reward` | 0.25 |" in card
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["grpo"]
+
+
+def test_a_value_stays_in_its_cell():
+    modules = r"model\.layers\.(1|2)\..*"
+    adapter = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": modules}
+    card = model_card(RunConfig.from_dict({**KEYS, **adapter, "chat_template": "{% if a %}\n{{ a | trim }}"}), {})
+    config = card.split("## Config")[1]
+    assert r"| `lora_target_modules` | `model\.layers\.(1\|2)\..*` |" in config
+    assert r"| `chat_template` | `{% if a %}\n{{ a \| trim }}` |" in config
+
+
+def test_a_qlora_card_names_its_adapter():
+    adapter = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+    assert "a QLoRA adapter for `some/model`" in model_card(RunConfig.from_dict({**KEYS, **adapter}), {})

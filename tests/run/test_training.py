@@ -307,7 +307,7 @@ def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
 
 
 def test_what_transformers_refuses_is_a_config_error(make):
-    with pytest.raises(ConfigError, match="transformers does not accept these settings: .*strategy"):
+    with pytest.raises(ConfigError, match="The trainer does not accept these settings: .*strategy"):
         train(make(base_model="does/not-exist", val_set_size=2, save_steps=3, load_best_model_at_end=True))
 
 

@@ -111,6 +111,7 @@ OTHER_NAMES = {
     "model_name_or_path": "base_model",
     "train_on_input": "train_on_inputs",
     "max_length": "sequence_len",
+    "max_new_tokens": "trl.max_completion_length",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
     "batch_size": "micro_batch_size",

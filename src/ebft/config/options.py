@@ -113,8 +113,9 @@ class StridedOptions(FeatureOptions):
         float,
         Field(
             ge=0,
-            description="Sampling temperature, also applied when computing the log-probabilities of rollouts. 0 is "
-            "greedy decoding, for evaluation only.",
+            description="Sampling temperature, also applied when computing the log-probabilities of rollouts. "
+            f"Training requires at least {MIN_TEMPERATURE}. 0 (greedy decoding) is only supported in Python, for "
+            "computing a loss without training.",
         ),
     ] = 0.6
     top_p: Annotated[
@@ -287,5 +288,11 @@ def check_trainable(options: Any) -> None:
         raise ConfigError(
             "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. "
             "Set temperature above 0 (default: "
-            f"{StridedOptions.temperature}); 0 is only supported for evaluation."
+            f"{StridedOptions.temperature}); 0 is only supported for computing a loss without training."
+        )
+    has_reward = options.alignment_coef > 0 or options.diversity_coef > 0
+    if options.ce_coef == 0 and not (options.rl_coef > 0 and has_reward):
+        zero = "rl_coef: 0" if options.rl_coef == 0 else "alignment_coef: 0 with diversity_coef: 0"
+        raise ConfigError(
+            f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."
         )

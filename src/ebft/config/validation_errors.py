@@ -19,6 +19,7 @@ _WANTED = {
     "float_parsing": "a number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
+    "string_too_short": "a non-empty string",
     "string_type": "a string (put it in quotes if it looks like a number)",
     "list_type": "a list",
     "dict_type": "a mapping of keys to values",

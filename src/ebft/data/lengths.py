@@ -21,9 +21,21 @@ NO_REFERENCE = "without a reference"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
 TOO_SHORT = "too short for one block"
 TAIL = "ends of long documents too short for one block"
+ONE_TOKEN = "with a single token"
+NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
 NO_PROMPT = "without a prompt"
 REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
-DROPPED = (EMPTY, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, TOO_SHORT, TAIL)
+DROPPED = (
+    EMPTY,
+    NO_PROMPT,
+    NO_REFERENCE,
+    PROMPT_TOO_LONG,
+    REFERENCE_TOO_LONG,
+    TOO_SHORT,
+    TAIL,
+    ONE_TOKEN,
+    NOTHING_TO_PREDICT,
+)
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
 SPLIT = "cut into windows of sequence_len"
@@ -59,6 +71,7 @@ class _Cutter:
     def __init__(self, config: RunConfig) -> None:
         self.sequence_len = config.sequence_len
         self.block = config.ebft if config.method.samples_blocks else None
+        self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if self.block is None else (TOO_SHORT, TAIL)
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()
@@ -88,7 +101,7 @@ class _Cutter:
             return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
         if not self.fits(len(cut["input_ids"]), prompt_length) or (self.needs_labels and not _learns(cut["labels"])):
-            return self._drop(PROMPT_TOO_LONG if length > self.sequence_len else TOO_SHORT)
+            return self._drop(PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
         self.counts[TRUNCATED] += length > self.sequence_len
         return [cut]
 
@@ -100,7 +113,7 @@ class _Cutter:
             if self.fits(len(window["input_ids"]), 0) and _learns(window["labels"]):
                 kept.append(window)
             else:
-                self.counts[TAIL] += 1
+                self.counts[self.tail] += 1
         return kept
 
     def _drop(self, reason: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ebft.config.options import MIN_TEMPERATURE
 from ebft.config.section import Section
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -30,7 +31,7 @@ class EvaluationSection(Section):
         description="Values of k for pass@k, each at most the number of samples; if unset, 1 and the number of "
         "samples.",
     )
-    temperature: Annotated[float, Field(gt=0)] | None = Field(
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] | None = Field(
         None, description="Sampling temperature; if unset, 1 for rows of tokens and trl.temperature for prompts."
     )
     max_new_tokens: Count | None = Field(

@@ -40,12 +40,27 @@ def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: str) -> None:
-    """Warn about each of the `options` of `ebft:`, and each of the sections, that only the other mode reads."""
+    """One warning for the `options` of `ebft:` and the sections that only the other mode reads."""
     foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
-    for key in [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]:
+    idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
+    if idle:
         warnings.warn(
-            f"{key} has no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.", stacklevel=2
+            f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.",
+            stacklevel=2,
         )
+
+
+def warn_of_reward(config: RunConfig) -> None:
+    """One warning for each setting of the feature-matching reward without effect."""
+    ebft = config.ebft
+    if ebft.alignment_coef == 0 and ebft.diversity_coef == 0:
+        warnings.warn(
+            "ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0, so it has no "
+            "effect. Set one of them above 0.",
+            stacklevel=2,
+        )
+    if "whitening_space" in ebft.model_fields_set and not ebft.use_whitening:
+        warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=2)
 
 
 def reference_limit(config: RunConfig) -> tuple[float, int] | None:

@@ -15,6 +15,7 @@ from ebft.config.options import DropoutOption, RewardOptions
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
+from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
 from ebft.serving.address import server_address
 
@@ -120,6 +121,8 @@ class GRPO(Method):
         if "prefetch_depth" in given and not config.trl.async_prefetch:
             warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
         self.warn_of_idle_options(config)
+        if FEATURE_MATCHING in self._reward_names(config):
+            warn_of_reward(config)
         for key in ("train_on_inputs", "sample_packing"):
             if getattr(config, key):
                 warnings.warn(f"{key}: true has no effect on full completions of prompts.", stacklevel=2)
@@ -133,12 +136,13 @@ class GRPO(Method):
             warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
 
     def warn_of_idle_options(self, config: RunConfig) -> None:
-        """One warning for each unused key of `ebft:`."""
+        """One warning for all unused keys of `ebft:`."""
         read = set(option_names(DropoutOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
             read |= set(option_names(RewardOptions))
-        for key in sorted(config.ebft.model_fields_set - read):
-            warnings.warn(f"ebft.{key} has no effect with rl: grpo and these rewards.", stacklevel=2)
+        idle = ", ".join(f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read))
+        if idle:
+            warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
 
     def problems(self, config: RunConfig) -> Iterator[str]:
         for rule in (_unsupported, _batches, self._rewards, _rollouts, _processes):
@@ -151,9 +155,12 @@ class GRPO(Method):
         if found:
             yield found
 
+    def _reward_names(self, config: RunConfig) -> list[str]:
+        return [*self.own_rewards, *(config.trl.reward_funcs or [])]
+
     def _rewards(self, config: RunConfig) -> Iterator[str]:
         funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
-        rewards = [*self.own_rewards, *funcs]
+        rewards = self._reward_names(config)
         if not rewards:
             yield (
                 "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, names of reward models, or "

@@ -29,11 +29,12 @@ class SFT(Method):
         if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
             idle.insert(0, "ebft")
         if config.budget.generated_tokens is not None:
-            warnings.warn("budget.generated_tokens has no effect in SFT, which does not sample tokens.", stacklevel=2)
+            warnings.warn(
+                f"budget.generated_tokens: no effect with {self.name}, which does not sample tokens.", stacklevel=2
+            )
         if idle:
             warnings.warn(
-                f"{', '.join(idle)}: no effect because rl is not set, which selects SFT. Set rl: ebft for "
-                "energy-based fine-tuning.",
+                f"{', '.join(idle)}: no effect with {self.name}. Set rl: ebft for energy-based fine-tuning.",
                 stacklevel=2,
             )
 

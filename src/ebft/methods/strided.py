@@ -12,7 +12,15 @@ from ebft.config import rules
 from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, resolve_single_sample
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
-from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
+from ebft.methods.ebft import (
+    CITATION,
+    PAPER,
+    feature_conflicts,
+    missing_device,
+    reference_limit,
+    warn_of_options,
+    warn_of_reward,
+)
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, pass_at
 
 if TYPE_CHECKING:
@@ -37,7 +45,11 @@ class Strided(Method):
 
     def resolve(self, config: RunConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
+        estimator = config.ebft.advantage_estimator
+        if "rloo_baseline" in config.ebft.model_fields_set and estimator != "rloo":
+            warnings.warn(f"ebft.rloo_baseline: no effect with ebft.advantage_estimator: {estimator}.", stacklevel=2)
         resolve_single_sample(config.ebft)
+        warn_of_reward(config)
         if config.train_on_inputs:
             reason = "anchors and cross-entropy of a row with a prompt are restricted to its completion"
             warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)

@@ -37,6 +37,15 @@ class Structured(GRPO):
     def warn_of_idle_options(self, config: RunConfig) -> None:
         warn_of_options(StridedOptions, "strided", config)
 
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        yield from super().problems(config)
+        ebft, trl = config.ebft, config.trl
+        if not (ebft.alignment_coef or ebft.diversity_coef or ebft.ce_coef or trl.reward_funcs or trl.beta):
+            yield (
+                "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.ce_coef: 0: the loss is always 0, so "
+                "nothing is trained. Set one of them above 0, or add rewards (trl.reward_funcs)."
+            )
+
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         yield from super().problems_here(config, machine)
         yield from missing_device(config, machine)

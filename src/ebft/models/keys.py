@@ -12,10 +12,10 @@ ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attent
 class SpecialTokens(Section):
     """The section `special_tokens:`."""
 
-    pad_token: str | None = Field(None, description="Padding token.")
-    eos_token: str | None = Field(None, description="End-of-sequence token.")
-    bos_token: str | None = Field(None, description="Beginning-of-sequence token.")
-    unk_token: str | None = Field(None, description="Token for out-of-vocabulary text.")
+    pad_token: str | None = Field(None, min_length=1, description="Padding token.")
+    eos_token: str | None = Field(None, min_length=1, description="End-of-sequence token.")
+    bos_token: str | None = Field(None, min_length=1, description="Beginning-of-sequence token.")
+    unk_token: str | None = Field(None, min_length=1, description="Token for out-of-vocabulary text.")
 
 
 class ModelKeys(Section):
@@ -105,7 +105,7 @@ class AdapterKeys(Section):
         None, description="Scaling of the adapter: its output is multiplied by lora_alpha / lora_r."
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
-    lora_target_modules: str | list[str] | None = Field(
+    lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
         None, description="Modules to adapt: a list of name suffixes, or one regular expression."
     )
     lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")

@@ -23,7 +23,8 @@ _TOKENS_PER_S = "throughput/generated_tokens_per_s"
 class ConsoleMetrics(TrainerCallback):
     """Prints each log of the main process as a single line.
 
-    `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100 | loss 0.1234`
+    `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100 | loss 0.1234 |
+    grad_norm 1.5000 | 1,234 tok/s`, and for an evaluation `held out | ...` with the metrics `eval_...`.
     """
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:

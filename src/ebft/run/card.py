@@ -1,4 +1,4 @@
-"""The model card of a run: model, method, data, settings and results."""
+"""The model card of a run: model, method, data, config and results."""
 
 import os
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from ebft.data.locate import base_name
 
 # Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
+_ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
 def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
@@ -24,7 +25,7 @@ def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
 
 def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
     """The card as Markdown with the hub's YAML header."""
-    parts = [_header(config), _summary(config), _settings(config), _results(metrics)]
+    parts = [_header(config), _summary(config), _config(config), _results(metrics)]
     if config.method.citation:
         parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -43,7 +44,7 @@ def _header(config: RunConfig) -> str:
 
 def _summary(config: RunConfig) -> str:
     method = config.method.summary(config)
-    weights = f"a {config.adapter} adapter for" if config.adapter else "all weights of"
+    weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
     data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
     return (
         f"# {Path(config.output_dir).name}\n\nThis is {weights} `{config.base_model}`, trained by {method} with "
@@ -51,10 +52,18 @@ def _summary(config: RunConfig) -> str:
     )
 
 
-def _settings(config: RunConfig) -> str:
+def _config(config: RunConfig) -> str:
     shown = {key: value for key, value in changed_keys(config) if key not in ("base_model", "datasets")}
-    rows = "\n".join(f"| `{key}` | `{value}` |" for key, value in shown.items())
-    return f"## Settings\n\nAll other options have their default values.\n\n| option | value |\n| --- | --- |\n{rows}"
+    rows = "\n".join(f"| `{key}` | `{_cell(value)}` |" for key, value in shown.items())
+    return (
+        "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
+        f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
+    )
+
+
+def _cell(value: object) -> str:
+    """The text of a value in a cell of a Markdown table, in which `|` and line breaks would end the cell."""
+    return str(value).replace("|", "\\|").replace("\n", "\\n")
 
 
 def _results(metrics: Mapping[str, float]) -> str:

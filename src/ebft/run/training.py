@@ -115,7 +115,7 @@ def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> Training
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"transformers does not accept these settings: {error}") from error
+        raise ConfigError(f"The trainer does not accept these settings: {error}") from error
     use_one_gpu(args)
     return args
 
