@@ -1,6 +1,7 @@
 """Finding the checkpoint to resume a run from."""
 
 import json
+import math
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
@@ -12,18 +13,31 @@ _LAST_FILE = "trainer_state.json"
 
 def find_checkpoint(config: RunConfig) -> str | None:
     """The checkpoint folder to resume from, or None. Raises ConfigError if the configured one is unusable."""
+    checkpoint = None
     if config.resume_from_checkpoint is not None:
-        return str(_named(Path(config.resume_from_checkpoint), Path(config.output_dir)))
-    if config.auto_resume_from_checkpoints:
-        newest = newest_checkpoint(Path(config.output_dir))
-        return str(newest) if newest else None
-    return None
+        checkpoint = _named(Path(config.resume_from_checkpoint), Path(config.output_dir))
+    elif config.auto_resume_from_checkpoints:
+        checkpoint = newest_checkpoint(Path(config.output_dir))
+    if checkpoint is None:
+        return None
+    if not has_optimizer_state(checkpoint):
+        raise ConfigError(
+            f"Training cannot be resumed from {checkpoint}: it has no optimizer state, as with save_only_model: true. "
+            "Resume from another checkpoint, or start a new run from its weights: in another output_dir, with "
+            "lora_model_dir (for an adapter) or base_model set to this folder."
+        )
+    return str(checkpoint)
 
 
-def newest_checkpoint(output_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step in `output_dir`, if there is one."""
+def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | None:
+    """The complete checkpoint with the highest step up to `last_step` in `output_dir`, if there is one."""
     found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / _LAST_FILE).is_file()]
-    return max(found, key=_step, default=None)
+    return max((folder for folder in found if _step(folder) <= last_step), key=_step, default=None)
+
+
+def has_optimizer_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint has optimizer state: a file or folder `optimizer*`, or DeepSpeed's `global_step*`."""
+    return any(found for pattern in ("optimizer*", "global_step*") for found in checkpoint.glob(pattern))
 
 
 def step_of(checkpoint: str) -> int:
