@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
@@ -12,13 +13,17 @@ _LAST_FILE = "trainer_state.json"
 
 
 def find_checkpoint(config: RunConfig) -> str | None:
-    """The checkpoint folder to resume from, or None. Raises ConfigError if the configured one is unusable."""
+    """The checkpoint folder to resume from, or None. Raises ConfigError if the configured one is unusable.
+
+    A new run whose output_dir has checkpoints of an earlier one gives a warning.
+    """
     checkpoint = None
     if config.resume_from_checkpoint is not None:
         checkpoint = _named(Path(config.resume_from_checkpoint), Path(config.output_dir))
     elif config.auto_resume_from_checkpoints:
         checkpoint = newest_checkpoint(Path(config.output_dir))
     if checkpoint is None:
+        _warn_of_earlier_run(Path(config.output_dir))
         return None
     if not has_optimizer_state(checkpoint):
         raise ConfigError(
@@ -49,6 +54,17 @@ def step_of(checkpoint: str) -> int:
         raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
 
 
+def _warn_of_earlier_run(output_dir: Path) -> None:
+    newest = newest_checkpoint(output_dir)
+    if newest is not None:
+        warnings.warn(
+            f"output_dir: {output_dir} has checkpoints of an earlier run, up to {newest.name}. This run does not "
+            "resume from them, but auto_resume_from_checkpoints would later continue from the highest step of both "
+            "runs. Set another output_dir, or delete them.",
+            stacklevel=3,
+        )
+
+
 def _step(folder: Path) -> int:
     step = folder.name.rpartition("-")[2]
     return int(step) if step.isdigit() else -1
@@ -59,5 +75,5 @@ def _named(folder: Path, output_dir: Path) -> Path:
         return folder
     newest = newest_checkpoint(output_dir)
     problem = f"has no {_LAST_FILE}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
-    hint = f"The newest in output_dir is {newest}." if newest else f"output_dir ({output_dir}) has no checkpoint."
+    hint = f"The one with the highest step in output_dir is {newest}." if newest else f"output_dir ({output_dir}) has no checkpoint."
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")
