@@ -135,6 +135,15 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path):
         torch.testing.assert_close(value, unbroken[name], rtol=0, atol=0)
 
 
+def test_a_resumed_run_with_another_adapter_is_refused(make):
+    train(strided(make, **LORA, save_steps=2))
+    with pytest.raises(ConfigError, match="lora_r: 8 differs from lora_r: 4 of .*checkpoint-2"):
+        train(strided(make, **{**LORA, "lora_r": 8}, auto_resume_from_checkpoints=True))
+    with pytest.raises(ConfigError, match="lora_target_linear: false differs from lora_target_linear: true"):
+        modules = {"lora_target_linear": False, "lora_target_modules": ["q_proj"]}
+        train(strided(make, **{**LORA, **modules}, auto_resume_from_checkpoints=True))
+
+
 def test_auto_resume_takes_the_newest_complete_checkpoint(make, tmp_path):
     train(make(save_steps=1))
     (tmp_path / "out" / "checkpoint-9").mkdir()  # one whose saving was cut off
@@ -201,7 +210,9 @@ def test_a_signal_saves_a_checkpoint(make, press, tmp_path, name):
     earlier.parent.mkdir(parents=True)
     earlier.touch()
     handler = signal.getsignal(number)
-    with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2$") as caught:
+    with pytest.raises(
+        TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2$"
+    ) as caught:
         train(make(max_steps=50, save_strategy="no"))
     assert signal.getsignal(number) is handler and caught.value.signal_number == number
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.same_run import check_same_run
 
 # Trainer writes this file last, so a checkpoint without it is incomplete.
 _LAST_FILE = "trainer_state.json"
@@ -31,6 +32,7 @@ def find_checkpoint(config: RunConfig) -> str | None:
             "Resume from another checkpoint, or start a new run from its weights: in another output_dir, with "
             "lora_model_dir (for an adapter) or base_model set to this folder."
         )
+    check_same_run(config, checkpoint)
     return str(checkpoint)
 
 
@@ -75,5 +77,9 @@ def _named(folder: Path, output_dir: Path) -> Path:
         return folder
     newest = newest_checkpoint(output_dir)
     problem = f"has no {_LAST_FILE}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
-    hint = f"The one with the highest step in output_dir is {newest}." if newest else f"output_dir ({output_dir}) has no checkpoint."
+    hint = (
+        f"The one with the highest step in output_dir is {newest}."
+        if newest
+        else f"output_dir ({output_dir}) has no checkpoint."
+    )
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")

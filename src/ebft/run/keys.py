@@ -146,7 +146,11 @@ class CheckpointKeys(Section):
         False,
         description="Save checkpoints without optimizer state: they are smaller, but training cannot be resumed.",
     )
-    resume_from_checkpoint: str | None = Field(None, description="Folder of the checkpoint to resume from.")
+    resume_from_checkpoint: str | None = Field(
+        None,
+        description="Folder of the checkpoint to resume from. The method, the adapter and the optimizer must be the "
+        "same as in its run.",
+    )
     auto_resume_from_checkpoints: bool = Field(
         False, description="Resume from the checkpoint with the highest step in output_dir, if there is one."
     )
