@@ -200,6 +200,7 @@ def press(monkeypatch):
     return lambda number: monkeypatch.setattr("ebft.run.training.default_callbacks", lambda config: [Press(number)])
 
 
+@pytest.mark.filterwarnings("ignore:output_dir")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_saves_a_checkpoint(make, press, tmp_path, name):
     import signal

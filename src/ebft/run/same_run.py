@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.methods import METHODS
+from ebft.methods import selecting_keys
 
 _FILE = "ebft_run.json"
-_KEYS = ("rl", "adapter", "optimizer", "base_model")
+_KEYS = ("adapter", "optimizer", "base_model")
 _ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
@@ -35,9 +35,7 @@ class SaveRunKeys(TrainerCallback):
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that must be the same on resuming, without those that this run does not read."""
-    keys = {key: getattr(config, key) for key in _KEYS}
-    if (config.rl, config.ebft.mode) in METHODS:
-        keys["ebft.mode"] = config.ebft.mode
+    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS}
     if config.adapter is None:
         return keys
     if config.lora_model_dir is not None:  # its settings take precedence
