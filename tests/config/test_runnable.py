@@ -33,6 +33,14 @@ from ebft.run.checks import check_runnable
             "group_by_length groups rows by length, but sample_packing",
         ),
         ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "temperature: 1e-45 is too small"),
+        (
+            {"rl": "ebft", "ebft": {"mode": "strided", "single_pass": True}, "gradient_checkpointing": True},
+            "ebft.single_pass is incompatible with gradient_checkpointing, which",
+        ),
+        (
+            {"rl": "ebft", "ebft": {"mode": "strided", "single_pass": True, "rollout_tokens_per_pass": 8}},
+            "ebft.single_pass is incompatible with ebft.rollout_tokens_per_pass",
+        ),
     ],
 )
 def test_what_cannot_be_trained_here_says_why(make, keys, message):

@@ -135,6 +135,15 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path):
         torch.testing.assert_close(value, unbroken[name], rtol=0, atol=0)
 
 
+def test_a_resumed_run_with_another_adapter_is_refused(make):
+    train(strided(make, **LORA, save_steps=2))
+    with pytest.raises(ConfigError, match="lora_r: 8 differs from lora_r: 4 of .*checkpoint-2"):
+        train(strided(make, **{**LORA, "lora_r": 8}, auto_resume_from_checkpoints=True))
+    with pytest.raises(ConfigError, match="lora_target_linear: false differs from lora_target_linear: true"):
+        modules = {"lora_target_linear": False, "lora_target_modules": ["q_proj"]}
+        train(strided(make, **{**LORA, **modules}, auto_resume_from_checkpoints=True))
+
+
 def test_auto_resume_takes_the_newest_complete_checkpoint(make, tmp_path):
     train(make(save_steps=1))
     (tmp_path / "out" / "checkpoint-9").mkdir()  # one whose saving was cut off
@@ -173,25 +182,48 @@ def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
         train(config)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_saves_a_checkpoint(make, monkeypatch, name):
+@pytest.fixture
+def press(monkeypatch):
+    """`press(number)`: send this signal to the process in the second step of every run."""
     import os
-    import signal
 
     from transformers import TrainerCallback
 
-    number = getattr(signal, name)
-
     class Press(TrainerCallback):
+        def __init__(self, number):
+            self.number = number
+
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), self.number)
 
-    monkeypatch.setattr("ebft.run.training.default_callbacks", lambda config: [Press()])
+    return lambda number: monkeypatch.setattr("ebft.run.training.default_callbacks", lambda config: [Press(number)])
+
+
+@pytest.mark.filterwarnings("ignore:output_dir")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_a_checkpoint(make, press, tmp_path, name):
+    import signal
+
+    number = getattr(signal, name)
+    press(number)
+    earlier = tmp_path / "out" / "checkpoint-300" / "trainer_state.json"  # of another run in the same folder
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     handler = signal.getsignal(number)
-    with pytest.raises(TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2") as caught:
+    with pytest.raises(
+        TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2$"
+    ) as caught:
         train(make(max_steps=50, save_strategy="no"))
     assert signal.getsignal(number) is handler and caught.value.signal_number == number
+
+
+def test_a_signal_does_not_recommend_a_checkpoint_without_optimizer_state(make, press):
+    import signal
+
+    press(signal.SIGINT)
+    with pytest.raises(TrainingInterrupted, match="saved in .*checkpoint-2, but training cannot be resumed from it"):
+        train(make(max_steps=50, save_strategy="no", save_only_model=True))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ trainer argument, `in_config` as a config key.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 Key = Callable[[str], str]
 
 # Trainer argument -> config key, where the names differ.
 _IN_CONFIG = {
     "per_device_train_batch_size": "micro_batch_size",
-    "feature_device": "ebft.feature_device",
     "vllm_structured_outputs_regex": "trl.vllm_guided_decoding_regex",
+    **{
+        name: f"ebft.{name}" for name in ("disable_dropout", "feature_device", "rollout_tokens_per_pass", "single_pass")
+    },
     **{
         name: f"trl.{name}"
         for name in ("async_prefetch", "num_generations", "generation_batch_size", "use_vllm", "vllm_mode")
@@ -74,6 +77,25 @@ def feature_device(device: str | None, has_adapter: bool, key: Key) -> str | Non
     return (
         f"{key('feature_device')}: {device} has no effect with an adapter, since the feature network is the policy "
         "with its adapter disabled. Remove it."
+    )
+
+
+def single_pass(options: Any, gradient_checkpointing: bool, key: Key) -> str | None:
+    """`options` are those of strided mode."""
+    saving = [
+        name
+        for name, given in (
+            (key("gradient_checkpointing"), gradient_checkpointing),
+            (key("rollout_tokens_per_pass"), options.rollout_tokens_per_pass is not None),
+            (f"{key('disable_dropout')}: false", not options.disable_dropout),
+        )
+        if given
+    ]
+    if not options.single_pass or not saving:
+        return None
+    return (
+        f"{key('single_pass')} is incompatible with {', '.join(saving)}, which requires a separate forward pass for "
+        "the loss. Remove one of them."
     )
 
 

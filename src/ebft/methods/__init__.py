@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ebft.config.section import Section
 from ebft.methods.method import Method
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 # (rl, ebft.mode) -> the class, imported on first use; mode is None for methods that do not read it.
 METHODS: dict[tuple[str | None, str | None], str] = {
@@ -28,6 +32,12 @@ def find_method(rl: str | None, mode: str | None) -> Method:
     return _class_at(METHODS.get((rl, mode)) or METHODS[rl, None])()
 
 
+def selecting_keys(config: RunConfig) -> dict[str, str | None]:
+    """The keys that select the method of `config`, with their values; `ebft.mode` only if the method depends on it."""
+    keys = {"rl": config.rl, "ebft.mode": config.ebft.mode}
+    return keys if tuple(keys.values()) in METHODS else {"rl": config.rl}
+
+
 def own_keys() -> tuple[type[Section], ...]:
     """The sections of top-level keys that individual methods add to a config."""
     found = (_class_at(path).keys for path in METHODS.values())
@@ -39,4 +49,4 @@ def _class_at(path: str) -> type[Method]:
     return getattr(import_module(module), name)
 
 
-__all__ = ["METHODS", "Method", "find_method", "own_keys"]
+__all__ = ["METHODS", "Method", "find_method", "own_keys", "selecting_keys"]

@@ -62,6 +62,9 @@ class Strided(Method):
             check_trainable(config.ebft)
         except ConfigError as error:
             yield str(error)
+        unusable = rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)
+        if unusable:
+            yield unusable
         first, length = config.ebft.context_length, config.ebft.generate_max_len
         if first + length > config.sequence_len:
             yield (

@@ -146,9 +146,13 @@ class CheckpointKeys(Section):
         False,
         description="Save checkpoints without optimizer state: they are smaller, but training cannot be resumed.",
     )
-    resume_from_checkpoint: str | None = Field(None, description="Folder of the checkpoint to resume from.")
+    resume_from_checkpoint: str | None = Field(
+        None,
+        description="Folder of the checkpoint to resume from. The method, the adapter and the optimizer must be the "
+        "same as in its run.",
+    )
     auto_resume_from_checkpoints: bool = Field(
-        False, description="Resume from the newest checkpoint in output_dir, if there is one."
+        False, description="Resume from the checkpoint with the highest step in output_dir, if there is one."
     )
 
     @field_validator("resume_from_checkpoint", mode="before")
@@ -157,7 +161,7 @@ class CheckpointKeys(Section):
         if isinstance(value, bool):
             raise ValueError(
                 f"resume_from_checkpoint: invalid value {str(value).lower()}; expected the folder of a checkpoint. To "
-                "resume from the newest one, set auto_resume_from_checkpoints: true."
+                "resume from the one with the highest step, set auto_resume_from_checkpoints: true."
             )
         return value
 

@@ -22,10 +22,11 @@ from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_rea
 from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.card import write_model_card
-from ebft.run.checkpoints import find_checkpoint, newest_checkpoint, step_of
+from ebft.run.checkpoints import find_checkpoint, has_optimizer_state, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.run.same_run import SaveRunKeys
 from ebft.run.trackers import wandb_environment
 from ebft.serving.address import server_address
 from ebft.serving.managed import await_ready, managed_server
@@ -142,6 +143,7 @@ def build_trainer(
         callbacks=default_callbacks(config),
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
+    trainer.add_callback(SaveRunKeys(config))
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:
@@ -215,12 +217,16 @@ def has_model(output_dir: str) -> bool:
 
 
 def _how_to_resume(trainer: Trainer) -> str:
-    newest = newest_checkpoint(Path(trainer.args.output_dir))
+    step = trainer.state.global_step
+    newest = newest_checkpoint(Path(trainer.args.output_dir), last_step=step)  # later ones are from another run
     if newest is None:
-        return f"Stopped at step {trainer.state.global_step}; no checkpoint was saved."
-    return (
-        f"Stopped at step {trainer.state.global_step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
-    )
+        return f"Stopped at step {step}; no checkpoint was saved."
+    if not has_optimizer_state(newest):
+        return (
+            f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
+            "no optimizer state (save_only_model: true)."
+        )
+    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
 
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:

@@ -35,20 +35,9 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
-    saving = [
-        name
-        for name, given in (
-            ("gradient_checkpointing", args.gradient_checkpointing),
-            ("rollout_tokens_per_pass", args.rollout_tokens_per_pass is not None),
-            ("disable_dropout: false", not args.disable_dropout),
-        )
-        if given
-    ]
-    if args.single_pass and saving:
-        raise ConfigError(
-            f"single_pass is incompatible with {', '.join(saving)}, which requires a separate forward pass for the "
-            "loss. Remove one of them"
-        )
+    unusable = rules.single_pass(args, args.gradient_checkpointing, rules.in_python)
+    if unusable:
+        raise ConfigError(unusable)
     use_one_gpu(args)
 
 

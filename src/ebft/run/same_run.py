@@ -1,0 +1,94 @@
+"""The settings that must be the same when a run is resumed: saved in every checkpoint, and compared on resuming.
+
+Optimizer state and adapter weights only fit the settings that they were saved with. Other settings, such as
+learning_rate, max_steps and batch sizes, may change.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
+from ebft.methods import selecting_keys
+
+_FILE = "ebft_run.json"
+_KEYS = ("adapter", "optimizer", "base_model")
+_ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
+_IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
+
+
+class SaveRunKeys(TrainerCallback):
+    """Saves the settings that must be the same on resuming in every checkpoint."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.keys = run_keys(config)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            (folder / _FILE).write_text(json.dumps(self.keys, indent=2) + "\n", encoding="utf-8")
+
+
+def run_keys(config: RunConfig) -> dict[str, Any]:
+    """The keys that must be the same on resuming, without those that this run does not read."""
+    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS}
+    if config.adapter is None:
+        return keys
+    if config.lora_model_dir is not None:  # its settings take precedence
+        return _keys_in_files(Path(config.lora_model_dir).expanduser(), config) | keys
+    return keys | {key: _unordered(getattr(config, key)) for key in _ADAPTER_KEYS}
+
+
+def check_same_run(config: RunConfig, checkpoint: Path) -> None:
+    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for base_model only warn.
+
+    Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
+    """
+    saved, now = _keys_in_files(checkpoint, config), run_keys(config)
+    if (checkpoint / _FILE).is_file():
+        saved |= _read(checkpoint / _FILE)
+    changed = [key for key in now if key in saved and now[key] != saved[key]]
+    if "base_model" in changed:
+        changed.remove("base_model")
+        warnings.warn(
+            f"base_model: {now['base_model']} differs from base_model: {saved['base_model']} of {checkpoint}. Resuming "
+            "is only correct if both are the same model, for example in a folder that was moved.",
+            stacklevel=3,
+        )
+    problems = [
+        f"{key}: {_text(now[key])} differs from {key}: {_text(saved[key])} of {checkpoint}. Set it to "
+        f"{_text(saved[key])}, or start a new run in another output_dir."
+        for key in changed
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """The keys that can be read from the files of a model or an adapter."""
+    adapter_config = folder / "adapter_config.json"
+    if adapter_config.is_file():
+        saved = _read(adapter_config)
+        keys = {key: saved[name] for key, name in _IN_ADAPTER_CONFIG.items() if name in saved}
+        return {"adapter": config.adapter or "lora", **keys}  # the same files for lora and qlora
+    return {"adapter": None} if any(folder.glob("model*.safetensors")) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _text(value: Any) -> str:
+    """A value as in a config; null for an unset one."""
+    return value if isinstance(value, str) else json.dumps(value)
