@@ -39,7 +39,12 @@ def command(
     check_runnable(run_config)
     from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
-    result = train(run_config)
+    try:
+        result = train(run_config)
+    except KeyboardInterrupt as stop:
+        if str(stop):  # TrainingInterrupted, which says how to resume
+            raise
+        raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
         typer.echo(f"Model saved in {result.output_dir}")
     leave_process_group()
