@@ -70,9 +70,9 @@ VARIANTS: dict[str, Variant] = {
     "a second forward for the loss": options(single_pass=False),
     "layers recomputed in backward": checkpointed,
     "a quarter of the rollouts at a time": options(rollout_tokens_per_pass=lambda n: num_generated(n) // 4),
-    "tiles of 64 rows": patched("attention._ROWS_PER_TILE", {"cpu": 64, "other": 64}),
-    "tiles of 1024 rows": patched("attention._ROWS_PER_TILE", {"cpu": 1024, "other": 1024}),
-    "documents in tiles too": patched("attention._is_plain", lambda *args: False),
+    "tiles of 64 rows": patched("attention.passes._ROWS_PER_TILE", {"cpu": 64, "other": 64}),
+    "tiles of 1024 rows": patched("attention.passes._ROWS_PER_TILE", {"cpu": 1024, "other": 1024}),
+    "documents in tiles too": patched("attention.passes._is_plain", lambda *args: False),
     "logits of 2**20 numbers at a time": patched("logps.LOGITS_PER_CHUNK", {"cpu": 2**20, "other": 2**20}),
 }
 

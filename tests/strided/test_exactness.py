@@ -236,7 +236,7 @@ def test_plain_calls_are_untouched(tmp_path):
 def test_dropout_is_off_by_default_and_said(tmp_path):
     config = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(tiny_model("gpt2"), config)
-    with pytest.warns(UserWarning, match="lora_dropout 0.2 is not applied"):
+    with pytest.warns(UserWarning, match="lora_dropout: 0.2 is not applied"):
         trainer = make_trainer(model, tmp_path)
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch()
