@@ -1,5 +1,6 @@
 """`evaluate` against plain forward passes, in every mode, and several models side by side."""
 
+import json
 import math
 import shutil
 
@@ -322,6 +323,21 @@ def test_nothing_to_measure(write_config, models):
     config = load_config(path, ["test_datasets.0.type=tests.evaluation.metrics.only_prompts"])
     with pytest.raises(DataError, match="nothing to evaluate"):
         evaluate(config, [str(models / "base")])
+
+
+def test_a_ground_truth_beyond_the_models_positions_is_judged_by_metrics_alone(write_config, models, tmp_path):
+    rows = [{"input": f"say {number}", "output": "so " * length} for number, length in enumerate((4, 4000))]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = write_config(
+        "structured",
+        rl="grpo",
+        trl={"reward_funcs": ["tests.evaluation.metrics.length"], "num_generations": 2, "max_completion_length": 4},
+        test_datasets=[{"path": str(tmp_path / "long.jsonl"), "type": "tests.evaluation.metrics.prompt_rows"}],
+        evaluation={"metrics": ["tests.evaluation.metrics.length"], "per_document": True},
+    )
+    found = evaluate(load_config(path), [str(models / "base")]).to_dict()["models"][0]["per_document"]
+    assert found["ce_loss"]["document"] == found["cfm_loss"]["document"] == [0]
+    assert found["length_pass@1"]["document"] == [0, 1]
 
 
 def test_a_path_is_no_config(write_config):
