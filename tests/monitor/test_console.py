@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.monitor import ConsoleMetrics, default_callbacks
+from ebft.monitor import ConsoleMetrics
 from ebft.monitor.console import format_logs
 
 LOGS = {
@@ -64,7 +64,7 @@ def test_trainer_calls_it(tmp_path, capsys):
 
     args = TrainingArguments(tmp_path, max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
     rows = [{"x": [1.0], "labels": [2.0]}] * 4
-    Trainer(Regression(), args, train_dataset=rows, callbacks=default_callbacks(None)).train()
+    Trainer(Regression(), args, train_dataset=rows, callbacks=[ConsoleMetrics()]).train()
     out = capsys.readouterr().out
     assert "loss | step 1/2 | loss" in out and "loss | step 2/2 | loss" in out
 

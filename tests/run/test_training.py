@@ -197,7 +197,7 @@ def press(monkeypatch):
             if state.global_step == 1:
                 os.kill(os.getpid(), self.number)
 
-    return lambda number: monkeypatch.setattr("ebft.run.training.default_callbacks", lambda config: [Press(number)])
+    return lambda number: monkeypatch.setattr("ebft.run.training.ConsoleMetrics", lambda: Press(number))
 
 
 @pytest.mark.filterwarnings("ignore:output_dir")

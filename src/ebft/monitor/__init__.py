@@ -1,7 +1,7 @@
 """Monitoring of training: console output, throughput and the compute budget."""
 
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
-from ebft.monitor.console import ConsoleMetrics, ProgressBar, default_callbacks
+from ebft.monitor.console import ConsoleMetrics, ProgressBar
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.throughput import Throughput
 
@@ -12,7 +12,6 @@ __all__ = [
     "StopAtBudget",
     "StopOnNonFinite",
     "Throughput",
-    "default_callbacks",
     "limit_reached",
     "spent_at",
 ]

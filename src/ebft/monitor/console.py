@@ -1,14 +1,9 @@
 """Console output: one line for each log of the trainer, with the EBFT terms, the progress and the losses."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 # Label, metric, format, desired direction (^ up, v down).
 _TERMS = (
@@ -83,8 +78,3 @@ def _progress(step: int, max_steps: int) -> str:
 
 def _rate(logs: dict[str, float]) -> list[str]:
     return [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
-
-
-def default_callbacks(config: RunConfig) -> list[TrainerCallback]:
-    """Return the callbacks of every run that is started from a config."""
-    return [ConsoleMetrics()]

@@ -18,7 +18,7 @@ from ebft.errors import ConfigError
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import ProgressBar, StopAtBudget, default_callbacks, limit_reached, spent_at
+from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
 from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.card import write_model_card
@@ -140,7 +140,7 @@ def build_trainer(
         train_dataset=train_data,
         eval_dataset=eval_data,
         processing_class=tokenizer,
-        callbacks=default_callbacks(config),
+        callbacks=[ConsoleMetrics()],
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     trainer.add_callback(SaveRunKeys(config))
