@@ -20,11 +20,11 @@ NAMES = [(f"{name}.{key}", rows) for name, functions in BUILT_IN_TRANSFORMS.item
 @pytest.mark.parametrize(("name", "rows"), NAMES)
 def test_built_in_transforms_fit_their_modes(make, name, rows):
     for keys in MODES[rows]:
-        check_transform(name, make(**keys))
+        check_transform(name, make(**keys).required_rows)
     other = "prompts" if rows == "tokens" else "tokens"
     for keys in MODES[other]:
         with pytest.raises(DataError, match=f"datasets.type: '{name}' returns rows of .* trains on rows of"):
-            check_transform(name, make(**keys))
+            check_transform(name, make(**keys).required_rows)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_built_in_transforms_fit_their_modes(make, name, rows):
 )
 def test_what_cannot_be_used_says_why(make, keys, name, message):
     with pytest.raises(DataError, match=message):
-        check_transform(name, make(**keys))
+        check_transform(name, make(**keys).required_rows)
 
 
 def test_counterparts_give_the_other_rows():
@@ -73,7 +73,7 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
         messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
         assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} is replaced with {used}: ")
         assert " trains on rows of " in messages[0]
-        check_transform(used, config)
+        check_transform(used, config.required_rows)
     for keys in MODES[given]:
         assert [entry.type for entry in getattr(make(**first, **{section: entries}, **keys), section)] == [name, name]
 
@@ -84,7 +84,7 @@ def test_what_has_no_counterpart_stays(make, name):
     config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
     assert config.datasets[0].type == name
     with pytest.raises(DataError, match="returns rows of"):
-        check_transform(name, config)
+        check_transform(name, config.required_rows)
 
 
 def test_checking_imports_nothing_heavy():
@@ -94,10 +94,11 @@ from ebft.config.schema import RunConfig
 from ebft.data.transform_names import check_transform
 from ebft.errors import DataError
 config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
-check_transform("ebft_opencode.transform", config)
+rows = config.required_rows
+check_transform("ebft_opencode.transform", rows)
 for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
     try:
-        check_transform(name, config)
+        check_transform(name, rows)
     except DataError:
         continue
     sys.exit(f"{name} was taken")

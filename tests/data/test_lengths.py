@@ -33,7 +33,9 @@ def cut(config, *rows):
         for length, prompt in rows
     ]
     counts = Counter()
-    kept = cut_and_drop(Dataset.from_list(table, features=FEATURES), config, counts)
+    kept = cut_and_drop(
+        Dataset.from_list(table, features=FEATURES), config.sequence_len, config.required_rows.block, counts
+    )
     return [len(ids) for ids in kept["input_ids"]], {reason: count for reason, count in counts.items() if count}
 
 

@@ -161,10 +161,10 @@ def _set_attention(config: "RunConfig") -> None:
 
 def _resolve_transforms(config: "RunConfig") -> None:
     """Replace transforms that give the other kind of rows with equivalent ones, so that a dataset suits all methods."""
-    used: dict[str, str] = {}
+    rows, used = config.required_rows, {}
     for section in ("datasets", "test_datasets"):
         entries = getattr(config, section)
-        instead = [equivalent_transform(entry.type, config) for entry in entries]
+        instead = [equivalent_transform(entry.type, rows.kind) for entry in entries]
         used |= {f"{section}.type: {entry.type}": other for entry, other in zip(entries, instead) if other}
         resolved = [
             entry.model_copy(update={"type": other}) if other else entry for entry, other in zip(entries, instead)
@@ -172,7 +172,7 @@ def _resolve_transforms(config: "RunConfig") -> None:
         setattr(config, section, resolved)
     if used:
         pairs = ", ".join(f"{asked} is replaced with {other}" for asked, other in used.items())
-        warnings.warn(f"{pairs}: {trains_on(config)}. The replacement reads the same columns.", stacklevel=2)
+        warnings.warn(f"{pairs}: {trains_on(rows)}. The replacement reads the same columns.", stacklevel=2)
 
 
 def _warn_ignored(config: "RunConfig") -> None:

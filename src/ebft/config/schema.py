@@ -11,7 +11,7 @@ from ebft.config.options import EBFTSection
 from ebft.config.section import Section
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
-from ebft.data.keys import DataKeys
+from ebft.data.keys import DataKeys, DataSettings, RequiredRows
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.methods import METHODS, Method, find_method, own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
@@ -76,7 +76,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     HardwareKeys,
     LengthKeys,
     OptimizerKeys,
-    DataKeys,
+    DataSettings,
     ModelSettings,
     OwnKeys,
     MethodKeys,
@@ -104,6 +104,17 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     def method(self) -> Method:
         """The training method of this run, a class in `ebft.methods`."""
         return find_method(self.rl, self.ebft.mode)
+
+    @property
+    def required_rows(self) -> RequiredRows:
+        """The rows that the method trains on, with the options that loading them depends on."""
+        return RequiredRows(
+            kind=self.method.rows,
+            method=self.method.name,
+            needs_reference=self.method.needs_reference,
+            block=self.ebft if self.method.samples_blocks else None,
+            chat_template_kwargs=self.trl.chat_template_kwargs,
+        )
 
     @property
     def uses_server(self) -> bool:

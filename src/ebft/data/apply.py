@@ -1,27 +1,27 @@
 """Applying a transform to raw rows, with error messages that name the transform and the row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.section import Section
+from ebft.data.keys import DataSettings
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 # Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
 class ConfigView(Mapping):
-    """A run config that can also be used as a mapping of its keys, as in other trainers; unknown keys are absent."""
+    """The config that transforms are called with: keys are attributes and, as in other trainers, items of a mapping.
 
-    def __init__(self, config: RunConfig) -> None:
+    Transforms may read any key of a run, so the config is passed on as it was given; unknown keys are absent.
+    """
+
+    def __init__(self, config: Section) -> None:
         self._config = config
 
     def __getattr__(self, key: str) -> Any:
@@ -42,7 +42,7 @@ class ConfigView(Mapping):
 def apply_transform(
     raw: Dataset,
     entry: Any,
-    config: RunConfig,
+    config: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     features: Features,
@@ -71,7 +71,7 @@ def apply_transform(
     )
 
 
-def _build(entry: Any, config: RunConfig) -> tuple[Callable, dict[str, Any]]:
+def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
     built = find_transform(entry.type)(ConfigView(config), dataset=entry)
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(

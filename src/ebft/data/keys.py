@@ -1,14 +1,20 @@
-"""Config keys of datasets and of the length of rows."""
+"""Config keys of datasets, of the length of rows and of seeds, and the rows that a run requires."""
 
-from typing import Annotated, Literal
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ebft.config.options import EBFTSection
 from ebft.config.section import Section
 
-# Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns:
-# tokens (input_ids and labels) or prompts (prompt and ground_truth). A module name alone means its `transform`.
-BUILT_IN_TRANSFORMS: dict[str, dict[str, Literal["tokens", "prompts"]]] = {
+MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
+Rows = Literal["tokens", "prompts"]  # input_ids and labels, or prompt and ground_truth
+
+# Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
+# module name alone means its `transform`.
+BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "ebft_pretrain": {"transform": "tokens"},
     "ebft_strided_structured": {"transform": "tokens", "transform_prompts": "prompts"},
     "ebft_strided_chat": {"transform": "tokens"},
@@ -89,3 +95,34 @@ class DataKeys(Section):
         "counts as one row of micro_batch_size. Documents do not attend to each other.",
     )
     train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")
+
+
+class SeedKeys(Section):
+    """Random seeds."""
+
+    seed: int = Field(
+        42, ge=0, le=MAX_SEED, description="Random seed of weight initialisation, sampling and data order."
+    )
+    data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
+        None, description="Random seed of the data order. If unset, seed."
+    )
+
+
+@dataclass(frozen=True)
+class RequiredRows:
+    """The rows that a method trains on."""
+
+    kind: Rows
+    method: str  # its name, for messages
+    needs_reference: bool  # whether every row of prompts must have one
+    block: EBFTSection | None  # options of the blocks, if every row must have room for one
+    chat_template_kwargs: dict[str, Any] | None  # for rendering prompts
+
+
+class DataSettings(DataKeys, SeedKeys):
+    """Every key that loading data reads (transforms may read any key of a run), and the rows to load."""
+
+    @property
+    @abstractmethod
+    def required_rows(self) -> RequiredRows:
+        """The rows that the run's method trains on."""

@@ -1,19 +1,15 @@
 """Cutting rows to `sequence_len` and dropping those that cannot be trained on, with a count for each reason."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.compute as pc
 from datasets import Dataset
 
 from ebft.anchors import first_anchor
+from ebft.config.options import EBFTSection
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
@@ -47,12 +43,13 @@ def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
     return first + ebft.generate_max_len <= length
 
 
-def cut_and_drop(rows: Dataset, config: RunConfig, counts: Counter) -> Dataset:
+def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: Counter) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
-    Text without a prompt is cut into consecutive windows; rows with a prompt are truncated.
+    Text without a prompt is cut into consecutive windows; rows with a prompt are truncated. Rows without room for
+    `block` are dropped, or those without a token to predict if it is None.
     """
-    step = _Cutter(config)  # it counts rows, so this runs in one process
+    step = _Cutter(sequence_len, block)  # it counts rows, so this runs in one process
     kept = rows.map(
         step,
         batched=True,
@@ -68,9 +65,8 @@ def cut_and_drop(rows: Dataset, config: RunConfig, counts: Counter) -> Dataset:
 class _Cutter:
     """A batched map function that counts cut and dropped rows."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.sequence_len = config.sequence_len
-        self.block = config.ebft if config.method.samples_blocks else None
+    def __init__(self, sequence_len: int, block: EBFTSection | None) -> None:
+        self.sequence_len, self.block = sequence_len, block
         self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if self.block is None else (TOO_SHORT, TAIL)
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce

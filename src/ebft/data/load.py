@@ -1,30 +1,26 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED, SPLIT, TRUNCATED, cut_and_drop
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
-
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
 
 
-def load_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `input_ids` and `labels` (lists of ints of the same length, at most `sequence_len`, unpadded; labels are
@@ -36,17 +32,17 @@ def load_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     return _finished(train), None if evaluation is None else _finished(evaluation)
 
 
-def token_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)
-        return cut_and_drop(rows, config, counts)
+        return cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts)
 
     return load_entry
 
 
-def load_sections(config: RunConfig, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
+def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
     """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
 
     `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
@@ -62,7 +58,7 @@ def load_sections(config: RunConfig, load_entry: LoadEntry, hint: str) -> tuple[
     return train, evaluation
 
 
-def load_held_out_section(config: RunConfig, load_entry: LoadEntry, hint: str) -> Dataset:
+def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str) -> Dataset:
     """Only the evaluation rows, in the order of their documents: of `test_datasets`, or held out of `datasets`.
 
     Raises DataError if the config holds no data out.
@@ -104,18 +100,18 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def hint(config: RunConfig) -> str:
-    if config.method.samples_blocks:
-        ebft = config.ebft
-        return (
-            f"a block needs context_length: {ebft.context_length} (or the prompt plus min_completion_prefix: "
-            f"{ebft.min_completion_prefix}) plus generate_max_len: {ebft.generate_max_len} tokens within sequence_len: "
-            f"{config.sequence_len}. Decrease the first three, increase sequence_len, or use longer texts."
-        )
-    return "provide rows with text and a reference, or increase sequence_len."
+def hint(config: DataSettings) -> str:
+    block = config.required_rows.block
+    if block is None:
+        return "provide rows with text and a reference, or increase sequence_len."
+    return (
+        f"a block needs context_length: {block.context_length} (or the prompt plus min_completion_prefix: "
+        f"{block.min_completion_prefix}) plus generate_max_len: {block.generate_max_len} tokens within sequence_len: "
+        f"{config.sequence_len}. Decrease the first three, increase sequence_len, or use longer texts."
+    )
 
 
-def _hold_out(rows: Dataset, documents: int, config: RunConfig) -> tuple[Dataset, Dataset]:
+def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Dataset, Dataset]:
     """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number.
 
     They are selected among all documents, usable or not: methods that drop different ones hold out the same ones.
@@ -133,7 +129,7 @@ def _hold_out(rows: Dataset, documents: int, config: RunConfig) -> tuple[Dataset
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 
 
-def _data_seed(config: RunConfig) -> int:
+def _data_seed(config: DataSettings) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 

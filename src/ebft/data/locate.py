@@ -1,15 +1,10 @@
 """Location of a dataset or a base model: a local path, a model of `ebft fetch`, or a Hub id."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ebft.errors import DataError, EBFTError, ModelError
 from ebft.fetch.models import MODELS, fetched_folder, nearest_model
-
-if TYPE_CHECKING:
-    from ebft.models.keys import ModelKeys
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 
@@ -48,10 +43,10 @@ def lasting_name(name: str) -> str:
     return name if folder is None else str(folder)
 
 
-def base_name(config: ModelKeys) -> str:
-    """The base model's absolute path or Hub id; the path of the GGUF file if `gguf_file` is set."""
-    folder = lasting_name(config.base_model)
-    return folder if config.gguf_file is None else str(Path(folder) / config.gguf_file)
+def base_name(base_model: str, gguf_file: str | None) -> str:
+    """The base model's absolute path or Hub id; the path of the GGUF file if there is one."""
+    folder = lasting_name(base_model)
+    return folder if gguf_file is None else str(Path(folder) / gguf_file)
 
 
 def looks_local(name: str) -> bool:

@@ -1,22 +1,18 @@
 """A row of a transform for structured mode: checks of its fields and length, and the reason if it cannot be used."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.conversation import Message, Renderer
+from ebft.data.keys import DataSettings
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.messages import messages_of
 from ebft.data.transform_names import wanted_rows
 from ebft.errors import DataError
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
 # its kind of prompt (empty if dropped); the reason for dropping it (empty if kept).
@@ -46,11 +42,12 @@ RESERVED = (
 class PromptRow:
     """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
 
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+    def __init__(self, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        required = config.required_rows
+        self.renderer = Renderer(tokenizer, required.chat_template_kwargs)
         self.sequence_len = config.sequence_len
-        self.needs_reference = config.method.needs_reference
-        self.hint = wanted_rows(config)
+        self.needs_reference = required.needs_reference
+        self.hint = wanted_rows(required)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
         try:

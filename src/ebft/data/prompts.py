@@ -1,10 +1,8 @@
 """Loading prompts with their references from the `datasets:` section, for structured mode and `rl: grpo`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +10,16 @@ from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform, named
+from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED
 from ebft.data.load import LoadEntry, load_sections
 from ebft.data.prompt_rows import FEATURES, PromptRow
 from ebft.errors import DataError
 
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
-
 _BATCH = 1000  # rows unpacked at once
 
 
-def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def load_prompts(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `prompt` (text in all rows, or messages in all rows), `ground_truth` (text; None if `rl: grpo` has none),
@@ -37,7 +33,7 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
 
 
-def prompt_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads packed rows of prompts from a source; all sources must have the same kind."""
     sources: dict[str, str] = {}  # the first source of each kind of prompt
 
@@ -59,8 +55,8 @@ def unpack_rows(rows: Dataset) -> Dataset:
     return _unpacked(rows, _columns(rows))
 
 
-def hint(config: RunConfig) -> str:
-    if not config.method.needs_reference:
+def hint(config: DataSettings) -> str:
+    if not config.required_rows.needs_reference:
         return f"provide rows with a prompt that is shorter than sequence_len: {config.sequence_len}, or increase it."
     return (
         "provide rows with a prompt and a reference that fit within sequence_len: "

@@ -1,21 +1,17 @@
 """Rows of tokens: checks that a transform returned the fields that training on tokens requires."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform
+from ebft.data.keys import DataSettings
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 FEATURES = Features(
     {
@@ -28,14 +24,14 @@ FEATURES = Features(
 
 
 def tokenise(
-    raw: Dataset, entry: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
+    raw: Dataset, entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length` and `document`, the number of the raw row.
 
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
-    check = partial(_checked, hint=wanted_rows(config))
+    check = partial(_checked, hint=wanted_rows(config.required_rows))
     return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
 
 

@@ -3,18 +3,12 @@
 A bare `module` is short for `module.transform` if the module is built in.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ebft.config.imports import find_function, no_function
-from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
+from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS, RequiredRows, Rows
 from ebft.errors import DataError
-
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
 
 _KEY = "datasets.type"
 _FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
@@ -40,43 +34,42 @@ def own_transform(name: str) -> Callable:
     return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
 
 
-def check_transform(name: str, config: RunConfig) -> None:
-    """Raise DataError if `type` is not a transform, or a built-in one whose rows this run cannot train on."""
+def check_transform(name: str, rows: RequiredRows) -> None:
+    """Raise DataError if `type` is not a transform, or a built-in one that returns other rows."""
     found = built_in(name)
     if found is None:
         own_transform(name)
         return
     given = BUILT_IN_TRANSFORMS[found[0]][found[1]]
-    if given != config.method.rows:
-        raise DataError(f"datasets.type: {name!r} returns rows of {_FIELDS[given]}, but {wanted_rows(config)}")
+    if given != rows.kind:
+        raise DataError(f"datasets.type: {name!r} returns rows of {_FIELDS[given]}, but {wanted_rows(rows)}")
 
 
-def equivalent_transform(name: str, config: RunConfig) -> str | None:
-    """The built-in transform that replaces `name` in this run; None if none is needed or available."""
+def equivalent_transform(name: str, kind: Rows) -> str | None:
+    """The built-in transform that replaces `name` to get rows of `kind`; None if none is needed or available."""
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
     given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
-    return None if given in (None, config.method.rows) else EQUIVALENT_TRANSFORMS.get(full)
+    return None if given in (None, kind) else EQUIVALENT_TRANSFORMS.get(full)
 
 
-def wanted_rows(config: RunConfig) -> str:
-    """The rows that this run trains on and the transforms that return them, worded to follow "but "."""
-    wanted = config.method.rows
+def wanted_rows(rows: RequiredRows) -> str:
+    """The rows that a run trains on and the transforms that return them, worded to follow "but "."""
     fitting = [
         f"{module}.{function}"
         for module, functions in BUILT_IN_TRANSFORMS.items()
         for function, given in functions.items()
-        if given == wanted
+        if given == rows.kind
     ]
     return (
-        f"{trains_on(config)}. Use {', '.join(fitting)}, or a custom transform "
+        f"{trains_on(rows)}. Use {', '.join(fitting)}, or a custom transform "
         "that returns them, or change the mode (rl, ebft.mode)."
     )
 
 
-def trains_on(config: RunConfig) -> str:
-    """The rows that this run trains on, for messages."""
-    return f"{config.method.name} trains on rows of {_FIELDS[config.method.rows]}"
+def trains_on(rows: RequiredRows) -> str:
+    """The rows that a run trains on, for messages."""
+    return f"{rows.method} trains on rows of {_FIELDS[rows.kind]}"
 
 
 def _hint(name: str) -> str:

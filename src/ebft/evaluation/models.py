@@ -174,4 +174,4 @@ def _of_base(config: RunConfig, name: str) -> Any:
 
 def _same_model(config: RunConfig, name: str) -> bool:
     """Whether `name` is the config's base model, or its folder if `gguf_file` selects a file in that folder."""
-    return lasting_name(name) in (base_name(config), lasting_name(config.base_model))
+    return lasting_name(name) in (base_name(config.base_model, config.gguf_file), lasting_name(config.base_model))

@@ -6,9 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ebft.config.section import Section
+from ebft.data.keys import Rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 
-Rows = Literal["tokens", "prompts"]
 CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
 # Metrics of `ebft.scores.feature_scores`; by default the first selects the best checkpoint.
 FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "diversity")

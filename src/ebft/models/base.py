@@ -59,7 +59,7 @@ def find_base_model(config: ModelSettings) -> str:
     """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
     if config.gguf_file is not None:
         check_gguf_file(lasting_name(config.base_model), config.gguf_file)
-        return find_model(base_name(config), "gguf_file")
+        return find_model(base_name(config.base_model, config.gguf_file), "gguf_file")
     return find_model(config.base_model, "base_model")
 
 
@@ -98,10 +98,11 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
 def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
     size = model.get_input_embeddings().num_embeddings
-    if is_gguf(base_name(config)) and config.adapter is not None and len(tokenizer) > size:
+    name = base_name(config.base_model, config.gguf_file)
+    if is_gguf(name) and config.adapter is not None and len(tokenizer) > size:
         raise ModelError(
             f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter of a GGUF file. {as_folder(base_name(config))}"
+            f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"
         )
 
 

@@ -33,7 +33,7 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
 
 def _header(config: RunConfig) -> str:
     header = ModelCardData(
-        base_model=base_name(config),
+        base_model=base_name(config.base_model, config.gguf_file),
         library_name="peft" if config.adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[config.method.tag],

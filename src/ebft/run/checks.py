@@ -58,7 +58,7 @@ def check_runnable(config: RunConfig) -> None:
 def _check_types(config: RunConfig) -> None:
     """Check that each transform exists and gives the rows that this run needs; only custom transforms are imported."""
     for entry in (*config.datasets, *config.test_datasets):
-        check_transform(entry.type, config)
+        check_transform(entry.type, config.required_rows)
 
 
 def _check_processes(config: RunConfig) -> None:

@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from ebft.config.section import Section
+from ebft.data.keys import SeedKeys
 from ebft.evaluation.keys import Steps
 from ebft.models.keys import PrecisionKeys
-
-MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 
 class OptimizerKeys(Section):
@@ -54,7 +53,7 @@ class BudgetSection(Section):
     )
 
 
-class LengthKeys(Section):
+class LengthKeys(SeedKeys):
     """Batches, epochs, seeds."""
 
     micro_batch_size: int = Field(
@@ -82,12 +81,6 @@ class LengthKeys(Section):
     def _minus_one_is_unset(cls, value: Any) -> Any:
         return None if value == -1 else value
 
-    seed: int = Field(
-        42, ge=0, le=MAX_SEED, description="Random seed of weight initialisation, sampling and data order."
-    )
-    data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
-        None, description="Random seed of the data order. If unset, seed."
-    )
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
     dataloader_num_workers: int = Field(0, ge=0, description="Number of processes that load batches.")
     dataloader_pin_memory: bool = Field(True, description="Pin the memory of batches for faster copies to a GPU.")

@@ -72,10 +72,9 @@ def _check_model(config: RunConfig) -> None:
     """Raise an error for models that are not fetched, whose name vLLM would treat as a hub id, and for GGUF files."""
     if config.base_model in MODELS:
         locate(config.base_model, "model", "base_model")
-    if is_gguf(base_name(config)):
-        raise ConfigError(
-            f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(base_name(config))}"
-        )
+    name = base_name(config.base_model, config.gguf_file)
+    if is_gguf(name):
+        raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
 
 
 def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
