@@ -29,7 +29,7 @@ def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> t
     usable rows are left.
     """
     train, evaluation = load_sections(config, token_rows(config, tokenizer), hint(config))
-    return _finished(train), None if evaluation is None else _finished(evaluation)
+    return train.remove_columns("document"), None if evaluation is None else evaluation.remove_columns("document")
 
 
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
@@ -54,7 +54,8 @@ def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> tup
     elif config.val_set_size:
         train, evaluation = _hold_out(train, documents, config)
     if config.shuffle_merged_datasets:
-        train = train.shuffle(seed=_data_seed(config), load_from_cache_file=False)
+        seed = config.seed if config.data_seed is None else config.data_seed
+        train = train.shuffle(seed=seed, load_from_cache_file=False)
     return train, evaluation
 
 
@@ -127,11 +128,3 @@ def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Data
             f"training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
         )
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
-
-
-def _data_seed(config: DataSettings) -> int:
-    return config.seed if config.data_seed is None else config.data_seed
-
-
-def _finished(rows: Dataset) -> Dataset:
-    return rows.remove_columns("document")

@@ -10,10 +10,7 @@ add a module with such functions to this folder and their names to `ebft.data.ke
 import importlib
 from collections.abc import Callable
 
-from ebft.data.keys import BUILT_IN_TRANSFORMS as BUILT_IN
 from ebft.data.transform_names import built_in, own_transform
-
-__all__ = ["BUILT_IN", "find_transform"]
 
 
 def find_transform(name: str) -> Callable:
