@@ -193,7 +193,7 @@ def serving(base: Path, python: str, folder: Path) -> Any:
     )
     last = str((os.cpu_count() or 1) - 1)
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": last}
-    with VLLMServer(server_command(config, python, gpus=0), folder / "vllm.log", environment) as server:
+    with VLLMServer(server_command(config.server_settings, python, gpus=0), folder / "vllm.log", environment) as server:
         server.wait_until_healthy()
         yield port
 

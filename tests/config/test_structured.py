@@ -9,7 +9,6 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.arguments import planned_steps
 from ebft.run.checks import Machine, check_machine, check_runnable
-from ebft.serving.address import server_address
 
 ROWS = [{"path": "some/rows", "type": "ebft_opencode.transform"}]
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
@@ -126,14 +125,14 @@ def test_keys_reach_trls_arguments():
 
 
 def test_the_trainer_connects_to_where_the_server_listens():
-    assert server_address(structured(vllm={"port": 9001, "host": "10.0.0.1"}, trl={"use_vllm": True})) == (
+    assert structured(vllm={"port": 9001, "host": "10.0.0.1"}, trl={"use_vllm": True}).server_address == (
         "10.0.0.1",
         9001,
     )
     config = structured(
         vllm={"port": 9001}, trl={"use_vllm": True, "vllm_server_host": "gpu", "vllm_server_port": 9002}
     )
-    assert server_address(config) == ("gpu", 9002)
+    assert config.server_address == ("gpu", 9002)
 
 
 def test_a_server_that_training_starts_listens_where_the_trainer_connects():

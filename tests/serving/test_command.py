@@ -16,7 +16,7 @@ NO_ENVIRONMENT = {}
 def command(config, gpus=0):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return server_command(config, PYTHON, gpus, NO_ENVIRONMENT)
+        return server_command(config.server_settings, PYTHON, gpus, NO_ENVIRONMENT)
 
 
 def value(command, flag):
@@ -145,7 +145,7 @@ def test_a_gguf_file_is_refused(make_config, keys):
 def test_the_users_environment_wins(make_config):
     config = make_config(vllm={"env": {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}})
     assert command(config).environment == {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}
-    made = server_command(make_config(), PYTHON, 0, {"VLLM_CPU_KVCACHE_SPACE": "8"})
+    made = server_command(make_config().server_settings, PYTHON, 0, {"VLLM_CPU_KVCACHE_SPACE": "8"})
     assert made.environment == {}
 
 
@@ -159,5 +159,5 @@ def test_the_device(make_config):
 @pytest.mark.parametrize(("key", "given"), [("serve_module", "my.server"), ("device", "tpu")])
 def test_a_key_without_effect_is_one_warning(make_config, key, given):
     with pytest.warns(UserWarning) as caught:
-        server_command(make_config(vllm={key: given}), PYTHON, 0, NO_ENVIRONMENT)
+        server_command(make_config(vllm={key: given}).server_settings, PYTHON, 0, NO_ENVIRONMENT)
     assert len(caught) == 1 and str(caught[0].message).startswith(f"vllm.{key}: {given} has no effect")

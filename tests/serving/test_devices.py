@@ -19,7 +19,7 @@ from ebft.serving.devices import device_environment
     ],
 )
 def test_the_server_gets_the_last(make_config, vllm, processes, gpus, environ, expected):
-    given = device_environment(make_config(vllm=vllm), processes, gpus, environ)
+    given = device_environment(make_config(vllm=vllm).vllm, processes, gpus, environ)
     assert given == {"CUDA_VISIBLE_DEVICES": expected}
 
 
@@ -27,12 +27,12 @@ def test_the_server_gets_the_last(make_config, vllm, processes, gpus, environ, e
     ("vllm", "gpus"), [({}, 0), ({"device": "cpu"}, 2), ({"env": {"CUDA_VISIBLE_DEVICES": "0"}}, 1)]
 )
 def test_nothing_to_divide(make_config, vllm, gpus):
-    assert device_environment(make_config(vllm=vllm), 1, gpus, {}) == {}
+    assert device_environment(make_config(vllm=vllm).vllm, 1, gpus, {}) == {}
 
 
 @pytest.mark.parametrize(("vllm", "processes", "gpus"), [({}, 1, 1), ({}, 4, 4), ({"data_parallel_size": 3}, 2, 4)])
 def test_too_few(make_config, vllm, processes, gpus):
     with pytest.raises(ConfigError) as caught:
-        device_environment(make_config(vllm=vllm), processes, gpus, {})
+        device_environment(make_config(vllm=vllm).vllm, processes, gpus, {})
     for hint in ("vllm_mode: colocate", "use_vllm: false", "fewer processes", "more GPUs visible"):
         assert hint in str(caught.value)

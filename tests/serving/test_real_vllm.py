@@ -150,7 +150,8 @@ def test_it_knows_every_flag_and_rank(make_config):
     model = {"revision_of_model": "v1", "trust_remote_code": True, "tokenizer_config": "a", "base_model_config": "a"}
     for caching, adapter in ((True, {"adapter": "lora"}), (False, {})):
         config = make_config(vllm={**keys, "enable_prefix_caching": caching}, **model, **adapter)
-        flags = [word for word in server_command(config, PYTHON, gpus=8).command if word.startswith("--")]
+        command = server_command(config.server_settings, PYTHON, gpus=8).command
+        flags = [word for word in command if word.startswith("--")]
         assert [flag for flag in flags if not re.search(rf"^\s+(--\S+,? )*{flag}\b", page, re.MULTILINE)] == []
     assert f"--max-lora-rank {{{','.join(map(str, RANKS))}}}" in page
 

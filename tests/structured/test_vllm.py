@@ -422,7 +422,7 @@ def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
     from ebft.serving.server import VLLMServer
 
     port = free_port()
-    command = server_command(load_config(write_config(tmp_path, base, port)), PYTHON, gpus=0)
+    command = server_command(load_config(write_config(tmp_path, base, port)).server_settings, PYTHON, gpus=0)
     raw = [word.replace("processed_logprobs", "raw_logprobs") for word in command.command]
     with VLLMServer(type(command)(**{**vars(command), "command": tuple(raw)}), tmp_path / "vllm.log") as server:
         server.wait_until_healthy(120)

