@@ -237,7 +237,7 @@ class GRPO(Method):
 
         return self.trainer_class()(
             model=model,
-            reward_funcs=load_reward_funcs(config, model, tokenizer),
+            reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer),
             server_failure=lambda: server.failure if server is not None else None,
             **common,
         )

@@ -8,29 +8,29 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.imports import find_function
 from ebft.config.options import RewardOptions
-from ebft.config.schema import RunConfig
 from ebft.config.section import option_names
+from ebft.config.trl import TRLSection
 from ebft.structured.reward import FeatureMatchingReward
 
 FEATURE_MATCHING = "feature_matching"
 
 
-def load_reward_funcs(config: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def load_reward_funcs(trl: TRLSection, ebft: RewardOptions, model: Any, tokenizer: PreTrainedTokenizerBase) -> list:
     """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models by name.
 
     `feature_matching` uses the options of the section `ebft:`; with `rl: ebft`, the trainer adds it itself.
     """
     funcs: list[Any] = []
-    for name in config.trl.reward_funcs or []:
+    for name in trl.reward_funcs or []:
         if name == FEATURE_MATCHING:
             funcs.append(
                 FeatureMatchingReward(
                     model,
                     tokenizer,
-                    config.trl.num_generations,
-                    chat_template_kwargs=config.trl.chat_template_kwargs,
-                    stop_token_ids=(config.trl.generation_kwargs or {}).get("stop_token_ids", ()),
-                    **{option: getattr(config.ebft, option) for option in option_names(RewardOptions)},
+                    trl.num_generations,
+                    chat_template_kwargs=trl.chat_template_kwargs,
+                    stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
+                    **{option: getattr(ebft, option) for option in option_names(RewardOptions)},
                 )
             )
         elif "/" in name:
