@@ -13,6 +13,19 @@ import pytest
 import ebft
 
 ROOT = Path(__file__).parents[1]
+# Files and folders of the package from the bottom up. A file imports from its own room and from the lines below, also
+# for type checking alone; what composes a run is on the last line. `keys` are the files keys.py of all rooms.
+ROOMS = (
+    "errors",
+    "anchors config fetch.cache over_transformers rewards",
+    "keys fetch.models",
+    "data",
+    "models serving",
+    "features monitor scores",
+    "fetch sft strided structured",
+    "cli config.checks config.load config.reference config.schema evaluation methods run",
+)
+LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 
 
 @pytest.mark.parametrize("name", ebft.__all__)
@@ -59,3 +72,39 @@ def test_nothing_outside_methods_asks_which_method_it_is():
     files = [path for path in (ROOT / "src" / "ebft").rglob("*.py") if "methods" not in path.parts]
     found = [path for path in files if asks.search(path.read_text(encoding="utf-8"))]
     assert len(files) > 100 and found == []
+
+
+def room_of(module: str) -> str:
+    """The room of a module, whose name is without `ebft.`."""
+    parts = module.split(".")
+    if parts[1:2] == ["keys"]:
+        return "keys"
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LEVELS else parts[0]
+
+
+def not_below(room: str, source: str) -> list[str]:
+    """The modules of the package that a source of `room` imports although they are not below it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    own = [name.removeprefix("ebft.") for name in found if name.partition(".")[0] == "ebft"]
+    at_top = LEVELS[room] == len(ROOMS) - 1
+    return [name for name in own if room_of(name) != room and LEVELS[room_of(name)] >= LEVELS[room] + at_top]
+
+
+def test_rooms_import_from_those_below_alone():
+    package = ROOT / "src" / "ebft"
+    for path in set(package.rglob("*.py")) - {package / "__init__.py"}:
+        room = room_of(".".join(path.relative_to(package).with_suffix("").parts))
+        assert not_below(room, path.read_text(encoding="utf-8")) == [], path
+
+
+@pytest.mark.parametrize("room", ["data", "keys", "models", "monitor", "serving", "strided", "structured"])
+def test_a_room_does_not_know_the_run_config(room):
+    source = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ebft.config{} import {}\n"
+    assert not_below(room, source.format(".schema", "RunConfig")) == ["config.schema.RunConfig"]
+    assert not_below(room, source.format("", "schema")) == ["config.schema"]
+    assert not_below(room, source.format(".section", "Section")) == []
