@@ -14,8 +14,8 @@ from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
-from tests.structured.test_trainer import arguments, rows
-from tests.structured.test_trainer import make as make_structured
+from tests.structured.trainers import arguments, rows
+from tests.structured.trainers import make as make_structured
 
 
 def executed(run):

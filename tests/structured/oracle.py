@@ -49,3 +49,40 @@ def token_logps(model, prompt_ids, ids, temperature):
     logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
     logps = (logits.double() / temperature).log_softmax(-1)
     return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+
+
+def loss(policy, base, tokenizer, rollouts, batch, args):
+    """The loss of one optimizer step's rollouts and rows, sequence by sequence."""
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    n, rl, nll, counted = args.num_generations, [], [], 0
+    for start in range(0, len(rollouts), n):
+        group, row = rollouts[start : start + n], batch[start]
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        reference, labelled = [], []
+        for message in [{"role": "assistant", "content": row["ground_truth"]}, *row["remaining_turns"]]:
+            text = message["content"]
+            if message["role"] == "user":
+                text = f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+            else:
+                text += "<|im_end|>"
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            reference += ids
+            labelled += [message["role"] == "assistant"] * len(ids)
+        phi = []
+        for rollout in group:
+            assert rollout.prompt_ids == prompt
+            ids = rollout.ids[:-1] if rollout.ids[-1] in ends else rollout.ids
+            phi.append(embedding(base, prompt, ids, args.feature_layers, args.embed_method))
+        target = embedding(base, prompt, reference[:-1], args.feature_layers, args.embed_method)
+        whitening = args.whitening_space if args.use_whitening else None
+        weights = {"alignment_coef": args.alignment_coef, "diversity_coef": args.diversity_coef}
+        rewards = group_rewards(torch.stack(phi), target, whitening=whitening, **weights)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for rollout, advantage in zip(group, advantages):
+            logps = token_logps(policy, prompt, rollout.ids, args.temperature)
+            sampled = torch.tensor(rollout.generated, dtype=torch.bool)
+            rl.append(-(advantage * torch.exp(logps - logps.detach()))[sampled].mean())
+        logps = token_logps(policy, prompt, reference, 1.0)
+        nll.append(-logps[torch.tensor(labelled)].sum())
+        counted += sum(labelled)
+    return torch.stack(rl).mean() + args.ce_coef * torch.stack(nll).sum() / counted

@@ -8,7 +8,7 @@ from ebft import EBFTTrainer
 from ebft.cli.train import leave_process_group
 from ebft.structured.rollouts.sampling import Completion
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
-from tests.structured.test_trainer import arguments, rows
+from tests.structured.trainers import arguments, rows
 
 
 class FromThePrompt:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
-from tests.structured.test_trainer import make, one_step, oracle_loss
+from tests.structured.trainers import make, one_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,7 +20,7 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, tmp_pa
     assert next(trainer.model.parameters()).is_cuda
     loss, gradients, rollouts, batch = one_step(trainer)
     twin, base = lora(chat_model(chat_tokenizer)), chat_model(chat_tokenizer)
-    wanted = oracle_loss(twin.eval(), base, chat_tokenizer, rollouts, batch, trainer.args)
+    wanted = oracle.loss(twin.eval(), base, chat_tokenizer, rollouts, batch, trainer.args)
     wanted.backward()
     assert loss == pytest.approx(wanted.item(), abs=1e-3)
     for name, parameter in twin.named_parameters():

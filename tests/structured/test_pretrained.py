@@ -8,9 +8,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import FeatureMatchingReward
+from tests.structured import oracle
 from tests.structured.conftest import lora
 from tests.structured.test_reward import LAYERS, expected
-from tests.structured.test_trainer import USER, make, one_step, oracle_loss
+from tests.structured.trainers import USER, make, one_step
 
 pytestmark = pytest.mark.slow
 SYSTEM = {"role": "system", "content": "Be brief."}  # shorter than the template's own
@@ -64,7 +65,7 @@ def test_loss_and_gradients(model, tokenizer, tmp_path):
     }
     trainer = make(policy, tokenizer, tmp_path, Dataset.from_list(rows), **settings, **options)
     loss, gradients, rollouts, batch = one_step(trainer)
-    wanted = oracle_loss(twin, model, tokenizer, rollouts, batch, trainer.args)
+    wanted = oracle.loss(twin, model, tokenizer, rollouts, batch, trainer.args)
     wanted.backward()
     assert loss == pytest.approx(wanted.item(), abs=1e-4)
     theirs = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}

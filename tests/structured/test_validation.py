@@ -9,7 +9,7 @@ from ebft import EBFTTrainer
 from ebft.errors import ConfigError, DataError, ModelError
 from tests.strided.families import tiny_model
 from tests.structured.conftest import chat_model
-from tests.structured.test_trainer import arguments, make, rows
+from tests.structured.trainers import arguments, make, rows
 
 
 def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):

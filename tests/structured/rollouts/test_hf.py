@@ -5,7 +5,7 @@ import torch
 from ebft.structured.rollouts.sampling import Sampling
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
-from tests.structured.test_trainer import make
+from tests.structured.trainers import make
 
 
 def backend(policy, tokenizer, folder, **sampling):
