@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ebft.strided.logps
+import ebft.prefix.logps
 from benchmarks.flops import counted_flops
 from benchmarks.measuring import Clock, GemmRate, machine, stopwatch, with_peak_memory
 from benchmarks.presets import OPTIONS, find_preset
@@ -44,7 +44,7 @@ def timed_step(side: Side, inputs: dict[str, Tensor]) -> dict[str, float]:
     """Seconds of a step by phase, and those of sampling, which are part of its phases."""
     sampling: dict[str, float] = {}
     with ExitStack() as watching:
-        watching.enter_context(stopwatch(ebft.strided.logps, "_choose", "sampling", sampling, side.device))
+        watching.enter_context(stopwatch(ebft.prefix.logps, "_choose", "sampling", sampling, side.device))
         return {**side.timed_step(inputs), **sampling}
 
 

@@ -22,6 +22,7 @@ ROOMS = (
     "data",
     "models serving",
     "features monitor scores",
+    "prefix",
     "fetch sft strided structured",
     "cli config.checks config.load config.reference config.schema evaluation methods run",
 )

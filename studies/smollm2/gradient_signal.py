@@ -65,7 +65,7 @@ def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, T
     from ebft.models.adapter import attach_adapter
     from ebft.models.base import load_base_model
     from ebft.models.tokenizer import load_tokenizer
-    from ebft.strided.policy import prepare
+    from ebft.prefix.policy import prepare
 
     paths = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, 'train')}"]
     rows_of_text = [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []

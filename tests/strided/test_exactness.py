@@ -189,8 +189,8 @@ def test_option(name, adapter, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
 def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch):
     """Tiles of one block or one document token, and of a few: windows, caps, sinks and chunks included."""
-    monkeypatch.setattr("ebft.strided.attention.passes._ROWS_PER_TILE", {"cpu": rows})
-    monkeypatch.setattr("ebft.strided.logps.LOGITS_PER_CHUNK", {"cpu": 1})
+    monkeypatch.setattr("ebft.prefix.attention.passes._ROWS_PER_TILE", {"cpu": rows})
+    monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1})
     target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
     model = with_lora(tiny_model(family), target_modules=target)
     plain = copy.deepcopy(model)
@@ -277,9 +277,7 @@ def test_conversions_that_are_left_out_change_no_bit(tmp_path, monkeypatch):
     runs = []
     for casts in (False, True):
         if casts:
-            monkeypatch.setattr(
-                "ebft.strided.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext()
-            )
+            monkeypatch.setattr("ebft.prefix.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext())
         model = with_lora(tiny_model("llama").to(torch.bfloat16))
         trainer = make_trainer(model, tmp_path, bf16=True)
         loss = trainer.compute_loss(trainer.accelerator.prepare_model(trainer.model), unequal_batch()[0])

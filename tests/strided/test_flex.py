@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from ebft.strided.attention import flex
+from ebft.prefix.attention import flex
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import compare, make_trainer, unequal_batch
 

@@ -8,9 +8,9 @@ import torch
 
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
+from ebft.prefix.policy import prepare
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import prepare
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
 from tests.strided.oracle import anchors_of, block_feature, plain_logits

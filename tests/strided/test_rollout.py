@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 
+from ebft.prefix.policy import prepare
+from ebft.prefix.sampling import sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.policy import prepare
-from ebft.strided.rollout import DocumentNoise, sample_rollouts, sample_tokens
+from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
 from tests.strided.oracle import plain_logits
 from tests.strided.test_exactness import make_trainer, unequal_batch

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.trainable import check_adapter, disable_dropout
+from ebft.prefix.policy import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.parity import check_parity
-from ebft.strided.policy import check_length, check_supported, prepare
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 
 
@@ -99,7 +99,7 @@ def test_attention_that_swallows_keyword_arguments_is_named():
     model = prepare(tiny_model("llama"))
     attention = model.model.layers[0].self_attn
     plain = attention.forward
-    attention.forward = lambda *args, strided=None, **kwargs: plain(*args, **kwargs)
+    attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
     documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
     layout = StridedLayout.place(documents, stride=4, context_length=4, generate_max_len=2, n_samples_per_prompt=2)
     from ebft.strided.rollout import sample_rollouts

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ebft.config.options import StridedOptions
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
-from ebft.strided.policy import prepare
+from ebft.prefix.policy import prepare
 
 
 def test_product_is_the_mean_over_pairs_of_different_batches():

@@ -78,6 +78,21 @@ class DropoutOption:
 
 @with_help
 @dataclass
+class SharedPrefixOption:
+    """Option of the trainers of full completions."""
+
+    shared_prefix: Annotated[
+        bool,
+        Field(
+            description="Full completions: compute each prompt once for all its completions and its reference, in "
+            "sampling and in the forward passes of the loss. false, or a model that strided mode does not support: "
+            "generate() and TRL's padded rows."
+        ),
+    ] = True
+
+
+@with_help
+@dataclass
 class FeatureOptions(RewardOptions, DropoutOption):
     """Options shared by the trainers of both modes: the reward and the cross-entropy term of the loss."""
 
@@ -229,7 +244,7 @@ class ModeOption:
 
 @with_help
 @dataclass
-class EBFTOptions(StructuredOptions, StridedOptions, ThinkingOption, ModeOption):
+class EBFTOptions(StructuredOptions, StridedOptions, SharedPrefixOption, ThinkingOption, ModeOption):
     """All options of the section `ebft:`."""
 
 

@@ -18,9 +18,9 @@ from ebft.evaluation.downstream import add_downstream
 from ebft.evaluation.models import Subject
 from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.prefix.policy import check_supported
 from ebft.scores import Scores
 from ebft.strided.held_out import HeldOutMeasure
-from ebft.strided.policy import check_supported
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig

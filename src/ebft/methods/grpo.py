@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.carried_over import Ignored
 from ebft.config.imports import find_function
-from ebft.config.options import DropoutOption, RewardOptions
+from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.fetch.models import as_folder, is_gguf
@@ -135,7 +135,7 @@ class GRPO(Method):
 
     def warn_of_idle_options(self, config: RunConfig) -> None:
         """One warning for all unused keys of `ebft:`."""
-        read = set(option_names(DropoutOption))
+        read = set(option_names(DropoutOption, SharedPrefixOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
             read |= set(option_names(RewardOptions))
         idle = ", ".join(f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read))
@@ -220,7 +220,7 @@ class GRPO(Method):
 
     def own_options(self) -> list[str]:
         """The keys of `ebft:` that are passed to its training arguments."""
-        return option_names(DropoutOption)
+        return option_names(DropoutOption, SharedPrefixOption)
 
     def arguments_class(self) -> type:
         from ebft.structured import RolloutGRPOConfig

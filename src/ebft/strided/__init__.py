@@ -2,12 +2,10 @@
 
 trainer.py      the training step, top to bottom
 layout.py       positions of documents, anchors and blocks in a batch
+passes.py       attention of documents and rollouts, see ebft.prefix
 rollout.py      block-parallel sampling with a key/value cache
-attention/      attention to the prefix and the own block, without a dense mask
 embed.py        features of blocks
-logps.py        log-probabilities; the language model head is applied to scored positions only
 loss.py         scoring, the two loss terms and their gradients
-policy.py       running a causal LM over a layout, inside its wrappers (DDP, FSDP, PEFT)
 held_out.py     metrics on held-out documents
 validation.py   checks of arguments, model and rows
 parity.py       comparison with the plain model on a short document

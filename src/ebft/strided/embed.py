@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ebft.features import FeatureNetwork, pool, token_features
-from ebft.strided.attention import StridedPass
+from ebft.prefix.policy import backbone_states, prepare, run_wrapped
 from ebft.strided.layout import Documents, StridedLayout, split
-from ebft.strided.policy import backbone_states, prepare, run_wrapped
+from ebft.strided.passes import StridedPass
 
 
 def embed_blocks(

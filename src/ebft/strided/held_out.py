@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from ebft.features import FeatureNetwork, check_sampled_ids
 from ebft.models.causal_lm import evaluating
+from ebft.prefix.policy import prepare
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
 from ebft.strided.embed import embed_prefixes
 from ebft.strided.layout import IGNORE_INDEX, Documents, StridedLayout
 from ebft.strided.loss import score
-from ebft.strided.policy import prepare
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ebft.strided.attention import StridedPass
+from ebft.prefix.logps import Head, token_logps
+from ebft.prefix.policy import backbone_states, head_of, run_wrapped
 from ebft.strided.layout import Documents, Part, StridedLayout, split
-from ebft.strided.logps import Head, token_logps
-from ebft.strided.policy import backbone_states, head_of, run_wrapped
+from ebft.strided.passes import StridedPass
 
 
 def score(

@@ -7,29 +7,21 @@ on the layout of the batch, or add noise in training mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ebft.errors import EBFTError, ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.over_transformers import override_attn_implementation
+from ebft.prefix.agreement import compare, refusing
+from ebft.prefix.policy import prepare
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import score
-from ebft.strided.policy import prepare
 from ebft.strided.rollout import sample_rollouts
 
 _DOCUMENT_TOKENS = 24
-# In nats. In full precision, the largest difference is compared, which comes from the order of summation. In lower
-# precision, the median: a near-tie in a router may send single tokens to another expert, whereas an error in the
-# layout affects all tokens.
-_FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
-_HINT = "Use `ebft.mode: structured` for this model"
 
 
 def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained: bool = True) -> None:
@@ -47,45 +39,14 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     documents = Documents.from_inputs({"input_ids": ids})
     layout = StridedLayout.place(documents, stride=7, context_length=5, generate_max_len=3, n_samples_per_prompt=2)
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
-    with _refusing(causal_lm):
+    with refusing(causal_lm):
         with evaluating(causal_lm):
             rollouts = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise).tokens
             with override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
-        _compare(causal_lm, "log-probabilities", (logps - expected).abs())
-        _compare(causal_lm, "hidden states", _state_differences(network, documents, layout, rollouts))
-
-
-@contextmanager
-def _refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Convert any error raised by the model under strided attention into a ModelError that includes its cause."""
-    try:
-        yield
-    except (EBFTError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{type(causal_lm).__name__} does not run with strided attention ({type(error).__name__}: {error}). {_HINT}"
-        ) from error
-
-
-def _compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
-    rough = _computes_roughly(causal_lm)
-    difference = (differences.median() if rough else differences.max()).item()
-    tolerance = _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
-    if not difference <= tolerance:
-        raise ModelError(
-            f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} on a "
-            f"short random document (tolerance: {tolerance:g}). The architecture depends on more than attention to a "
-            f"prefix, or adds noise in training mode. {_HINT}"
-        )
-
-
-def _computes_roughly(causal_lm: PreTrainedModel) -> bool:
-    """Whether matrix products have less precision than float32: half precision, quantised weights or TF32."""
-    tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return causal_lm.dtype in (torch.bfloat16, torch.float16) or getattr(causal_lm, "is_quantized", False) or tf32
+        compare(causal_lm, "log-probabilities", (logps - expected).abs())
+        compare(causal_lm, "hidden states", _state_differences(network, documents, layout, rollouts))
 
 
 def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:

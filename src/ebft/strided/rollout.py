@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.models.recording import Recording
-from ebft.strided.attention import StridedPass
+from ebft.prefix.logps import Head, Scored, Softmax, choose_tokens, with_gradient
+from ebft.prefix.policy import backbone_states, check_length, head_of, run_wrapped
+from ebft.prefix.sampling import sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
-from ebft.strided.logps import Head, Scored, Softmax, choose_tokens, with_gradient
 from ebft.strided.loss import text_logps
-from ebft.strided.policy import backbone_states, check_length, head_of, run_wrapped
-
-# Number of adjacent tokens in a group; sampling first selects a group, then a token in it.
-_RUN = 512
-_BELOW_ONE = 1 - 2**-52  # the product with a float64 is less than that float64
+from ebft.strided.passes import StridedPass
 
 
 @dataclass
@@ -157,50 +154,6 @@ def _draw(
         tokens.append(draw(backbone_states(causal_lm, tokens[-1], step), noise[..., t + 1].reshape(-1, 1)))
     entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
     return _Drawn(torch.stack(tokens, -1).view(m, n, g), entropy, scored, text)
-
-
-def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
-    """Sample tokens (R, K) from probabilities (R, V) by inverting the cumulative distribution at noise (R, K).
-
-    With top_p < 1, only the smallest set of most likely tokens whose total probability reaches top_p is kept. The
-    tokens are a deterministic function of the noise, however rows are batched.
-    """
-    if top_p < 1:
-        probabilities = _nucleus(probabilities, top_p)
-    # Select a group of adjacent tokens first, then a token in it, which keeps the cumulative sums short. They are in
-    # float64, because float32 would lose the small increments of the tail.
-    vocabulary = probabilities.shape[-1]
-    runs = vocabulary // _RUN
-    sums = probabilities[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
-    sums = torch.cat([sums, probabilities[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
-    run, rest = _invert(sums, noise)
-    index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
-    inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
-    token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
-    # NaN probabilities select an index past the end; the check of the loss then reports that the model diverged.
-    return (run * _RUN + token.squeeze(-1)).clamp_max(vocabulary - 1)
-
-
-def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1).
-
-    Returns the selected indices and the relative position of the noise within the selected weight, in [0, 1), both
-    (..., K). Entries of weight 0 are never selected.
-    """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = noise * cumulative[..., -1:]
-    found = torch.searchsorted(cumulative, target, right=True).clamp_max(weights.shape[-1] - 1)
-    weight = weights.gather(-1, found).double()
-    below = cumulative.gather(-1, found) - weight
-    return found, ((target - below) / weight).clamp(0.0, _BELOW_ONE)
-
-
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Set all weights to 0 except the smallest set of most likely tokens whose mass reaches top_p (at least one)."""
-    ordered, index = weights.sort(-1, descending=True)
-    mass_before = ordered.cumsum(-1) - ordered
-    dropped = mass_before >= top_p * ordered.sum(-1, keepdim=True)
-    return torch.zeros_like(weights).scatter(-1, index, ordered.masked_fill(dropped, 0.0))
 
 
 class DocumentNoise:

@@ -30,13 +30,13 @@ from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.throughput import Throughput
+from ebft.prefix.policy import check_supported, prepare
 from ebft.rewards import FeatureMatch, compute_advantages, match_features
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.parity import check_parity
-from ebft.strided.policy import check_supported, prepare
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
 

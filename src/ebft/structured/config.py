@@ -14,6 +14,7 @@ from ebft.config import rules
 from ebft.config.options import (
     DropoutOption,
     FeatureOptions,
+    SharedPrefixOption,
     StructuredOptions,
     ThinkingOption,
     validate_options,
@@ -61,8 +62,8 @@ def generate_kwargs() -> set[str]:
 
 
 @dataclass
-class GRPORolloutOptions(RolloutOptions, DropoutOption):
-    """Options of rollouts: their backend, weight synchronisation and dropout."""
+class GRPORolloutOptions(RolloutOptions, DropoutOption, SharedPrefixOption):
+    """Options of rollouts (backend, weight synchronisation) and of the forward passes of the loss."""
 
 
 @dataclass

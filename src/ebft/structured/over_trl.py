@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, device, nn
 from trl import GRPOTrainer
 
+Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
+
+ROW = "row"  # key of each row's index in the generation batch
 COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
 
 
 class OverTRL(GRPOTrainer):
-    """GRPOTrainer with hooks that subclasses can override."""
+    """GRPOTrainer with hooks that subclasses can override.
+
+    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times.
+    """
+
+    inputs_of_loss: dict[str, Any] | None = None
 
     # Hooks
 
@@ -36,6 +45,10 @@ class OverTRL(GRPOTrainer):
         """Return the rewards of this process's completions: (completions, functions)."""
         return rewards
 
+    def score(self, model: nn.Module, prompts: Padded, completions: Padded) -> tuple[Tensor, Tensor] | None:
+        """Return the log-probabilities and entropies of completions, (B, C) each, or None to let TRL compute them."""
+        return None
+
     def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         """Return the loss of a micro-batch, given TRL's loss."""
         return loss
@@ -44,7 +57,8 @@ class OverTRL(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.take_rows(inputs)
-        return self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
+        found = self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
+        return found | {ROW: torch.arange(len(inputs))}
 
     def _generate(self, prompts: list) -> tuple:
         return tuple(self.after_generation(list(super()._generate(prompts))))
@@ -54,9 +68,52 @@ class OverTRL(GRPOTrainer):
         return self.after_rewards(inputs, super()._calculate_rewards(inputs, *args))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
+        self.inputs_of_loss = inputs
+        try:
+            return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
+        finally:
+            self.inputs_of_loss = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        scored: list[tuple[Tensor, Tensor] | None] = []
+        if not compute_aux_loss and all(value is None for value in multimodal.values()):
+            with self.accelerator.autocast():
+                for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
+                    split = (part for x in (ids, mask) for part in x.tensor_split([-logits_to_keep], dim=1))
+                    prompts, completions, prompt_mask, completion_mask = split
+                    scored.append(self.score(model, (prompts, prompt_mask), (completions, completion_mask)))
+        if not scored or scored[0] is None:
+            options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss, **multimodal}
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+        logps, entropies = (torch.cat(parts) for parts in zip(*scored))
+        return logps, entropies if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before or len(self._buffered_inputs) == 1:
+            return inputs
+        self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Public names
+
+    def score_separately(self, model: nn.Module, prompts: Padded, completions: Padded) -> Tensor:
+        """Return the log-probabilities (B, C) of completions from TRL, which repeats the prompt in every row."""
+        ids, mask = (torch.cat(pair, dim=1) for pair in zip(prompts, completions))
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, completions[0].shape[1])[0]
 
     @property
     def trained_micro_batches(self) -> int:
@@ -100,3 +157,23 @@ class OverTRL(GRPOTrainer):
     def items_of(self, batches: list[Any], where: device) -> Any:
         """Return the number of items that the loss of the batches is normalised by."""
         return self._get_num_items_in_batch(batches, where)
+
+
+def by_group(batches: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Return the rows of shuffled micro-batches such that the rows of a group are adjacent, with the groups shuffled.
+
+    The groups are ordered by their first rows in `batches`, of which there are as many after as before.
+    """
+    group = (torch.cat([batch[ROW] for batch in batches]) // size).tolist()
+    order = sorted(range(len(group)), key=lambda index: group.index(group[index]))
+    per_batch = len(order) // len(batches)
+    chunks = [order[start : start + per_batch] for start in range(0, len(order), per_batch)]
+    return [{key: _rows_of([batch[key] for batch in batches], chunk) for key in batches[0]} for chunk in chunks]
+
+
+def _rows_of(parts: list[Any], index: list[int]) -> Any:
+    """Return rows of the concatenation of `parts`; scalars and None, which are equal in all parts, as they are."""
+    if isinstance(parts[0], list):
+        rows = [row for part in parts for row in part]
+        return [rows[i] for i in index]
+    return torch.cat(parts)[index] if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]

@@ -162,6 +162,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
         The first pair is over the reference tokens in the cross-entropy, the second over all predicted tokens; only in
         evaluation does the latter include the prompt.
         """
+        if self.reference_logps is not None:
+            return _nll_sums(*self.reference_logps, inputs)
         rows = inputs["reference_mask"].any(-1)
         zeros = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
@@ -171,7 +173,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
         # The causal mask already excludes padding after a reference; zeros also exclude it from the positions.
-        after = counted.flip(-1).cummax(-1).values.flip(-1)
+        after = _up_to_last(counted)
         attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
@@ -198,6 +200,22 @@ class EBFTTrainer(RolloutGRPOTrainer):
             means |= perplexities(means)
             logs |= {f"{self._held_out_prefix}_{name}": mean for name, mean in means.items()}
         super().log(logs, start_time)
+
+
+def _nll_sums(logps: Tensor, of_prompts: Tensor | None, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the same from the log-probabilities (B, R) of references and their sums (B,) over the prompts."""
+    counted = inputs["reference_mask"]
+    has_reference = counted.any(-1)
+    nll_all, count_all = -logps.sum(-1), _up_to_last(counted).sum(-1)
+    if of_prompts is not None:
+        nll_all = nll_all - of_prompts * has_reference
+        count_all = count_all + (inputs["prompt_mask"].sum(-1) - 1) * has_reference
+    return (-(logps * counted).sum(-1), counted.sum(-1)), (nll_all, count_all)
+
+
+def _up_to_last(mask: Tensor) -> Tensor:
+    """Return the mask (B, tokens) of all tokens up to the last one in `mask`."""
+    return mask.flip(-1).cummax(-1).values.flip(-1)
 
 
 class AsyncEBFTTrainer(EBFTTrainer):

@@ -22,7 +22,7 @@ def test_limits_and_ends_are_each_rows_own(chat_tokenizer, tmp_path):
     limits = [3, 9, 30] * 20
     ended = 0
     for completion, limit in zip(made.generate(prompts, limits), limits):
-        assert 1 <= len(completion.ids) <= limit and completion.logps is None
+        assert 1 <= len(completion.ids) <= limit and len(completion.logps) == len(completion.ids)
         body, last = completion.ids[:-1], completion.ids[-1]
         assert not any(100 <= token < 140 for token in body)
         assert len(completion.ids) == limit or 100 <= last < 140

@@ -14,6 +14,7 @@ from trl.trainer.utils import pad
 
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.structured.rollouts.sampling import Completion, Sampling
+from ebft.structured.rollouts.shared import SharedPromptSampler
 
 
 class Generator:
@@ -61,11 +62,15 @@ class Generator:
 
 
 class HFBackend:
-    """Generates with the current policy of a trainer, in eval mode."""
+    """Samples from the current policy of a trainer, in eval mode; with shared prompts where the model supports them."""
 
     def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
         self._trainer = trainer
-        self._generator = Generator(sampling, pad_token_id, trainer.args.cache_implementation)
+        shares = trainer.shares_prompts and trainer.args.cache_implementation is None
+        if shares and SharedPromptSampler.supports(sampling):
+            self._sample = SharedPromptSampler(sampling)
+        else:
+            self._sample = Generator(sampling, pad_token_id, trainer.args.cache_implementation)
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         trainer = self._trainer
@@ -78,7 +83,7 @@ class HFBackend:
             evaluating(policy),
             trainer.accelerator.autocast(),
         ):
-            return self._generator(unwrap_adapter(policy), prompts, max_tokens)
+            return self._sample(unwrap_adapter(policy), prompts, max_tokens)
 
 
 class ModelBackend:

@@ -24,15 +24,14 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
 from ebft.models.products import fast_products
 from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
-from ebft.strided.attention import IMPLEMENTATION, StridedPass
-from ebft.strided.logps import Head
+from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
+from ebft.prefix.logps import Head
 
 Result = TypeVar("Result")
 
 _RECURRENT = re.compile(
     r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I
 )
-_HINT = "Use `ebft.mode: structured` for this model"
 
 
 def check_supported(causal_lm: PreTrainedModel) -> None:
@@ -46,10 +45,10 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
     if recurrent:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
-            f"cannot be shared between rollouts that start at different positions. {_HINT}"
+            f"cannot be shared between rollouts that start at different positions. {HINT}"
         )
     if not takes_attention_functions(causal_lm):
-        raise ModelError(f"{name} does not support the attention interface of transformers. {_HINT}")
+        raise ModelError(f"{name} does not support the attention interface of transformers. {HINT}")
 
 
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:
@@ -65,6 +64,13 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
             f"a document of {length} tokens exceeds the model's max_position_embeddings ({limit}). "
             f"Truncate documents to at most {limit} tokens (sequence_len in a config)"
         )
+    check_rope(causal_lm, length)
+
+
+def check_rope(causal_lm: PreTrainedModel, length: int) -> None:
+    """Raise ModelError if the rotary frequencies would depend on the length of a sequence of `length` tokens."""
+    config = causal_lm.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in kinds:
@@ -110,7 +116,7 @@ def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
     return forward
 
 
-def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass) -> Tensor:
+def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass) -> Tensor:
     """Return the last hidden states (P, D) of tokens (P,) in the layout of the pass.
 
     Must be called inside `run_wrapped`. Raises ModelError if some layers do not use strided attention.
@@ -124,18 +130,18 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: StridedPass
             attention_mask=torch.ones_like(input_ids),
             position_ids=run.position_ids(),
             use_cache=False,
-            strided=run,
+            prefix_pass=run,
         )[0]
     depth = len(decoder_layers(causal_lm))
     if len(run.layers_seen) != depth:
         raise ModelError(
-            f"{type(causal_lm).__name__}: only {len(run.layers_seen)} of {depth} layers used strided attention. {_HINT}"
+            f"{type(causal_lm).__name__}: only {len(run.layers_seen)} of {depth} layers used strided attention. {HINT}"
         )
     return states[0]
 
 
 @contextmanager
-def _cheaply(causal_lm: PreTrainedModel, run: StridedPass) -> Iterator[None]:
+def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
     """Enable cheaper computation of the layers, with equal results: see `ebft.models.products` and `recording`.
 
     This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
@@ -210,12 +216,12 @@ def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
 
 
 def _switch_on(module, args, kwargs):
-    run = kwargs.get("strided")
+    run = kwargs.get("prefix_pass")
     if run is not None:
         run.previous_implementation.append(switch_attention(module, IMPLEMENTATION))
 
 
 def _switch_off(module, args, kwargs, output):
-    run = kwargs.get("strided")
+    run = kwargs.get("prefix_pass")
     if run is not None:
         switch_attention(module, run.previous_implementation.pop())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.strided.attention.tiles import Own, Scores, Tile, attend
+from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
 
 HEADS, ROWS, KEYS, OWNERS, WIDTH, DIM = 2, 12, 13, 3, 4, 5
 # Rows in two tiles: the first sees keys 1..6 but for some of the last three, the second keys 4..9.

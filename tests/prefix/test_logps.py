@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebft.strided import logps
-from ebft.strided.logps import Head
+from ebft.prefix import logps
+from ebft.prefix.logps import Head
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
 

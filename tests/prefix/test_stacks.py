@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ebft.strided.attention import stacks
-from ebft.strided.attention.stacks import Stack, stack_up
-from ebft.strided.attention.tiles import Scores, Tile
-from tests.strided.test_tiles import PIECES, in_tiles, make_inputs
+from ebft.prefix.attention import stacks
+from ebft.prefix.attention.stacks import Stack, stack_up
+from ebft.prefix.attention.tiles import Scores, Tile
+from tests.prefix.test_tiles import PIECES, in_tiles, make_inputs
 
 
 @pytest.fixture

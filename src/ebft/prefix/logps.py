@@ -61,6 +61,10 @@ class Softmax:
         """Return the entropy in nats: (R, 1)."""
         return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)
 
+    def grad_of_entropy(self) -> Tensor:
+        """Return the gradients (R, V) of the entropy with respect to logits / temperature: -p (log p + entropy)."""
+        return -self.probabilities * (self._scores - self._log_sum + self.entropy())
+
     def most_likely(self) -> Tensor:
         """Return the most likely token: (R, 1)."""
         return self._scores.argmax(-1, keepdim=True)
@@ -91,6 +95,40 @@ def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float)
         else:
             logps.append(chunk_logps(states[rows]))
     return torch.cat(logps)
+
+
+def token_logps_and_entropy(
+    states: Tensor, targets: Tensor, head: Head, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities (R,) of targets (R,) given states (R, D), and the entropies (R,) in nats.
+
+    The entropies are without gradient unless `entropy_gradient` is set.
+    """
+    logps, entropies = [], []
+    if torch.is_grad_enabled() and states.requires_grad and not head.trained and not entropy_gradient:
+
+        def choose(softmax: Softmax, rows: slice) -> Tensor:
+            entropies.append(softmax.entropy())
+            return targets[rows, None]
+
+        scored = choose_tokens(states.detach(), choose, head, temperature, slopes=True)
+        return with_gradient(states, scored, head, temperature).squeeze(-1), torch.cat(entropies).squeeze(-1)
+    for rows in _slices(len(states), head.rows_per_chunk(states.device)):
+
+        def of_chunk(chunk: Tensor, rows=rows) -> tuple[Tensor, Tensor]:
+            logits = head.logits(chunk)
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                entropy = _Entropy.apply(logits, temperature)
+            return _Logps.apply(logits, targets[rows, None], temperature), entropy
+
+        both = (
+            checkpoint(of_chunk, states[rows], use_reentrant=False)
+            if torch.is_grad_enabled()
+            else of_chunk(states[rows])
+        )
+        logps.append(both[0])
+        entropies.append(both[1])
+    return torch.cat(logps).squeeze(-1), torch.cat(entropies).squeeze(-1)
 
 
 def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float, slopes: bool = False) -> Scored:
@@ -206,6 +244,25 @@ class _Logps(torch.autograd.Function):
     def backward(ctx, grad):
         logits, tokens = ctx.saved_tensors
         return _all_grad_logits(logits, tokens, grad, ctx.temperature), None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """Entropies (R, 1) of the distributions given by logits (R, V); the softmax is recomputed in backward."""
+
+    @staticmethod
+    def forward(ctx, logits, temperature):
+        ctx.save_for_backward(logits)
+        ctx.temperature = temperature
+        return torch.cat([Softmax(logits[rows], temperature).entropy() for rows in _tiles(logits)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (logits,) = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows in _tiles(logits):
+            result[rows] = Softmax(logits[rows], ctx.temperature).grad_of_entropy() * grad[rows] / ctx.temperature
+        return result, None
 
 
 def _those(targets: Tensor) -> Choose:

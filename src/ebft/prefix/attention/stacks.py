@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ebft.strided.attention.tiles import Tile
+from ebft.prefix.attention.tiles import Tile
 
 # Maximum number of scores of a stack, which fit in the processor's cache.
 _SCORES = 2**18

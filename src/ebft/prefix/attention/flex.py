@@ -8,14 +8,14 @@ implementation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ebft.strided.attention.tiles import Scores
-from ebft.strided.layout import StridedLayout
+from ebft.prefix.attention.tiles import Scores
 
 
 def available(device: torch.device) -> bool:
@@ -49,22 +49,42 @@ def attend_all(
     return output[0].transpose(0, 1)
 
 
-def layout_mask(layout: StridedLayout, document_positions: Tensor, steps: int, pattern) -> BlockMask:
+@dataclass(frozen=True)
+class Tokens:
+    """What each token of a pass [documents | rollouts] may attend to, all (X,) long.
+
+    A token attends to the first `limit` tokens of its document, and to earlier tokens of its own rollout. `owner` is
+    the number of the rollout, -1 for document tokens.
+    """
+
+    position: Tensor
+    document: Tensor
+    owner: Tensor
+    limit: Tensor
+
+    @classmethod
+    def of(
+        cls, spans: list[tuple[int, int]], position: Tensor, document: Tensor, owner: Tensor, prefix: Tensor
+    ) -> Tokens:
+        """Add the tokens of documents, at `spans`, to the values of the rollout tokens."""
+        device, s = position.device, spans[-1][1]
+        lengths = torch.tensor([end - start for start, end in spans], device=device)
+        of_documents = torch.arange(len(spans), device=device).repeat_interleave(lengths)
+        return cls(
+            position,
+            torch.cat([of_documents, document]),
+            torch.cat([torch.full((s,), -1, device=device), owner]),
+            torch.cat([position[:s] + 1, prefix]),
+        )
+
+
+def pass_mask(tokens: Tokens, pattern) -> BlockMask:
     """Return the mask of the X keys that each of the X queries attends to, shared by all heads.
 
     Everything that changes between batches is captured as tensors, so that a new layout does not recompile the kernel.
     """
-    device, s = layout.device, len(document_positions)
-    lengths = torch.tensor([end - start for start, end in layout.spans], device=device)
-    blocks = torch.tensor([len(row) for row in layout.anchors], device=device)
-    per_block = layout.num_samples * steps
-    number = torch.arange(len(lengths), device=device)
-    position = torch.cat([document_positions, layout.rollout_positions(0, steps)])
-    document = torch.cat([number.repeat_interleave(lengths), number.repeat_interleave(blocks * per_block)])
-    rollouts = torch.arange(layout.num_blocks * layout.num_samples, device=device).repeat_interleave(steps)
-    owner = torch.cat([torch.full((s,), -1, device=device), rollouts])
-    # A rollout attends to its document up to its anchor, a document token up to its own position.
-    limit = torch.cat([document_positions + 1, layout.block_anchors.repeat_interleave(per_block)])
+    position, document, owner, limit = tokens.position, tokens.document, tokens.owner, tokens.limit
+    device = position.device
 
     def seen(batch, head, query, key):
         prefix = (owner[key] < 0) & (document[key] == document[query]) & (position[key] < limit[query])

@@ -1,0 +1,52 @@
+"""Comparison of passes in which sequences share a prefix with the plain model, whose features may not allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ebft.errors import EBFTError, ModelError
+from ebft.prefix.attention import HINT
+
+# In nats. In full precision, the largest difference is compared, which comes from the order of summation. In lower
+# precision, the median: a near-tie in a router may send single tokens to another expert, whereas an error in the
+# layout affects all tokens.
+_FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
+
+
+@contextmanager
+def refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Convert any error raised by the model under strided attention into a ModelError that includes its cause."""
+    try:
+        yield
+    except (EBFTError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(causal_lm).__name__} does not run with strided attention ({type(error).__name__}: {error}). {HINT}"
+        ) from error
+
+
+def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
+    """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation."""
+    rough = _computes_roughly(causal_lm)
+    difference = (differences.median() if rough else differences.max()).item()
+    tolerance = _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
+    if not difference <= tolerance:
+        raise ModelError(
+            f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} "
+            f"(tolerance: {tolerance:g}). The architecture depends on more than attention to a "
+            f"prefix, or adds noise in training mode. {HINT}"
+        )
+
+
+def _computes_roughly(causal_lm: PreTrainedModel) -> bool:
+    """Whether matrix products have less precision than float32: half precision, quantised weights or TF32."""
+    autocast = torch.is_autocast_enabled(causal_lm.device.type)
+    tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
+    is_half = causal_lm.dtype in (torch.bfloat16, torch.float16) or autocast
+    return is_half or getattr(causal_lm, "is_quantized", False) or tf32

@@ -1,0 +1,261 @@
+"""The attention function of forward passes in which sequences share a prefix, and the passes' interface.
+
+Registered with transformers as the attention implementation "ebft_prefix". A forward pass with a `PrefixPass` in its
+keyword arguments uses `prefix_attention` below, which leaves the attention to the pass. No mask of all tokens by all
+tokens is built.
+
+    S  tokens of shared documents    H  query heads    K  key/value heads    Q = H / K    D  head dimension
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ebft.errors import ModelError
+from ebft.over_transformers import causal_mask_function
+from ebft.prefix.attention import flex
+from ebft.prefix.attention.stacks import Stack, stack_up
+from ebft.prefix.attention.tiles import Scores, Tile, attend
+
+Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
+
+IMPLEMENTATION = "ebft_prefix"
+HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about models that are not supported
+
+# Query rows per tile (query heads that share a key head count separately): large enough for efficient matrix products,
+# small enough that the scores fit in the processor's cache and few of the keys are masked.
+_ROWS_PER_TILE = {"cpu": 256, "other": 4096}
+
+# Maximum number of tokens of documents whose attention is computed in stacked tiles.
+_SHORT = 256
+
+# Keyword arguments that attention layers may receive besides query, key and value. Those in _HONOURED are supported
+# below, those in _REDUNDANT repeat information of the query, key and mask, and those in _REPORTING do not affect the
+# scores. Any other argument may change the scores and is rejected.
+_HONOURED = {"scaling", "dropout", "softcap", "s_aux", "prefix_pass"}
+_REDUNDANT = {
+    "sliding_window",
+    "position_ids",
+    "cache_position",
+    "is_causal",
+    "use_cache",
+    "position_embeddings",
+}
+_REPORTING = {
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "num_items_in_batch",
+    "logits_to_keep",
+}
+_REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "layer_idx", "deterministic"}
+
+
+@dataclass(eq=False)
+class MaskPattern:
+    """A model's attention pattern (causal, sliding window, chunked) as a function of query and key positions.
+
+    A forward pass creates one instance for all layers that share the pattern, so the tiles are cached here.
+    """
+
+    function: Callable
+    _kept: dict = field(default_factory=dict)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.function is causal_mask_function
+
+    def allowed(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        """Return whether queries may attend to keys, by position; the arguments are broadcast, the result is bool."""
+        if self.is_causal:
+            return key_position <= query_position
+        zero = torch.zeros((), dtype=torch.long, device=key_position.device)
+        return self.function(zero, zero, query_position, key_position)
+
+    def document_tiles(
+        self, spans: Spans, heads: int, key_heads: int | None, device: torch.device
+    ) -> list[Tile | Stack]:
+        """Return the tiles of the document tokens, `heads` rows per token, stacked for `key_heads` key heads."""
+        make = lambda: stack_up(list(self._document_tiles(spans, heads, device)), key_heads)
+        return self.keep(("document", heads, key_heads), make)
+
+    def keep(self, name: tuple | str, make: Callable):
+        """Return what `make` returned for this name in this forward pass, called once."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def _document_tiles(self, spans: Spans, heads: int, device: torch.device):
+        size = max(1, rows_per_tile(device) // heads)
+        for start, end in spans:
+            for first in range(0, end - start, size):
+                position = torch.arange(first, min(first + size, end - start), device=device)
+                yield self.tile(position, heads, start + first, (start, first + len(position)), first)
+
+    def tile(self, position, heads, first_row, document, causal_from, limit=None) -> Tile:
+        """Return the tile of rows at `position`, each `heads` times, with the document keys that any row attends to.
+
+        document: its start among the S tokens, and the number of its keys to consider.
+        """
+        start, length = document
+        begin = causal_from if self.is_causal else 0  # all causal rows attend to all keys before the first row's
+        key = torch.arange(begin, length, device=position.device)
+        seen = self.allowed(position[:, None], key)
+        if limit is not None:
+            seen &= key < limit[:, None]
+        skipped = 0
+        if not self.is_causal:  # a window may exclude the start of the document
+            any_seen = seen.any(0)
+            skipped = int(any_seen.int().argmax()) if any_seen.any() else length
+        hidden = ~seen[:, skipped:].repeat_interleave(heads, dim=0)
+        rows = slice(first_row * heads, first_row * heads + len(hidden))
+        return Tile(rows, slice(start + skipped, start + length), hidden)
+
+
+def rows_per_tile(device: torch.device) -> int:
+    """Return the number of query rows of a tile."""
+    return _ROWS_PER_TILE["cpu" if device.type == "cpu" else "other"]
+
+
+@dataclass(kw_only=True)
+class PrefixPass(ABC):
+    """One forward pass; `cache` maps each layer to keys and values that later passes read.
+
+    `recording` is entered as a context manager while the layers run, to record or replay their matrix products.
+    """
+
+    cache: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    apply_dropout: bool = False
+    recording: AbstractContextManager | None = None
+    layers_seen: set[int] = field(default_factory=set)
+    previous_implementation: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def position_ids(self) -> Tensor:
+        """Return the positions of the tokens of this pass: (1, tokens)."""
+
+    @abstractmethod
+    def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
+        """Compute a layer's attention: query (K, Q, tokens, D), key and value (K, tokens, D) -> (tokens, H, D)."""
+
+    def tokens(self) -> flex.Tokens | None:
+        """Return what the tokens may attend to, if flex_attention can compute the entire pass."""
+        return None
+
+    def flex_mask(self, pattern: MaskPattern, device: torch.device):
+        """Return the mask for flex_attention, or None if it is not used."""
+        # The model was loaded with that implementation, which it uses outside of these passes.
+        if self.previous_implementation[0] != "flex_attention" or not flex.available(device):
+            return None
+        tokens = self.tokens()
+        return None if tokens is None else pattern.keep("flex", lambda: flex.pass_mask(tokens, pattern))
+
+
+def prefix_attention(module, query, key, value, attention_mask, **kwargs):
+    """The attention function that transformers calls in every layer.
+
+    query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None. Raises ModelError if the layer
+    is not supported.
+    """
+    run: PrefixPass | None = kwargs.get("prefix_pass")
+    if run is None:
+        raise ModelError(
+            f"{type(module).__name__} does not forward keyword arguments to its attention function, which strided EBFT "
+            f"requires to share a document prefix between rollouts. {HINT}"
+        )
+    _check_supported(module, attention_mask, kwargs)
+    layer = id(module)
+    run.layers_seen.add(layer)
+    scores = Scores(
+        scaling=kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[-1] ** -0.5,
+        softcap=kwargs.get("softcap"),
+        dropout=(kwargs.get("dropout") or 0.0) if run.apply_dropout else 0.0,
+    )
+    sinks, pattern = kwargs.get("s_aux"), attention_mask
+    mask = None if scores.dropout else run.flex_mask(pattern, query.device)
+    if mask is not None:
+        return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
+    query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
+    return run.attend(layer, query, key[0], value[0], pattern, scores, sinks)[None], None
+
+
+def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) -> Tensor:
+    """Compute causal attention within each document: query (K, Q, S, D) -> (S, H, D)."""
+    k, q, s, d = query.shape
+    if _is_plain(pattern, scores, sinks) and not _are_short(spans, query.device, scores):
+        documents = []
+        for start, end in spans:
+            part = F.scaled_dot_product_attention(
+                query[:, :, start:end].flatten(0, 1)[None],
+                key[None, :, start:end],
+                value[None, :, start:end],
+                dropout_p=scores.dropout,
+                is_causal=True,
+                scale=scores.scaling,
+                enable_gqa=q > 1,
+            )
+            documents.append(part[0].transpose(0, 1))
+        return torch.cat(documents)
+    rows = query.transpose(1, 2).reshape(k, s * q, d)
+    tiles = pattern.document_tiles(spans, q, stacked(k, sinks), query.device)
+    output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
+    return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
+
+
+def _is_plain(pattern, scores, sinks) -> bool:
+    """Whether scaled_dot_product_attention supports the pattern and scores."""
+    return pattern.is_causal and scores.softcap is None and sinks is None
+
+
+def _are_short(spans: Spans, device: torch.device, scores: Scores) -> bool:
+    """Whether there are several short documents on CPU, for which stacked tiles are faster than a kernel for each."""
+    longest = max(end - start for start, end in spans)
+    return device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
+
+
+def stacked(key_heads: int, sinks: Tensor | None) -> int | None:
+    """Return the number of key heads for stacking tiles, or None with sinks, which prevent stacking.
+
+    Sinks repeat along the rows of a tile.
+    """
+    return key_heads if sinks is None else None
+
+
+def sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
+    """Expand the learned sinks (H,) to the Q * T rows that repeat along a layout: (K, Q * T)."""
+    return None if sinks is None else sinks.view(k, q, 1).expand(-1, -1, t).flatten(1)
+
+
+def _check_supported(module, attention_mask, kwargs) -> None:
+    """Raise ModelError, naming the feature, if strided scores would differ from those of the model."""
+    name = type(module).__name__
+    if not isinstance(attention_mask, MaskPattern):
+        raise ModelError(
+            f"{name} does not build its attention mask with the mask interface of transformers, so strided EBFT cannot "
+            f"determine which keys a query attends to. {HINT}"
+        )
+    known = _HONOURED | _REDUNDANT | _REPORTING
+    unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
+    if unknown:
+        raise ModelError(
+            f"{name} passes {', '.join(unknown)} to its attention function, which strided EBFT does not support. {HINT}"
+        )
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{name} does not use causal attention, but EBFT supports only causal language models")
+
+
+def _mask_pattern(batch_size, q_length, kv_length, *args, mask_function=causal_mask_function, **kwargs):
+    """Mask function for transformers that passes the pattern itself to attention instead of a mask tensor."""
+    return MaskPattern(mask_function)
+
+
+AttentionInterface.register(IMPLEMENTATION, prefix_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask_pattern)

@@ -1,0 +1,91 @@
+"""Sampling with shared prompts: its log-probabilities, greedy tokens and end, against the plain model."""
+
+import pytest
+import torch
+
+from ebft.models.causal_lm import decoder_layers, evaluating
+from ebft.prefix.policy import prepare
+from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.shared import SharedPromptSampler
+from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.strided.test_cost import count_tokens
+from tests.structured import oracle
+
+
+def contexts(seed=0):
+    """Three samples of one prompt, one of another, and two of a third, of unequal lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second, third = (torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (9, 2, 21))
+    return [first] * 3 + [second] + [third] * 2
+
+
+def later_turns(seed=0):
+    """Contexts that share a prompt of 9 or 14 tokens, and differ after it."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = lambda n: torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+    prompts = [ids(9)] * 3 + [ids(14)] * 2
+    return [prompt + ids(n) for prompt, n in zip(prompts, (4, 1, 7, 3, 3))]
+
+
+def sample(model, prompts, limits, **sampling):
+    prepare(model)
+    with evaluating(model):
+        return SharedPromptSampler(Sampling(**{"temperature": 0.7, **sampling}))(model, prompts, limits)
+
+
+@pytest.mark.parametrize("make", [contexts, later_turns])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_log_probabilities_are_those_of_the_plain_model(family, make):
+    model = tiny_model(family).eval()
+    prompts = make()
+    limits = [4, 9, 1, 12, 7, 12][: len(prompts)]
+    found = sample(model, prompts, limits)
+    assert [len(completion.ids) for completion in found] == limits
+    with torch.no_grad():
+        for prompt, completion in zip(prompts, found):
+            expected = oracle.token_logps(model, prompt, completion.ids, 0.7)
+            torch.testing.assert_close(torch.tensor(completion.logps), expected.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_greedy_tokens_are_the_most_likely(family):
+    model = tiny_model(family).eval()
+    for prompt, completion in zip(contexts(), sample(model, contexts(), [70] * 6, temperature=0.0)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == completion.ids
+
+
+def test_each_sample_ends_by_itself():
+    ends = frozenset(range(3, 30))
+    torch.manual_seed(0)
+    prompts, limits = contexts() * 10, [3, 9, 30, 1, 20, 20] * 10
+    ended = 0
+    for completion, limit in zip(sample(tiny_model("llama").eval(), prompts, limits, end_ids=ends), limits):
+        assert not ends & set(completion.ids[:-1]) and len(completion.logps) == len(completion.ids)
+        assert len(completion.ids) == limit or completion.ids[-1] in ends
+        ended += len(completion.ids) < limit
+    assert 10 < ended < 60
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])
+def test_filters_are_those_of_generate(changes):
+    """Only tokens that `generate` can draw are drawn, all of them, and with their log-probability before the filter."""
+    model, prompt, count = tiny_model("llama").eval(), contexts()[0], 400
+    torch.manual_seed(0)
+    found = sample(model, [prompt] * count, [1] * count, **changes)
+    arguments = {"top_k": 0, "top_p": 1.0, **changes, "do_sample": True, "temperature": 0.7, "max_new_tokens": 1}
+    ids = model.generate(torch.tensor([prompt] * count), **arguments, pad_token_id=0)[:, -1].tolist()
+    drawn = {completion.ids[0] for completion in found}
+    assert drawn == set(ids) and 1 < len(drawn) < 12
+    with torch.no_grad():
+        expected = oracle.token_logps(model, prompt, found[0].ids, 0.7)
+    assert found[0].logps == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("make", "prefilled"), [(contexts, 9 + 2 + 21), (later_turns, 9 + 14 + 4 + 1 + 7 + 3 + 3)])
+def test_each_prompt_is_prefilled_once(make, prefilled):
+    model = tiny_model("llama").eval()
+    counts = count_tokens(decoder_layers(model))
+    sample(model, make(), [4] * len(make()))
+    assert counts == [prefilled + 3 * len(make())] * 4
