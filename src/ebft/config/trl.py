@@ -143,7 +143,9 @@ class RewardKeys(Section):
 class RolloutServerKeys(Section):
     """How completions are generated and logged."""
 
-    use_vllm: bool = Field(False, description="Generate completions with vLLM instead of the policy in the training process.")
+    use_vllm: bool = Field(
+        False, description="Generate completions with vLLM instead of the policy in the training process."
+    )
     vllm_server_host: str | None = Field(None, description="Host of the vLLM server. If unset, vllm.host.")
     vllm_server_port: Port | None = Field(None, description="Port of the vLLM server. If unset, vllm.port.")
     vllm_server_timeout: Positive | None = Field(
