@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.over_trl import ROW, by_group
+from ebft.structured.parity import check_parity
 from ebft.structured.shared_prompt import Rows
 from tests.strided.families import tiny_model
 from tests.strided.test_cost import count_tokens
@@ -61,8 +62,6 @@ def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, tmp_path,
         torch.manual_seed(6)
         loss, gradients, rollouts, _ = one_step(trainer)
         found[shared] = loss, gradients, [rollout.ids for rollout in rollouts]
-        if shared:
-            assert trainer._sharing_is_checked
     assert found[True][2] == found[False][2]
     assert found[True][0] == pytest.approx(found[False][0], abs=1e-4)
     norm = torch.cat([g.flatten() for g in found[False][1].values()]).norm()
@@ -120,14 +119,72 @@ def test_without_sharing_rows_and_rollouts_are_those_of_trl(chat_tokenizer, tmp_
     assert counts == [rows + inputs["prompt_ids"].shape[1] + inputs["reference_ids"].shape[1]] * 4
 
 
-def test_a_model_that_depends_on_the_layout_is_scored_in_separate_rows(chat_tokenizer, tmp_path):
+def mixes_neighbours(model):
+    """A layer that mixes tokens outside of attention, which no name reveals."""
+    decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
+
+
+def attends_twice(model):
+    """Layers that call their attention function twice, as those of DiffLlama."""
+    attention = decoder_layers(model)[1].self_attn
+    plain = attention.forward
+
+    def forward(*args, **kwargs):
+        if "prefix_pass" in kwargs:
+            plain(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    attention.forward = forward
+
+
+def drops_keywords(model):
+    """A layer that does not pass keyword arguments on to its attention function."""
+    attention = decoder_layers(model)[1].self_attn
+    plain = attention.forward
+    attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (mixes_neighbours, "differ from those of the plain"),
+        (attends_twice, "calls its attention function more than once"),
+        (drops_keywords, "does not forward keyword arguments"),
+    ],
+)
+def test_models_that_cannot_share_prompts_are_scored_in_separate_rows(chat_tokenizer, tmp_path, change, reason):
     model = chat_model(chat_tokenizer)
-    trainer = make(lora(model), chat_tokenizer, tmp_path, ce_coef=0.3)
-    # A layer that mixes neighbouring tokens outside of attention, which no name reveals.
-    decoder_layers(model)[1].mlp.register_forward_hook(lambda m, args, out: out + out.roll(1, dims=1))
-    with pytest.warns(UserWarning, match="Prompts are computed once per completion.*differ from those of the plain"):
-        loss, *_ = one_step(trainer)
-    assert not trainer.shares_prompts and loss == loss
+    change(model)
+    with pytest.warns(UserWarning, match=f"Prompts are computed once per completion.*{reason}"):
+        trainer = make(lora(model), chat_tokenizer, tmp_path, ce_coef=0.3)
+    loss, _, rollouts, _ = one_step(trainer)
+    assert not trainer.shares_prompts and loss == loss and all(rollout.logps is None for rollout in rollouts)
+
+
+def test_the_parity_check_leaves_random_state_and_modes(chat_tokenizer):
+    model = lora(chat_model(chat_tokenizer)).get_base_model()
+    modes = lambda: [module.training for module in model.modules()]
+    before = torch.random.get_rng_state(), modes()
+    check_parity(model)
+    assert torch.random.get_rng_state().equal(before[0]) and modes() == before[1]
+
+
+def test_long_sequences_with_changing_rotary_frequencies_are_scored_in_separate_rows(chat_tokenizer, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for positions, shares in ((40, False), (512, True)):
+        model = chat_model(chat_tokenizer, rope_parameters={**rope, "original_max_position_embeddings": positions})
+        trainer = make(lora(model), chat_tokenizer, tmp_path, ce_coef=0.3)
+        counts = []
+        add = trainer.add_to_loss
+        trainer.add_to_loss = lambda *args, add=add, trainer=trainer, counts=counts: (
+            counts.append(trainer.reference_logps is not None) or add(*args)
+        )
+        if shares:
+            one_step(trainer)
+        else:
+            with pytest.warns(UserWarning, match="sequences of more than 40 tokens"):
+                one_step(trainer)
+        assert counts == [shares] * 3 and trainer.reference_logps is None
 
 
 def test_models_with_a_running_state_are_scored_in_separate_rows(chat_tokenizer, tmp_path):

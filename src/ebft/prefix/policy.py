@@ -64,23 +64,24 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
             f"a document of {length} tokens exceeds the model's max_position_embeddings ({limit}). "
             f"Truncate documents to at most {limit} tokens (sequence_len in a config)"
         )
-    check_rope(causal_lm, length)
+    most = most_tokens(causal_lm)
+    if most is not None and length > most:
+        raise ModelError(
+            "the model's rope_type changes the rotary frequencies of all positions for sequences longer than "
+            f"{most} tokens, so rollouts cannot share a prefix with documents of {length} tokens. Set sequence_len to "
+            f"at most {most}"
+        )
 
 
-def check_rope(causal_lm: PreTrainedModel, length: int) -> None:
-    """Raise ModelError if the rotary frequencies would depend on the length of a sequence of `length` tokens."""
+def most_tokens(causal_lm: PreTrainedModel) -> int | None:
+    """Return the length above which rotary frequencies depend on a sequence's length; None if they never do."""
     config = causal_lm.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    for kind in kinds:
-        original = kind.get("original_max_position_embeddings") or limit
-        if kind.get("rope_type") in ("dynamic", "longrope") and original and length > original:
-            raise ModelError(
-                f"rope_type {kind['rope_type']!r} changes the rotary frequencies of all positions for sequences longer "
-                f"than {original} tokens, so rollouts cannot share a prefix with documents of {length} tokens. "
-                f"Set sequence_len to at most {original}"
-            )
+    changing = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+    lengths = [kind.get("original_max_position_embeddings") or limit for kind in changing]
+    return min(filter(None, lengths), default=None)
 
 
 def prepare(model: nn.Module) -> PreTrainedModel:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +19,22 @@ from torch import Tensor, nn
 
 from ebft.config import rules
 from ebft.data.conversation import Conversation, Renderer
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
-from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
+from ebft.errors import ConfigError, DataError, NonFiniteLossError
+from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
 from ebft.monitor.throughput import Throughput
-from ebft.prefix.agreement import compare, refusing
-from ebft.prefix.policy import HINT, check_rope, prepare
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.over_trl import COMPLETIONS, OverTRL, Padded
+from ebft.structured.over_trl import COMPLETIONS
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
-from ebft.structured.shared_prompt import Rows, put_back, score_completions
+from ebft.structured.scoring import SharedPromptScoring
 from ebft.structured.validation import (
     check_arguments,
     check_model,
@@ -65,7 +61,7 @@ class RolloutJob:
         return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
-class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
+class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
@@ -73,7 +69,6 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
     """
 
     args: RolloutGRPOConfig
-    reference_logps: tuple[Tensor, Tensor | None] | None = None  # of the last scored micro-batch
     config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
 
     def __init__(
@@ -105,7 +100,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         check_reference_model(model, self.ref_model)
-        self._prepare_sharing()
+        self.prepare_sharing()
         self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
         self.sampling = _sampling(args, end_token_ids(model, self.renderer))
         self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
@@ -336,81 +331,6 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, OverTRL):
             self.sync_anew()
 
     # Loss
-
-    def score(self, model: nn.Module, prompts: Padded, completions: Padded) -> tuple[Tensor, Tensor] | None:
-        """Score completions, and the references of the loss, in one forward pass that computes each prompt once."""
-        self.reference_logps = None
-        if not self.shares_prompts:
-            return None
-        inputs = self.inputs_of_loss or {}
-        references = (inputs["reference_ids"], inputs["reference_mask"]) if "reference_ids" in inputs else None
-        rows = Rows.of(prompts, completions, references)
-        try:
-            self._check_rows(rows)
-            self._check_sharing(model, rows, prompts, completions)
-            scores = score_completions(
-                model,
-                rows.prompts,
-                temperature=self.temperature,
-                entropy_gradient=self.has_entropy_bonus,
-                score_prompts=references is not None and not self.model.training,
-            )
-        except ModelError as error:
-            self._score_separately(error)
-            return None
-        if references is not None:
-            self.reference_logps = rows.references(scores, references[0])
-        ids = completions[0]
-        return tuple(put_back(x, rows.completion_index, ids) for x in (scores.logps, scores.entropies))
-
-    def _prepare_sharing(self) -> None:
-        """Prepare the models for forward passes in which completions share prompts."""
-        self.shares_prompts, self._sharing_is_checked = self.args.shared_prefix, False
-        try:
-            for model in (self.model, self.ref_model) if self.shares_prompts else ():
-                if model is not None:
-                    prepare(model)
-        except ModelError as error:
-            self._score_separately(error)
-
-    def _check_rows(self, rows: Rows) -> None:
-        """Raise ModelError, on all processes, if the rows of one have no prompt or depend on the length of others."""
-        with self._on_all_processes():
-            if not all(len(prompt.ids) for prompt in rows.prompts):
-                raise ModelError("a prompt has no tokens")
-            check_rope(unwrap_adapter(self.model), rows.longest)
-
-    def _check_sharing(self, model: nn.Module, rows: Rows, prompts: Padded, completions: Padded) -> None:
-        """Compare the first completions with TRL's scores. Raises ModelError if the model depends on the layout."""
-        if self._sharing_is_checked:
-            return
-        causal_lm, is_token = unwrap_adapter(self.model), completions[1].bool()
-        with self._on_all_processes(), refusing(causal_lm), evaluating(model):
-            scores = score_completions(model, rows.prompts, temperature=self.temperature)
-            expected = self.score_separately(model, prompts, completions)
-            found = put_back(scores.logps, rows.completion_index, expected)
-            if is_token.any():
-                compare(causal_lm, "log-probabilities", (found - expected)[is_token].abs())
-        self._sharing_is_checked = True
-
-    @contextmanager
-    def _on_all_processes(self) -> Iterator[None]:
-        """Raise a ModelError of one process on all of them, since they must run equally many forward passes."""
-        failure = None
-        try:
-            yield
-        except ModelError as error:
-            failure = error
-        failures = torch.tensor([float(failure is not None)], device=self.args.device)
-        if self.accelerator.reduce(failures, "sum").item():
-            raise failure or ModelError("another process cannot share its prompts")
-
-    def _score_separately(self, reason: ModelError) -> None:
-        self.shares_prompts = False
-        cause = str(reason).replace(HINT, "").strip().rstrip(".")
-        warnings.warn(
-            f"Prompts are computed once per completion, because they cannot be shared: {cause}.", stacklevel=2
-        )
 
     def compute_loss(
         self,

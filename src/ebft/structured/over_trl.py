@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, device, nn
 from trl import GRPOTrainer
 
-Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
+from ebft.structured.shared_prompt import Padded
 
 ROW = "row"  # key of each row's index in the generation batch
 COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
@@ -20,10 +20,13 @@ COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
 class OverTRL(GRPOTrainer):
     """GRPOTrainer with hooks that subclasses can override.
 
-    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times.
+    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times, and so are
+    results that `score` leaves for `add_to_loss` in `reference_logps`. `keeps_groups`: see `by_group`.
     """
 
     inputs_of_loss: dict[str, Any] | None = None
+    reference_logps: Any = None
+    keeps_groups = False
 
     # Hooks
 
@@ -45,7 +48,9 @@ class OverTRL(GRPOTrainer):
         """Return the rewards of this process's completions: (completions, functions)."""
         return rewards
 
-    def score(self, model: nn.Module, prompts: Padded, completions: Padded) -> tuple[Tensor, Tensor] | None:
+    def score(
+        self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Return the log-probabilities and entropies of completions, (B, C) each, or None to let TRL compute them."""
         return None
 
@@ -72,7 +77,7 @@ class OverTRL(GRPOTrainer):
         try:
             return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
         finally:
-            self.inputs_of_loss = None
+            self.inputs_of_loss = self.reference_logps = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -91,29 +96,26 @@ class OverTRL(GRPOTrainer):
                 for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
                     split = (part for x in (ids, mask) for part in x.tensor_split([-logits_to_keep], dim=1))
                     prompts, completions, prompt_mask, completion_mask = split
-                    scored.append(self.score(model, (prompts, prompt_mask), (completions, completion_mask)))
+                    scored.append(
+                        self.score(model, (prompts, prompt_mask), (completions, completion_mask), compute_entropy)
+                    )
         if not scored or scored[0] is None:
             options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss, **multimodal}
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options
             )
-        logps, entropies = (torch.cat(parts) for parts in zip(*scored))
-        return logps, entropies if compute_entropy else None, None
+        logps, entropies = zip(*scored)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is before or len(self._buffered_inputs) == 1:
+        if not self.keeps_groups or self._buffered_inputs is before or len(self._buffered_inputs) == 1:
             return inputs
         self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     # Public names
-
-    def score_separately(self, model: nn.Module, prompts: Padded, completions: Padded) -> Tensor:
-        """Return the log-probabilities (B, C) of completions from TRL, which repeats the prompt in every row."""
-        ids, mask = (torch.cat(pair, dim=1) for pair in zip(prompts, completions))
-        return super()._get_per_token_logps_and_entropies(model, ids, mask, completions[0].shape[1])[0]
 
     @property
     def trained_micro_batches(self) -> int:

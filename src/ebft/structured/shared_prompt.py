@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,7 @@ class Prompt:
     references: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Results for the completions of all prompts, in order, concatenated: (R,) each, in float32.
 
     `logps` and `entropies` are of the distribution at the sampling temperature; `references` are the log-probabilities
@@ -40,7 +40,7 @@ class Scores:
     """
 
     logps: Tensor
-    entropies: Tensor
+    entropies: Tensor | None
     references: Tensor
     prompts: Tensor | None
 
@@ -50,6 +50,7 @@ def score_completions(
     prompts: Sequence[Prompt],
     *,
     temperature: float,
+    with_entropies: bool = True,
     entropy_gradient: bool = False,
     score_prompts: bool = False,
 ) -> Scores:
@@ -68,13 +69,12 @@ def score_completions(
     def forward(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         states = backbone_states(causal_lm, tokens, SuffixPass(layout, apply_dropout=True))
         head = head_of(causal_lm)
-        logps, entropies = token_logps_and_entropy(
-            states.index_select(0, completions),
-            _joined([ids for prompt in prompts for ids in prompt.completions], tokens),
-            head,
-            temperature,
-            entropy_gradient,
-        )
+        scored = states.index_select(0, completions)
+        targets = _joined([ids for prompt in prompts for ids in prompt.completions], tokens)
+        if with_entropies:
+            logps, entropies = token_logps_and_entropy(scored, targets, head, temperature, entropy_gradient)
+        else:
+            logps, entropies = token_logps(scored, targets[:, None], head, temperature).squeeze(-1), None
         targets = _joined([ids for prompt in prompts for ids in prompt.references], tokens)
         of_references = _text_logps(states.index_select(0, references), targets, head)
         of_prompts = _prompt_logps(states, prompts, head) if score_prompts else None
@@ -112,7 +112,7 @@ class Rows:
             index = [torch.zeros(0, dtype=torch.long)]
             if padded is not None:
                 ids, mask = padded
-                ends = _ends(mask).tolist()
+                ends = up_to_last(mask).sum(-1).tolist()
                 for prompt, own in zip(shared, rows):
                     own = [row for row in own if ends[row]]
                     getattr(prompt, name).extend(ids[row, : ends[row]] for row in own)
@@ -139,9 +139,9 @@ def put_back(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
     return values.new_zeros(like.numel()).index_copy(0, index, values).view(like.shape)
 
 
-def _ends(mask: Tensor) -> Tensor:
-    """Return the number of tokens of each row up to the last in the mask (B, tokens): (B,)."""
-    return mask.flip(-1).cummax(-1).values.sum(-1)
+def up_to_last(mask: Tensor) -> Tensor:
+    """Return the mask (B, tokens) of all tokens up to the last one in `mask`."""
+    return mask.flip(-1).cummax(-1).values.flip(-1)
 
 
 def _suffixes(prompt: Prompt) -> list[Tensor]:

@@ -29,6 +29,7 @@ from ebft.structured.grpo import RolloutGRPOTrainer, Row
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward, held_out_values
 from ebft.structured.rollouts.turns import ReferenceLimit
+from ebft.structured.shared_prompt import up_to_last
 from ebft.structured.validation import check_arguments, check_rows
 
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
@@ -163,7 +164,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         evaluation does the latter include the prompt.
         """
         if self.reference_logps is not None:
-            return _nll_sums(*self.reference_logps, inputs)
+            return _sums_of_shared(*self.reference_logps, inputs)
         rows = inputs["reference_mask"].any(-1)
         zeros = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
@@ -173,7 +174,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
         # The causal mask already excludes padding after a reference; zeros also exclude it from the positions.
-        after = _up_to_last(counted)
+        after = up_to_last(counted)
         attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
@@ -202,20 +203,17 @@ class EBFTTrainer(RolloutGRPOTrainer):
         super().log(logs, start_time)
 
 
-def _nll_sums(logps: Tensor, of_prompts: Tensor | None, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the same from the log-probabilities (B, R) of references and their sums (B,) over the prompts."""
+def _sums_of_shared(
+    logps: Tensor, of_prompts: Tensor | None, inputs: dict[str, Any]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return `EBFTTrainer._nll_sums` from log-probabilities (B, R) of references and their sums (B,) over prompts."""
     counted = inputs["reference_mask"]
     has_reference = counted.any(-1)
-    nll_all, count_all = -logps.sum(-1), _up_to_last(counted).sum(-1)
+    nll_all, count_all = -logps.sum(-1), up_to_last(counted).sum(-1)
     if of_prompts is not None:
         nll_all = nll_all - of_prompts * has_reference
         count_all = count_all + (inputs["prompt_mask"].sum(-1) - 1) * has_reference
     return (-(logps * counted).sum(-1), counted.sum(-1)), (nll_all, count_all)
-
-
-def _up_to_last(mask: Tensor) -> Tensor:
-    """Return the mask (B, tokens) of all tokens up to the last one in `mask`."""
-    return mask.flip(-1).cummax(-1).values.flip(-1)
 
 
 class AsyncEBFTTrainer(EBFTTrainer):

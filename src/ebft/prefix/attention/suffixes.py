@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebft.errors import ModelError
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
 from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
@@ -122,6 +123,8 @@ class SuffixPass(PrefixPass):
         )
 
     def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
+        if layer in self.cache:
+            raise ModelError("a layer of the model calls its attention function more than once")
         if self.keeps_keys:
             self.cache[layer] = (key, value)
         spans = self.layout.spans
