@@ -53,7 +53,7 @@ def options(**changes: Any) -> Variant:
 
 def patched(target: str, value: Any) -> Variant:
     """Something else in the place of a constant or a function."""
-    return lambda side, length: patch(f"ebft.strided.{target}", value)
+    return lambda side, length: patch(f"ebft.prefix.{target}", value)
 
 
 @contextmanager
