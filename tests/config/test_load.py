@@ -58,6 +58,7 @@ def test_a_list_instead_of_keys(write):
         ("wandb_name: &x [*x]\n", "an alias (*name) refers to a value that contains it"),
         ("wandb_name: 2024-02-30\n", "invalid YAML: day"),
         ("seed: !!int abc\n", "invalid YAML: invalid literal"),
+        ("%YAML 1.1\n---\nseed: 1\n", "invalid YAML: configs are read as YAML 1.2"),
         ("seed: " + "[" * 3000 + "\n", "invalid YAML"),
     ],
 )

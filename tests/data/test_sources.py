@@ -38,6 +38,19 @@ def test_table_files(tmp_path, kind):
     assert read_source(entry(path))["text"][:] == ["one", "two", "three"]
 
 
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_strings_of_json_that_look_like_dates_stay_strings(tmp_path, kind):
+    rows = [
+        {"n": 1, "answer": "2024-01-01", "turns": [{"content": "2024-01-02T10:00:00"}]},
+        {"n": 2, "answer": None, "turns": [{"content": "2024-01-03"}, {"content": "2024-01-04"}]},
+    ]
+    lines = "".join(json.dumps(row) + "\n\n" for row in rows)
+    (tmp_path / f"rows.{kind}").write_text(json.dumps(rows, indent=1) if kind == "json" else lines)
+    (tmp_path / f"more.{kind}").write_text(json.dumps(rows[:1]) if kind == "json" else json.dumps(rows[0]))
+    found = read_source(entry(tmp_path, data_files=[f"rows.{kind}", f"more.{kind}"]))
+    assert found.to_list() == [*rows, rows[0]]
+
+
 def test_ds_type_overrules_the_ending(tmp_path):
     path = write(tmp_path / "rows.data", "jsonl")
     assert read_source(entry(path, ds_type="json"))["text"][:] == ["one", "two", "three"]

@@ -1,5 +1,6 @@
 """YAML 1.2 for configs: 1e-5 is a number, `no` is a string, a duplicate key is an error."""
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -15,6 +16,8 @@ def parse_yaml(text: str) -> Any:
 
     An alias (*name) becomes a copy of its anchor, so that changing one does not change the other.
     """
+    if re.search(r"^%YAML\s+(?!1\.2\b)", text, re.MULTILINE):
+        raise YAMLError("configs are read as YAML 1.2, but the %YAML line declares another version: remove it")
     try:
         value = YAML(typ="safe", pure=True).load(text)  # pure: the parser in C reads YAML 1.1
         return _copied(value, (), count(1))

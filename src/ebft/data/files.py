@@ -1,5 +1,6 @@
 """Local files as datasets: JSON, CSV and Parquet as tables, text and source code with one document per file."""
 
+import json
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -114,6 +115,22 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     try:
         rows = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
         rows.data.validate(full=True)  # the JSON reader accepts bytes that are not UTF-8
+        return _with_dates_as_text(rows, paths) if kind == "json" else rows
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
+
+
+def _with_dates_as_text(rows: Dataset, paths: list[Path]) -> Dataset:
+    """Undo the JSON reader's conversion of columns of strings to timestamps: JSON has no dates."""
+    columns = [name for name, feature in rows.features.items() if "timestamp" in str(feature)]
+    if columns:
+        found = [row for path in paths for row in _json_rows(read_text(path))]
+        for name in columns:
+            rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
     return rows
+
+
+def _json_rows(text: str) -> list[dict[str, Any]]:
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]

@@ -67,7 +67,9 @@ class LengthKeys(SeedKeys):
     )
     num_epochs: float = Field(1.0, gt=0, description="Number of passes over the training data.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Number of optimizer steps; overrides num_epochs. -1 is the same as unset."
+        None,
+        description="Number of optimizer steps; overrides num_epochs. -1 is the same as unset.",
+        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]},
     )
 
     budget: BudgetSection = Field(
