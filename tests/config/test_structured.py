@@ -36,6 +36,10 @@ def structured(tmp_path=None, rl="ebft", **keys):
             "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps",
         ),
         ({"eval_batch_size": 12}, "eval_batch_size: 12 is not a multiple of trl.num_generations: 8"),
+        (
+            {"trl": {"multi_objective_aggregation": "normalize_then_sum"}},
+            "trl.multi_objective_aggregation: normalize_then_sum .* Set ebft.advantage_estimator: group_norm",
+        ),
         ({"trl": {"async_prefetch": True}}, "trl.async_prefetch requires a vLLM server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
         ({"trl": {"replay_buffer_size": 10}}, "trl.replay_buffer_size: 10 is not supported"),
@@ -143,12 +147,14 @@ def test_a_server_that_training_starts_listens_where_the_trainer_connects():
     structured(trl=trl)
 
 
-def test_two_completions_have_no_diversity_gradient(tmp_path):
+def test_two_completions_have_no_diversity_gradient_with_a_common_baseline(tmp_path):
     common = {"output_dir": str(tmp_path), "report_to": "none", "per_device_train_batch_size": 4}
-    with pytest.warns(UserWarning, match="diversity_coef has no effect on the gradient with num_generations: 2"):
-        EBFTConfig(**common, num_generations=2)
+    for options in ({"advantage_estimator": "grpo"}, {"rloo_baseline": "mean"}):
+        with pytest.warns(UserWarning, match="diversity_coef has no effect on the gradient with num_generations: 2"):
+            EBFTConfig(**common, num_generations=2, **options)
+        EBFTConfig(**common, num_generations=2, diversity_coef=0.0, **options)
     with warnings.catch_warnings(action="error", category=UserWarning):
-        EBFTConfig(**common, num_generations=2, diversity_coef=0.0)
+        EBFTConfig(**common, num_generations=2)
         EBFTConfig(**common, num_generations=4)
 
 

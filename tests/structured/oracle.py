@@ -22,8 +22,41 @@ def embedding(model, prompt_ids, completion_ids, feature_layers, embed_method):
     return pooled / pooled.norm()
 
 
-def group_rewards(samples, reference, *, whitening=None, alignment_coef=1.0, diversity_coef=1.0):
-    """Rewards of one group from embeddings (N, D) and (D,); whitening None, 'feature' or 'sample'."""
+def group_rewards(samples, reference, **options):
+    """Rewards of one group from embeddings (N, D) and (D,), see `reward_terms`."""
+    alignment, pairs = reward_terms(samples, reference, **options)
+    return torch.stack([alignment[j] - sum(pairs[j]) for j in range(len(samples))])
+
+
+def advantages_of(alignment, pairs, estimator, baseline="independent"):
+    """Advantages of one group from the terms of `reward_terms`."""
+    n = len(alignment)
+    rewards = [alignment[j] - sum(pairs[j]) for j in range(n)]
+    if estimator == "reinforce":
+        return torch.stack(rewards)
+    if estimator == "group_norm":
+        rewards = torch.stack(rewards)
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    found = []
+    for j in range(n):
+        others = [k for k in range(n) if k != j]
+        if baseline == "mean":
+            found.append(rewards[j] - sum(rewards[k] for k in others) / (n - 1))
+            continue
+        # What the other samples' mean reward would be without sample j: a group of n - 1, with fewer pairs in each sum.
+        left = sum(alignment[k] for k in others) / (n - 1)
+        if n > 2:
+            among = sum(pairs[k][i] for k in others for i in others if i != k)
+            left = left - among * (n - 1) / (n - 2) / (n - 1)
+        found.append(rewards[j] - left)
+    return torch.stack(found)
+
+
+def reward_terms(samples, reference, *, whitening=None, alignment_coef=1.0, diversity_coef=1.0):
+    """Alignment of each sample and its similarity with each other one, with their coefficients, of one group.
+
+    Embeddings (N, D) and (D,); whitening None, 'feature' or 'sample'.
+    """
     n = len(samples)
     references = reference.expand(n, -1)
     if whitening is not None:
@@ -36,12 +69,11 @@ def group_rewards(samples, reference, *, whitening=None, alignment_coef=1.0, div
         else:
             left = u @ torch.diag(inverse) @ u.T
             samples, references = left @ samples, left @ references
-    rewards = []
+    alignment, pairs = [], []
     for j in range(n):
-        cosine = samples[j] @ references[j] / (samples[j].norm() * references[j].norm())
-        others = sum(samples[j] @ samples[k] for k in range(n) if k != j)
-        rewards.append(alignment_coef * 2 * cosine - diversity_coef * 2 / (n - 1) * others)
-    return torch.stack(rewards)
+        alignment.append(alignment_coef * 2 * samples[j] @ references[j] / (samples[j].norm() * references[j].norm()))
+        pairs.append([diversity_coef * 2 / (n - 1) * (samples[j] @ samples[k]) * (k != j) for k in range(n)])
+    return alignment, pairs
 
 
 def token_logps(model, prompt_ids, ids, temperature):
@@ -76,8 +108,11 @@ def loss(policy, base, tokenizer, rollouts, batch, args):
         target = embedding(base, prompt, reference[:-1], args.feature_layers, args.embed_method)
         whitening = args.whitening_space if args.use_whitening else None
         weights = {"alignment_coef": args.alignment_coef, "diversity_coef": args.diversity_coef}
-        rewards = group_rewards(torch.stack(phi), target, whitening=whitening, **weights)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        terms = reward_terms(torch.stack(phi), target, whitening=whitening, **weights)
+        advantages = advantages_of(*terms, args.advantage_estimator, args.rloo_baseline)
+        if args.scale_rewards == "group" and args.advantage_estimator != "group_norm":
+            rewards = group_rewards(torch.stack(phi), target, whitening=whitening, **weights)
+            advantages = advantages / (rewards.std() + 1e-4)
         for rollout, advantage in zip(group, advantages):
             logps = token_logps(policy, prompt, rollout.ids, args.temperature)
             sampled = torch.tensor(rollout.generated, dtype=torch.bool)

@@ -18,6 +18,11 @@ from tests.structured.trainers import USER, make, one_step
     "changes",
     [
         {"ce_coef": 0.3, "use_whitening": True},
+        {"advantage_estimator": "grpo"},
+        {"advantage_estimator": "reinforce", "alignment_coef": 0.5},
+        {"rloo_baseline": "mean", "diversity_coef": 0.7},
+        {"scale_rewards": "group", "use_whitening": True},
+        {"num_generations": 2},
         {"embed_method": "completion_mean", "diversity_coef": 0.5},
         {"ce_coef": 0.1, "embed_method": "concat", "gradient_checkpointing": True},
         {"steps_per_generation": 6, "gradient_accumulation_steps": 6, "per_device_train_batch_size": 2, "ce_coef": 0.2},

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from ebft.config.section import Section, option_names, section_of_options, with_help
 from ebft.config.validation_errors import raise_config_error
@@ -94,11 +94,27 @@ class SharedPrefixOption:
 @with_help
 @dataclass
 class FeatureOptions(RewardOptions, DropoutOption):
-    """Options shared by the trainers of both modes: the reward and the cross-entropy term of the loss."""
+    """Options shared by the trainers of both modes: the reward, the advantages and the weight of the cross-entropy."""
 
     ce_coef: Annotated[
         float, Field(ge=0, description="Weight of the cross-entropy on the reference text in the loss.")
     ] = 0.0
+    advantage_estimator: Annotated[
+        Literal["rloo", "group_norm", "grpo", "reinforce"],
+        Field(
+            description="How advantages are computed from the rewards of the samples at one anchor or prompt. rloo: "
+            "minus a leave-one-out baseline; group_norm (or grpo): minus the mean, divided by the standard deviation; "
+            "reinforce: the reward itself."
+        ),
+        AfterValidator(lambda name: "group_norm" if name == "grpo" else name),
+    ] = "rloo"
+    rloo_baseline: Annotated[
+        Literal["independent", "mean"],
+        Field(
+            description="Leave-one-out baseline of sample j. independent: does not depend on sample j, including "
+            "through the diversity terms; mean: the mean of the other samples' rewards."
+        ),
+    ] = "independent"
 
 
 @with_help
@@ -145,17 +161,6 @@ class StridedOptions(FeatureOptions):
         ),
     ] = 0
     rl_coef: Annotated[float, Field(ge=0, description="Weight of the policy-gradient term in the loss.")] = 1.0
-    advantage_estimator: Annotated[
-        Literal["rloo", "group_norm", "reinforce"],
-        Field(description="How advantages are computed from the rewards of the rollouts at one anchor."),
-    ] = "rloo"
-    rloo_baseline: Annotated[
-        Literal["independent", "mean"],
-        Field(
-            description="Leave-one-out baseline of sample j. independent: does not depend on sample j, including "
-            "through the diversity terms; mean: the mean of the other samples' rewards."
-        ),
-    ] = "independent"
     rollout_tokens_per_pass: Annotated[
         int | None,
         Field(

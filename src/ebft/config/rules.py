@@ -14,11 +14,19 @@ _IN_CONFIG = {
     "per_device_train_batch_size": "micro_batch_size",
     "vllm_structured_outputs_regex": "trl.vllm_guided_decoding_regex",
     **{
-        name: f"ebft.{name}" for name in ("disable_dropout", "feature_device", "rollout_tokens_per_pass", "single_pass")
+        name: f"ebft.{name}"
+        for name in ("advantage_estimator", "disable_dropout", "feature_device", "rollout_tokens_per_pass", "single_pass")
     },
     **{
         name: f"trl.{name}"
-        for name in ("async_prefetch", "num_generations", "generation_batch_size", "use_vllm", "vllm_mode")
+        for name in (
+            "async_prefetch",
+            "num_generations",
+            "generation_batch_size",
+            "multi_objective_aggregation",
+            "use_vllm",
+            "vllm_mode",
+        )
     },
 }
 
@@ -58,6 +66,16 @@ def regex(pattern: str | None, use_vllm: bool, key: Key) -> str | None:
     if pattern is None or use_vllm:
         return None
     return f"{key('vllm_structured_outputs_regex')} requires vLLM. Set {key('use_vllm')}: true, or remove it."
+
+
+def aggregation(multi_objective: str | None, estimator: str, key: Key) -> str | None:
+    if multi_objective in (None, "sum_then_normalize") or estimator == "group_norm":
+        return None
+    return (
+        f"{key('multi_objective_aggregation')}: {multi_objective} has its own formula of advantages, which excludes "
+        f"{key('advantage_estimator')}: {estimator}. Set {key('advantage_estimator')}: group_norm, or remove "
+        f"{key('multi_objective_aggregation')}."
+    )
 
 
 def full_weights(uses_server: bool, has_adapter: bool, has_cuda: bool, key: Key) -> str | None:

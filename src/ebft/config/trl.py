@@ -88,8 +88,9 @@ class PolicyLossKeys(Section):
     )
     scale_rewards: bool | Literal["group", "batch", "none"] | None = Field(
         None,
-        description="Divide rewards by their standard deviation over the group (group, true or unset) or the batch "
-        "(batch), or do not scale them (none or false).",
+        description="Divide advantages by the standard deviation of the rewards over the group (group or true) or the "
+        "batch (batch), or do not scale them (none or false). If unset, group for rl: grpo and for "
+        "ebft.advantage_estimator: group_norm, and none otherwise.",
     )
     mask_truncated_completions: bool | None = Field(None, description="Exclude truncated completions from the loss.")
     vllm_importance_sampling_correction: bool | None = Field(

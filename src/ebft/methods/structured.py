@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import option_names
 from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
@@ -40,6 +41,9 @@ class Structured(GRPO):
     def problems(self, config: RunConfig) -> Iterator[str]:
         yield from super().problems(config)
         ebft, trl = config.ebft, config.trl
+        found = rules.aggregation(trl.multi_objective_aggregation, ebft.advantage_estimator, rules.in_config)
+        if found:
+            yield found
         if not (ebft.alignment_coef or ebft.diversity_coef or ebft.ce_coef or trl.reward_funcs or trl.beta):
             yield (
                 "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.ce_coef: 0: the loss is always 0, so "

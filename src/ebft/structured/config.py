@@ -117,14 +117,29 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
 class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
     """Arguments of EBFTTrainer: those of TRL's GRPOConfig, of rollouts and of feature matching."""
 
+    scale_rewards: str | bool | None = field(
+        default=None,
+        metadata={
+            "help": "Divide advantages by the standard deviation of the rewards over the group (`group` or True) or "
+            "the batch (`batch`), or not (`none` or False). If unset, `group` with advantage_estimator group_norm, and "
+            "`none` otherwise."
+        },
+    )
+
     def __post_init__(self) -> None:
-        super().__post_init__()
         validate_options(StructuredEBFTOptions, self)
-        if self.num_generations == 2 and self.diversity_coef != 0:
+        if self.scale_rewards is None:
+            self.scale_rewards = "group" if self.advantage_estimator == "group_norm" else "none"
+        super().__post_init__()
+        found = rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
+        if found:
+            raise ConfigError(found)
+        cancels = self.advantage_estimator == "group_norm" or self.rloo_baseline == "mean"
+        if self.num_generations == 2 and self.diversity_coef != 0 and cancels:
             warnings.warn(
-                "diversity_coef has no effect on the gradient with num_generations: 2, because both samples have the "
-                "same penalty, which is removed by subtracting the group mean. Set num_generations to 3 or more, or "
-                "diversity_coef to 0.",
+                "diversity_coef has no effect on the gradient with num_generations: 2 and this baseline, because both "
+                "samples have the same penalty. Set num_generations to 3 or more, diversity_coef to 0, or "
+                "advantage_estimator: rloo with rloo_baseline: independent.",
                 stacklevel=3,
             )
 

@@ -45,7 +45,7 @@ class OverTRL(GRPOTrainer):
         """Called before the reward functions."""
 
     def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
-        """Return the rewards of this process's completions: (completions, functions)."""
+        """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
         return rewards
 
     def score(
@@ -142,6 +142,13 @@ class OverTRL(GRPOTrainer):
     def log_mean(self, mode: str, name: str, value: float) -> None:
         """Add a value to a metric of `train` or `eval`, whose mean is logged next."""
         self._metrics[mode][name].append(value)
+
+    def log_advantages(self, advantages: Tensor) -> None:
+        """Log `advantages` of the completions of all processes in place of TRL's."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages.tolist())
 
     def drop_reward_logs(self, prefix: str) -> None:
         """Discard metrics logged by reward functions whose names start with `prefix`."""

@@ -23,6 +23,7 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
 from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
+from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
 from ebft.structured.grpo import RolloutGRPOTrainer, Row
@@ -32,6 +33,7 @@ from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
 from ebft.structured.validation import check_arguments, check_rows
 
+SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
 
 
@@ -43,7 +45,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
     to the feature-matching reward. `args.reward_weights` are the weights of the feature-matching reward and of
     `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
     created here. With `args.ce_coef`, the loss includes the mean negative log-likelihood of the references' tokens,
-    including end-of-turn tokens, at temperature 1.
+    including end-of-turn tokens, at temperature 1. Advantages are those of `args.advantage_estimator`; TRL computes
+    those of `group_norm`.
     """
 
     args: EBFTConfig
@@ -85,6 +88,32 @@ class EBFTTrainer(RolloutGRPOTrainer):
         args = self.args
         return ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
 
+    # Advantages
+
+    def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        if self.model.training and self.args.advantage_estimator != "group_norm":
+            inputs = inputs | {"advantages": self._advantages(rows)}
+        return inputs | self._references(rows) if self._measures_cross_entropy() else inputs
+
+    def _advantages(self, rows: list[Row]) -> Tensor:
+        """Return the advantages (B,) of this process's completions by `args.advantage_estimator`."""
+        args = self.args
+        weights = self.reward_weights.to(self._rewards)
+        rewards = (self._rewards * weights).nansum(-1).view(-1, self.num_generations)  # None counts as 0, as in TRL
+        diversity = weights[0] * args.diversity_coef * self.feature_reward.last.diversity.to(rewards)
+        advantages = compute_advantages(
+            rewards,
+            args.advantage_estimator,
+            diversity=self.accelerator.gather(diversity),
+            rloo_baseline=args.rloo_baseline,
+        )
+        if self.scale_rewards != "none":
+            std = rewards.std() if self.scale_rewards == "batch" else rewards.std(-1, keepdim=True)
+            advantages = advantages / (std + SCALE_EPS)
+        self.log_advantages(advantages.flatten())
+        first = self.accelerator.process_index * len(rows)
+        return advantages.flatten()[first : first + len(rows)]
+
     # Evaluation
 
     def evaluate(
@@ -97,17 +126,14 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
-        rewards = super().after_rewards(rows, rewards)
+        self._rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
             self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
             values = held_out_values(self.feature_reward.last, self.feature_reward.options)
             self._held_out["features"].add(values, torch.ones(len(rows)))
-        return rewards
+        return self._rewards
 
     # Cross-entropy
-
-    def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs | self._references(rows) if self._measures_cross_entropy() else inputs
 
     def _measures_cross_entropy(self) -> bool:
         return self.args.ce_coef > 0 or not self.model.training
