@@ -90,12 +90,16 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_several_turns": (
         "chats",
         "ebft_chat_multiturn.transform",
-        changed(STRUCTURED, gradient_accumulation_steps=2, ebft={"embed_method": "mean_pooling"}),
+        changed(
+            STRUCTURED,
+            gradient_accumulation_steps=2,
+            ebft={"embed_method": "mean_pooling", "advantage_estimator": "group_norm"},
+        ),
     ),
     "structured_cross_entropy": (
         "pairs",
         "ebft_opencode.transform",
-        changed(STRUCTURED, **LORA, ebft={"ce_coef": 0.1, "use_whitening": False}),
+        changed(STRUCTURED, **LORA, ebft={"ce_coef": 0.1, "use_whitening": False, "advantage_estimator": "grpo"}),
     ),
     "grpo": (
         "pairs",

@@ -46,7 +46,7 @@ def test_rewards_are_weighted_and_scaled(chat_tokenizer, tmp_path, estimator, sc
     own = 0.5 * (match.alignment - 0.7 * match.diversity)
     rewards = own + 2.0 * others
     wanted = []
-    for alignment, gram, total in zip(match.alignment, match.samples @ match.samples.mT, rewards):
+    for gram, total in zip(match.samples @ match.samples.mT, rewards):
         pairs = [[0.5 * 0.7 * 2 / 3 * gram[j, k] * (j != k) for k in range(4)] for j in range(4)]
         wanted.append(oracle.advantages_of(total + torch.tensor([sum(row) for row in pairs]), pairs, estimator))
     wanted = torch.stack(wanted)

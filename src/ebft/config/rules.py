@@ -15,7 +15,13 @@ _IN_CONFIG = {
     "vllm_structured_outputs_regex": "trl.vllm_guided_decoding_regex",
     **{
         name: f"ebft.{name}"
-        for name in ("advantage_estimator", "disable_dropout", "feature_device", "rollout_tokens_per_pass", "single_pass")
+        for name in (
+            "advantage_estimator",
+            "disable_dropout",
+            "feature_device",
+            "rollout_tokens_per_pass",
+            "single_pass",
+        )
     },
     **{
         name: f"trl.{name}"
