@@ -36,7 +36,7 @@ OF_TRAINERS = {
         "_get_num_items_in_batch": COUNTS,
         "_get_per_token_logps_and_entropies": "(model, ids, mask, length, ...) -> what the loss needs",
         "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
-        "_logs": "what the table of completions shows: {\"advantages\": a deque with one number per completion}",
+        "_logs": 'what the table of completions shows: {"advantages": a deque with one number per completion}',
         "_metrics": "{mode: {name: [values]}}, whose means are logged",
         "_pending_metrics": "what reward functions logged: {name: values}",
         "_prepare_inputs": "the inputs of a micro-batch; shuffles the rows of a generation batch in training",
