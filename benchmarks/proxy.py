@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,12 +21,14 @@ class Proxy:
     """Listens on a free port of this machine while the `with` block lasts, and passes everything on to `port`.
 
     `delay` is in seconds, for each request for completions. `fail` of the next such requests are answered with status
-    500. `change` may edit the JSON of their answers. `requests` counts them.
+    500. `change` may edit the JSON of their answers. `requests` counts them. `change_request(path, content)` may edit
+    the JSON of any request.
     """
 
     def __init__(self, port: int) -> None:
         self.delay, self.fail, self.requests = 0.0, 0, 0
         self.change: Callable[[dict[str, Any]], None] | None = None
+        self.change_request: Callable[[str, dict[str, Any]], None] | None = None
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(port))
         self._server.daemon_threads = True
@@ -65,7 +68,12 @@ class Proxy:
                 self._pass_on(None)
 
             def do_POST(self) -> None:
-                self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if proxy.change_request is not None:
+                    content = json.loads(body)
+                    proxy.change_request(self.path, content)
+                    body = json.dumps(content).encode()
+                self._pass_on(body)
 
             def _pass_on(self, body: bytes | None) -> None:
                 connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -74,12 +82,13 @@ class Proxy:
                 kind = response.headers.get("Content-Type")
                 status, content = proxy.answer(self.path, response.status, response.read())
                 connection.close()
-                self.send_response(status)
-                if kind is not None:
-                    self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                with suppress(ConnectionError):  # the client no longer waits
+                    self.send_response(status)
+                    if kind is not None:
+                        self.send_header("Content-Type", kind)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
 
             def log_message(self, *_: object) -> None:
                 pass

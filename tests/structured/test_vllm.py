@@ -7,6 +7,7 @@ of it adds faults where a test needs them.
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.proxy import Proxy
+from benchmarks.proxy import COMPLETIONS, Proxy
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, load_config, train
 from ebft.errors import RolloutError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
@@ -455,3 +457,91 @@ def test_what_an_earlier_run_left_does_not_matter(base, port, tmp_path):
     second.train()
     assert max(differences(second.state.log_history)) < AGREE
     assert {entry["id"] for entry in second._server.client.models()} == leftovers
+
+
+# Samples from other weights
+
+
+def an_old_adapter(base):
+    loaded = []
+
+    def change(path, content):
+        if path == "/v1/load_lora_adapter":
+            loaded.append(content["lora_name"])
+        elif path == "/v1/unload_lora_adapter":
+            content["lora_name"] = "none"
+        elif path == COMPLETIONS and len(loaded) > 1:
+            content["model"] = loaded[-2]
+
+    return change
+
+
+def no_adapter(base):
+    return lambda path, content: content.update(model=str(base)) if path == COMPLETIONS else None
+
+
+def a_corrupted_adapter(base):
+    def change(path, content):
+        if path == "/v1/load_lora_adapter" and "-step-0-" not in content["lora_name"]:
+            file = Path(content["lora_path"]) / "adapter_model.safetensors"
+            weights = {name: value + 0.2 * torch.randn(value.shape) for name, value in load_file(file).items()}
+            save_file(weights, file)
+
+    return change
+
+
+def another_temperature(base):
+    return lambda path, content: content.update(temperature=1.6) if path == COMPLETIONS else None
+
+
+FAULTS = {
+    # The adapter of step 0 is the base model.
+    an_old_adapter: r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0",
+    no_adapter: r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0",
+    a_corrupted_adapter: r"The limit is 0\.2 \(vllm_logp_diff_stop\)",
+    another_temperature: r"The limit is 0\.2 \(vllm_logp_diff_stop\)",
+}
+
+
+@pytest.mark.parametrize("correction", [True, False])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_path, fault, correction):
+    with Proxy(port) as proxy:
+        options = {"max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 24}
+        args = arguments(tmp_path, proxy.port, vllm_importance_sampling_correction=correction, **options)
+        trainer = make(base, args)
+        proxy.change_request = fault(base)
+        with pytest.raises(RolloutError, match=FAULTS[fault]):
+            trainer.train()
+        assert trainer.state.global_step == (0 if fault is another_temperature else 1)
+
+
+def test_samples_from_an_outdated_version_are_compared_with_that_version(base, port, tmp_path):
+    with Proxy(port) as proxy:
+        options = {"max_steps": 6, "learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 24}
+        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert steps[-1]["rollouts/staleness"] == 1 and steps[-1]["sampling/sampling_logp_difference/mean"] > AGREE
+        assert max(entry["sampling/logp_diff"] for entry in steps) < AGREE
+        assert all(abs(entry["sampling/raw_ratio_mean"] - 1) < AGREE for entry in steps)
+        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
+        proxy.change_request = an_old_adapter(base)
+        with pytest.raises(RolloutError, match="but it sampled from the (base model|adapter of step)"):
+            trainer.train()
+        assert trainer.state.global_step <= 3
+
+
+def test_an_adapter_with_the_files_of_another_is_refused(base, port, tmp_path):
+    copy = tmp_path / "copy"
+
+    def elsewhere(path, content):
+        if path == "/v1/load_lora_adapter":
+            shutil.copytree(content["lora_path"], copy)
+            content["lora_path"] = str(copy)
+
+    with Proxy(port) as proxy:
+        trainer = make(base, arguments(tmp_path, proxy.port))
+        proxy.change_request = elsewhere
+        with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but lists it with the files in"):
+            trainer.train()

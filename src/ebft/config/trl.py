@@ -29,6 +29,23 @@ class RolloutOptions:
     vllm_sync_interval: Annotated[
         int, Field(ge=1, description="Number of optimizer steps between weight updates of vLLM.")
     ] = 1
+    vllm_logp_diff_warn: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Warn if the log-probabilities that the vLLM server reports for a batch differ from the "
+            "trainer's, for the same weights, by more than this number of nats on average. If unset, at least 0.05, "
+            "more if dtypes or quantisation cause larger differences before training.",
+        ),
+    ] = None
+    vllm_logp_diff_stop: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Stop training if this difference exceeds this number of nats. If unset, at least 0.2, more if "
+            "dtypes or quantisation cause larger differences before training.",
+        ),
+    ] = None
     async_prefetch: Annotated[
         bool,
         Field(

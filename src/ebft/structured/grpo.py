@@ -137,6 +137,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         """Return the rollouts of the current rows, in the format of TRL's rollout_func."""
         started = time.perf_counter()
         job, self._rollouts = self._finished_rollouts()
+        self._sampled_from = getattr(job.backend, "version", None), job.weights_step
         mode = "train" if self.model.training else "eval"
         self.log_mean(mode, "rollouts/wait_s", time.perf_counter() - started)
         if self._server is not None:
@@ -250,6 +251,23 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
+
+    def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        if self._server is not None and self.model.training:
+            found = self._server.check_samples(inputs, *self._sampled_from, lambda count: self._logps(inputs, count))
+            self.log_mean("train", "sampling/logp_diff", found.mean)
+            self.log_mean("train", "sampling/raw_ratio_mean", found.ratio_mean)
+            self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
+        return inputs
+
+    @torch.no_grad()
+    def _logps(self, inputs: dict[str, Any], count: int) -> Tensor:
+        """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{part}"][:count], inputs[f"completion_{part}"][:count]], dim=1)
+            for part in ("ids", "mask")
+        )
+        return self.completion_logps(self.model, ids, mask, inputs["completion_ids"].shape[1])
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         infinite = rewards.isinf().any(0).nonzero().flatten().tolist()

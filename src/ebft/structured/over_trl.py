@@ -117,6 +117,10 @@ class OverTRL(GRPOTrainer):
 
     # Public names
 
+    def completion_logps(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Tensor:
+        """Return the log-probabilities (B, length) of the last `length` tokens of `ids` (B, tokens)."""
+        return self._get_per_token_logps_and_entropies(model, ids, mask, length)[0]
+
     @property
     def trained_micro_batches(self) -> int:
         return self._step

@@ -91,6 +91,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     # Advantages
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super().add_to_inputs(rows, inputs)
         if self.model.training and self.args.advantage_estimator != "group_norm":
             inputs = inputs | {"advantages": self._advantages(rows)}
         return inputs | self._references(rows) if self._measures_cross_entropy() else inputs

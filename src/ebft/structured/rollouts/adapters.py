@@ -10,11 +10,15 @@ import os
 import shutil
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.client import VLLMClient
@@ -35,8 +39,8 @@ class AdapterSync:
     """Publishes versions of a PEFT model's adapter, and removes those that are no longer used for sampling.
 
     All processes must call `publish` together; the main process saves, loads and deletes. Each process holds the
-    versions that it still samples from. Names contain an id of this run, so adapters that an earlier run left on the
-    server do not conflict.
+    versions that it still samples from, and a copy of their weights. Names contain an id of this run, so adapters that
+    an earlier run left on the server do not conflict.
     """
 
     def __init__(self, client: VLLMClient, model: Any, accelerator: Any, output_dir: str) -> None:
@@ -45,6 +49,7 @@ class AdapterSync:
         self._run: str | None = None
         self._held: Counter[Version] = Counter()
         self._live: list[Version] = []
+        self._weights: dict[Version, list[Tensor]] = {}
         self.current: Version | None = None
 
     def publish(self, step: int) -> Version:
@@ -61,14 +66,40 @@ class AdapterSync:
         broadcast_object_list(outcome)  # a failure on the main process is raised on every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
-        self.current = outcome[0]
+        previous, self.current = self.current, outcome[0]
         held = set(gather_object([version for version, count in self._held.items() if count > 0]))
         for version in [version for version in self._live if version not in held]:
             self._live.remove(version)
             if self._accelerator.is_main_process:
                 self._forget(version)
         self._live.append(self.current)
+        own = [parameter.detach().clone() for parameter in self._parameters()]
+        self._weights[self.current] = own
+        self._weights = {version: self._weights[version] for version in {*self._live, previous} if version}
         return self.current
+
+    @property
+    def kept(self) -> list[Version]:
+        """The versions whose weights are known: those on the server, and the one before the current."""
+        return list(self._weights)
+
+    @contextmanager
+    def weights_of(self, version: Version) -> Iterator[None]:
+        """Within the block, the model has the weights of one of the versions `kept`."""
+        trained = [parameter.detach().clone() for parameter in self._parameters()]
+        try:
+            self._set(self._weights[version])
+            yield
+        finally:
+            self._set(trained)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    @torch.no_grad()
+    def _set(self, weights: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), weights, strict=True):
+            parameter.copy_(value)
 
     def reload(self, version: Version) -> None:
         """Load a version again that the server has lost; its folder exists as long as it is current or held."""
@@ -89,6 +120,7 @@ class AdapterSync:
                 self._forget(version)
         self._live.clear()
         self._held.clear()
+        self._weights.clear()
         self.current = None
         if self._run is not None and self._accelerator.is_main_process:
             shutil.rmtree(self._root / self._run, ignore_errors=True)
@@ -110,10 +142,20 @@ class AdapterSync:
             raise
         try:
             self._client.load_adapter(name, str(final))
+            self._check_listed(name, str(final))
         except BaseException:
             shutil.rmtree(final, ignore_errors=True)
             raise
         return Version(name, str(final), step)
+
+    def _check_listed(self, name: str, path: str) -> None:
+        """Raise RolloutError if the server does not list the adapter, or lists it with the files of another one."""
+        roots = [entry.get("root") for entry in self._client.models() if entry["id"] == name]
+        if not roots or roots[0] not in (None, path):
+            found = f"lists it with the files in {roots[0]}" if roots else "does not list it"
+            raise RolloutError(
+                f"The vLLM server at {self._client.address} reports that it loaded the adapter {name}, but {found}."
+            )
 
     def _forget(self, version: Version) -> None:
         """Unload the version, then delete its folder, which may be needed to reload it until then."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+# Other parameters of a backend that do not change the distribution of a token.
+_HARMLESS = {"stop", "include_stop_str_in_output", "priority"}
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -19,6 +22,12 @@ class Sampling:
     end_ids: frozenset[int] = frozenset()
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the trainer scores tokens under the distribution that they are sampled from."""
+        whole = self.top_p == 1 and (self.top_k or 0) <= 0 and not self.min_p
+        return whole and self.repetition_penalty == 1 and self.regex is None and self.extra.keys() <= _HARMLESS
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ def check_server(
     base_model: str,
     *,
     compare_weights: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], float | None]:
     """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 
     With `compare_weights`, the server samples some tokens from its base model, and their log-probabilities are compared
-    with those of `model`, with its adapter disabled, at the same temperature.
+    with those of `model`, with its adapter disabled, at the same temperature. Their mean absolute difference is
+    returned too, or None.
     """
     client.wait_until_up()
     entry = client.base_model()
@@ -49,7 +50,7 @@ def check_server(
         )
     _check_vocabulary(client, entry["id"], tokenizer, sampling, who)
     if not compare_weights:
-        return entry
+        return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
     [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
     tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
@@ -57,7 +58,7 @@ def check_server(
     difference = (sampled - tempered).abs().mean().item()
     limit = _SAME_NAME if _same_place(served, base_model) else _OTHER_NAME
     if difference <= limit:
-        return entry
+        return entry, difference
     if probe.temperature != 1.0 and (sampled - plain).abs().mean().item() <= limit:
         raise RolloutError(
             f"The vLLM server at {client.address} reports log-probabilities at temperature 1, but this run requires "

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ebft.structured.rollouts.adapters import AdapterSync
+from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.sampling_check import Difference, SamplingCheck, Weights
 from ebft.structured.rollouts.server_check import check_server
 from ebft.structured.rollouts.vllm import VLLMBackend
+
+_FEW_TOKENS = 256  # tokens that are scored in addition to those of the loss
 
 
 class WeightTransfer(Protocol):
@@ -48,9 +54,14 @@ class ServerRollouts:
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure
         )
         weakref.finalize(self, self.client.close)
-        entry = check_server(self.client, model, tokenizer, sampling, base_model, compare_weights=transfer is None)
+        entry, floor = check_server(
+            self.client, model, tokenizer, sampling, base_model, compare_weights=transfer is None
+        )
+        name = f"the vLLM server at {self.client.address}"
+        self._check = SamplingCheck(name, floor, args.vllm_logp_diff_warn, args.vllm_logp_diff_stop)
+        self._identified: Version | None = None  # the last version whose samples were compared with other versions
         self.max_model_len: int | None = entry.get("max_model_len")
-        self._base_model = entry["id"]
+        self._base_model, self._model, self._gather = entry["id"], model, accelerator.gather
         self._adapters = AdapterSync(self.client, model, accelerator, args.output_dir) if transfer is None else None
         self._synced_at: int | None = None
 
@@ -78,6 +89,49 @@ class ServerRollouts:
             self._adapters.hold(version)
         return VLLMBackend(self.client, self._sampling, self._base_model, self._adapters, version)
 
+    def check_samples(
+        self, inputs: dict[str, Tensor], version: Version | None, weights_step: int, score: Callable[[int], Tensor]
+    ) -> Difference:
+        """Compare the log-probabilities of a batch that was sampled from `version`, with weights of `weights_step`.
+
+        `score(rows)` returns the trainer's log-probabilities of the first rows, (rows, C), under the model's weights at
+        that time. A batch from outdated weights is compared on few rows, under a copy of these weights. The first batch
+        of each version is also compared with the base model and other versions. Raises RolloutError if the server
+        sampled from other weights, on all processes.
+        """
+        step, server = self._step(), inputs["sampling_per_token_logps"]
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        few = _rows_with(mask, _FEW_TOKENS)
+        is_outdated = weights_step != step
+        if is_outdated or "old_per_token_logps" not in inputs:
+            with self._weights_of(version if is_outdated else None):
+                own = score(few)
+        else:
+            own = inputs["old_per_token_logps"]
+        difference = lambda logps: Difference.of(logps, server[: len(logps)], mask[: len(logps)], self._gather)
+        found = difference(own)
+        name = "the transferred weights" if version is None else _name(version)
+        if version is not None and version != self._identified:
+            self._identified = version
+            others = {}
+            for other in self._other_weights(version):
+                with other.active():
+                    others[other.name] = difference(score(few))
+            self._check.check_others(difference(own[:few]), name, step, others)
+        if self._sampling.is_scored and not (is_outdated and version is None):
+            self._check.check_limits(found, name, step)
+        return found
+
+    def _weights_of(self, version: Version | None) -> AbstractContextManager:
+        return nullcontext() if version is None else self._adapters.weights_of(version)
+
+    def _other_weights(self, version: Version) -> Iterator[Weights]:
+        """Yield the weights that the server may have used instead of those of `version`."""
+        yield Weights("the base model without an adapter", self._model.disable_adapter)
+        for other in self._adapters.kept:
+            if other != version:
+                yield Weights(_name(other), partial(self._adapters.weights_of, other))
+
     def release(self, backend: VLLMBackend) -> None:
         """Release the weights of `backend`, which must not be used for sampling any more."""
         if backend.version is not None:
@@ -94,3 +148,13 @@ class ServerRollouts:
         """Reset and disconnect; can be called repeatedly."""
         self.reset()
         self.client.close()
+
+
+def _name(version: Version) -> str:
+    return f"the adapter of step {version.step} ({version.name})"
+
+
+def _rows_with(mask: Tensor, tokens: int) -> int:
+    """Return the number of the first rows of `mask` (B, C) that contain at least `tokens` tokens, or of all rows."""
+    enough = (mask.sum(-1).cumsum(0) >= tokens).nonzero()
+    return int(enough[0]) + 1 if len(enough) else len(mask)

@@ -1,0 +1,131 @@
+"""The comparison of the server's log-probabilities with the trainer's, and the copies of published weights."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from ebft.errors import RolloutError
+from ebft.structured.rollouts.adapters import AdapterSync
+from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.sampling_check import Difference, SamplingCheck
+from tests.structured.conftest import chat_model, lora
+
+
+def test_differences_are_over_scored_tokens_of_all_processes():
+    trainer = torch.tensor([[-1.0, -2.0, 5.0], [-0.5, -1.0, -3.0]])
+    server = torch.tensor([[-1.5, -2.0, 0.0], [-0.4, float("nan"), -1.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    both = Difference.of(trainer, server, mask, lambda sums: sums)
+    halves = [Difference.of(trainer[i : i + 1], server[i : i + 1], mask[i : i + 1], lambda sums: sums) for i in (0, 1)]
+    deltas = [0.5, 0.0, -0.1, -2.0]
+    assert both.tokens == 4 and [half.tokens for half in halves] == [2, 2]
+    assert both.mean == pytest.approx(sum(map(abs, deltas)) / 4)
+    assert both.ratio_mean == pytest.approx(sum(map(math.exp, deltas)) / 4)
+    assert both.ratio_max == pytest.approx(math.exp(0.5))
+    parts = [trainer[1:], server[1:], mask[1:]]
+    others = []
+    Difference.of(*parts, lambda sums: others.append(sums) or sums)
+    gathered = Difference.of(trainer[:1], server[:1], mask[:1], lambda sums: torch.cat([sums, *others]))
+    assert gathered.mean == pytest.approx(both.mean) and gathered.ratio_max == pytest.approx(both.ratio_max)
+    assert Difference.of(trainer, server, torch.zeros_like(mask), lambda sums: sums).mean == 0.0
+
+
+def found(mean, tokens=300):
+    return Difference(mean, 1.0, 1.0, tokens)
+
+
+@pytest.mark.parametrize(("floor", "warn", "stop"), [(1e-6, 0.05, 0.2), (0.04, 0.12, 0.4), (None, 0.15, 0.5)])
+def test_limits_follow_the_difference_before_training(floor, warn, stop):
+    check = SamplingCheck("the server", floor, None, None)
+    assert (check.warn, check.stop) == pytest.approx((warn, stop))
+    with warnings.catch_warnings(action="error"):
+        check.check_limits(found(0.99 * warn), "v1", 3)
+    with pytest.warns(UserWarning, match="Step 3: the server should have sampled this batch from v1"):
+        check.check_limits(found(1.01 * warn), "v1", 3)
+    with warnings.catch_warnings(action="error"):  # once
+        check.check_limits(found(1.01 * warn), "v1", 4)
+    with pytest.raises(RolloutError, match=r"Step 5: .* differ from the trainer's by .* nats .*vllm_logp_diff_stop"):
+        check.check_limits(found(1.01 * stop), "v1", 5)
+
+
+def test_given_limits_replace_them():
+    check = SamplingCheck("the server", 0.1, 0.01, 0.02)
+    assert (check.warn, check.stop) == (0.01, 0.02)
+
+
+def test_weights_that_fit_better_are_named():
+    check = SamplingCheck("the server", 0.01, None, None)
+    with pytest.raises(RolloutError, match="sampled this batch from v2, but it sampled from v1: .* by 0.03 nats"):
+        check.check_others(found(0.03), "v2", 7, {"base": found(0.04), "v1": found(0.01)})
+    check.check_others(found(0.03), "v2", 7, {"v1": found(0.016)})  # both differ by noise
+    check.check_others(found(0.0009), "v2", 7, {"v1": found(0.0)})  # rounding
+    check.check_others(found(0.03, tokens=100), "v2", 7, {"v1": found(0.01, tokens=100)})
+
+
+class Server:
+    """A client whose server has the adapters that it was told to load, or does not."""
+
+    address = "http://server"
+
+    def __init__(self, loads=True):
+        self.loads, self.adapters = loads, {}
+
+    def load_adapter(self, name, path):
+        self.adapters |= {name: path} if self.loads else {}
+
+    def unload_adapter(self, name):
+        self.adapters.pop(name, None)
+
+    def models(self):
+        return [{"id": name, "root": path} for name, path in self.adapters.items()]
+
+
+def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tokenizer, tmp_path):
+    model = lora(chat_model(chat_tokenizer))
+    sync = AdapterSync(Server(), model, Accelerator(cpu=True), str(tmp_path))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    versions, values = [], []
+    for step in range(3):
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.add_(1.0)
+        versions.append(sync.publish(step))
+        values.append([parameter.clone() for parameter in trained])
+    assert set(sync.kept) == set(versions[1:])
+    with pytest.raises(RuntimeError, match="in the block"), sync.weights_of(versions[1]):
+        assert all(torch.equal(now, then) for now, then in zip(trained, values[1]))
+        raise RuntimeError("in the block")
+    assert all(torch.equal(now, then) for now, then in zip(trained, values[2]))
+    sync.hold(versions[2])
+    for step in (3, 4):
+        versions.append(sync.publish(step))
+    assert set(sync.kept) == set(versions[2:])
+    sync.close()
+    assert sync.kept == []
+
+
+def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tmp_path):
+    sync = AdapterSync(Server(loads=False), lora(chat_model(chat_tokenizer)), Accelerator(cpu=True), str(tmp_path))
+    with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but does not list it"):
+        sync.publish(0)
+    assert not list((tmp_path / "vllm_adapters").glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_scored"),
+    [
+        ({}, True),
+        ({"extra": {"stop": ["x"]}}, True),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 5}, False),
+        ({"min_p": 0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"regex": "a+"}, False),
+        ({"extra": {"logit_bias": {1: 2.0}}}, False),
+    ],
+)
+def test_limits_apply_where_the_trainer_scores_what_was_sampled(changes, is_scored):
+    assert Sampling(0.7, **changes).is_scored == is_scored
