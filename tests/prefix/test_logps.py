@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ebft.prefix import logps
 from ebft.prefix.logps import Head
+from ebft.prefix.sampling import Truncation
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
 
@@ -52,6 +54,71 @@ def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, c
     torch.testing.assert_close(found, whole)
     for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+TRUNCATIONS = [
+    {"top_k": 3},
+    {"top_k": VOCAB + 5},
+    {"top_p": 0.6},
+    {"min_p": 0.3},
+    {"top_k": 6, "top_p": 0.7},
+    {"min_p": 0.1, "top_k": 5, "top_p": 0.8},
+]
+
+
+def truncated(logits, targets, min_p=0.0, top_k=0, top_p=1.0):
+    """Log-probabilities (R, V) with transformers' warpers in vLLM's order, which always keep the targets (R, K)."""
+    warpers = LogitsProcessorList()
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    kept = warpers(None, logits.detach()).isfinite().scatter(-1, targets, True)
+    return logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_truncated_distributions(options, k, frozen, chunks):
+    module = nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen)
+    states, targets, weight = inputs(k)
+    wanted = [states, *(p for p in module.parameters() if p.requires_grad)]
+    found = logps.token_logps(states, targets, head_of(module), 0.7, Truncation(**options))
+    grads = torch.autograd.grad((found * weight).sum(), wanted)
+    whole = truncated(module(states) / 0.7, targets, **options).gather(-1, targets)
+    torch.testing.assert_close(found, whole)
+    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
+        torch.testing.assert_close(ours, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logps.token_logps(states, targets, head_of(module), 0.7, Truncation(**options)), whole.detach()
+        )
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_entropies_of_truncated_distributions(options, with_gradient, frozen, chunks):
+    module = nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen)
+    states, targets, weight = inputs(1)
+    targets, weight = targets[:, 0], weight[:, 0]
+    wanted = [states, *(p for p in module.parameters() if p.requires_grad)]
+    found, entropies = logps.token_logps_and_entropy(
+        states, targets, head_of(module), 0.7, with_gradient, Truncation(**options)
+    )
+    whole = truncated(module(states) / 0.7, targets[:, None], **options)
+    expected = -(whole.exp() * whole.clamp_min(-1e9)).sum(-1)
+    torch.testing.assert_close(entropies, expected)
+    expected = expected if with_gradient else expected.detach()
+    grads = torch.autograd.grad(((found + 0.5 * entropies) * weight).sum(), wanted)
+    total = ((whole.gather(-1, targets[:, None])[:, 0] + 0.5 * expected) * weight).sum()
+    for ours, theirs in zip(grads, torch.autograd.grad(total, wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_truncation_that_keeps_every_token_is_none():
+    assert Truncation.of(0, 1.0, None) is Truncation.of(None, 1.0, 0.0) is Truncation.of(-1, 1.0, None) is None
+    assert Truncation.of(5, 1.0, None) == Truncation(top_k=5)
 
 
 def test_a_head_that_drops_out_runs_again_with_the_same_dropout(monkeypatch):

@@ -1,5 +1,7 @@
 """The naive twin of structured EBFT: one plain forward per sequence, formulas in float64, none of our code."""
 
+import math
+
 import torch
 
 
@@ -76,11 +78,24 @@ def reward_terms(samples, reference, *, whitening=None, alignment_coef=1.0, dive
     return alignment, pairs
 
 
-def token_logps(model, prompt_ids, ids, temperature):
-    """Log-probabilities of `ids` after the prompt at a temperature, from one forward, with gradients."""
+def token_logps(model, prompt_ids, ids, temperature, top_k=0, top_p=1.0, min_p=None):
+    """Log-probabilities of `ids` after the prompt in the distribution that is sampled from, with gradients."""
     logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
     logps = (logits.double() / temperature).log_softmax(-1)
-    return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+    found = []
+    for row, token in zip(logps, ids):
+        order = row.tolist()
+        order = sorted(range(len(order)), key=lambda index: -order[index])
+        if min_p:
+            order = [index for index in order if row[index] >= row[order[0]] + math.log(min_p)]
+        order = order[:top_k] if top_k else order
+        mass, kept = row[order].exp().sum(), []
+        for index in order:
+            if kept and row[kept].exp().sum() >= top_p * mass:
+                break
+            kept.append(index)
+        found.append(row[token] - row[kept if token in kept else [*kept, token]].logsumexp(0))
+    return torch.stack(found)
 
 
 def loss(policy, base, tokenizer, rollouts, batch, args):
@@ -114,7 +129,8 @@ def loss(policy, base, tokenizer, rollouts, batch, args):
             rewards = group_rewards(torch.stack(phi), target, whitening=whitening, **weights)
             advantages = advantages / (rewards.std() + 1e-4)
         for rollout, advantage in zip(group, advantages):
-            logps = token_logps(policy, prompt, rollout.ids, args.temperature)
+            truncation = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+            logps = token_logps(policy, prompt, rollout.ids, args.temperature, **truncation)
             sampled = torch.tensor(rollout.generated, dtype=torch.bool)
             rl.append(-(advantage * torch.exp(logps - logps.detach()))[sampled].mean())
         logps = token_logps(policy, prompt, reference, 1.0)

@@ -23,6 +23,8 @@ from tests.structured.trainers import USER, make, one_step
         {"rloo_baseline": "mean", "diversity_coef": 0.7},
         {"scale_rewards": "group", "use_whitening": True},
         {"num_generations": 2},
+        {"top_p": 0.8, "ce_coef": 0.1},
+        {"top_k": 7, "min_p": 0.05},
         {"embed_method": "completion_mean", "diversity_coef": 0.5},
         {"ce_coef": 0.1, "embed_method": "concat", "gradient_checkpointing": True},
         {"steps_per_generation": 6, "gradient_accumulation_steps": 6, "per_device_train_batch_size": 2, "ce_coef": 0.2},

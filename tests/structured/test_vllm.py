@@ -274,6 +274,17 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
     assert (batch["importance_sampling_ratio"] - 1).abs().max() > 0.03
 
 
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}], ids=str
+)
+def test_truncated_samples_are_scored_under_the_truncated_distribution(base, port, tmp_path, truncation):
+    trainer = make(base, arguments(tmp_path, port, **truncation))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 3 and max(entry["sampling/logp_diff"] for entry in steps) < AGREE
+    assert max(entry["sampling/raw_ratio_max"] for entry in steps) < 1 + 10 * AGREE
+
+
 class _OnStepEnd(TrainerCallback):
     def __init__(self, call):
         self.call = call

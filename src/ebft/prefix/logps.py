@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from ebft.prefix.sampling import Truncation
+
 # Logits held in memory at once. On CPU, small enough (32 MiB in float32) for the allocator to reuse the same memory;
 # larger blocks would be requested from the system again for every chunk.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "other": 2**25}
@@ -39,14 +41,21 @@ class Head:
 class Softmax:
     """softmax(logits / temperature) of logits (R, V), in float32, used for both sampling and scoring.
 
-    probabilities (R, V): the softmax itself.
+    With `truncation`, only the tokens that it keeps have a probability, and `tokens` (R, K), which were sampled: other
+    weights, or rounding, could exclude them. probabilities (R, V): the softmax itself.
     """
 
-    def __init__(self, logits: Tensor, temperature: float):
+    def __init__(
+        self, logits: Tensor, temperature: float, truncation: Truncation | None = None, tokens: Tensor | None = None
+    ):
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         if temperature != 1:
             scores /= temperature
         scores -= scores.amax(-1, keepdim=True)
+        if truncation is not None:
+            kept = truncation.kept(scores)
+            kept = kept if tokens is None else kept.scatter_(-1, tokens, True)
+            scores.masked_fill_(~kept, -torch.inf)
         # A model may exclude a token with a logit of minus infinity; clamping makes its entropy term 0 instead of NaN.
         self._scores = scores.clamp_min_(torch.finfo(torch.float32).min)
         self.probabilities = self._scores.softmax(-1)  # a single fused pass, several times as fast as exp and sum
@@ -78,16 +87,18 @@ class Scored(NamedTuple):
     slopes: Tensor | None
 
 
-def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+def token_logps(
+    states: Tensor, targets: Tensor, head: Head, temperature: float, truncation: Truncation | None = None
+) -> Tensor:
     """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
     if torch.is_grad_enabled() and states.requires_grad and not head.trained and targets.shape[-1] == 1:
-        scored = choose_tokens(states.detach(), _those(targets), head, temperature, slopes=True)
+        scored = choose_tokens(states.detach(), _those(targets), head, temperature, True, truncation, targets)
         return with_gradient(states, scored, head, temperature)
     logps = []
     for rows in _slices(len(states), head.rows_per_chunk(states.device)):
 
         def chunk_logps(chunk: Tensor, rows=rows) -> Tensor:
-            return _Logps.apply(head.logits(chunk), targets[rows], temperature)
+            return _Logps.apply(head.logits(chunk), targets[rows], temperature, truncation)
 
         if torch.is_grad_enabled():
             # The head is recomputed in backward with the same random state, since an adapted head may use dropout.
@@ -98,7 +109,12 @@ def token_logps(states: Tensor, targets: Tensor, head: Head, temperature: float)
 
 
 def token_logps_and_entropy(
-    states: Tensor, targets: Tensor, head: Head, temperature: float, entropy_gradient: bool = False
+    states: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    entropy_gradient: bool = False,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (R,) of targets (R,) given states (R, D), and the entropies (R,) in nats.
 
@@ -111,15 +127,15 @@ def token_logps_and_entropy(
             entropies.append(softmax.entropy())
             return targets[rows, None]
 
-        scored = choose_tokens(states.detach(), choose, head, temperature, slopes=True)
+        scored = choose_tokens(states.detach(), choose, head, temperature, True, truncation, targets[:, None])
         return with_gradient(states, scored, head, temperature).squeeze(-1), torch.cat(entropies).squeeze(-1)
     for rows in _slices(len(states), head.rows_per_chunk(states.device)):
 
         def of_chunk(chunk: Tensor, rows=rows) -> tuple[Tensor, Tensor]:
             logits = head.logits(chunk)
             with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-                entropy = _Entropy.apply(logits, temperature)
-            return _Logps.apply(logits, targets[rows, None], temperature), entropy
+                entropy = _Entropy.apply(logits, targets[rows, None], temperature, truncation)
+            return _Logps.apply(logits, targets[rows, None], temperature, truncation), entropy
 
         both = (
             checkpoint(of_chunk, states[rows], use_reentrant=False)
@@ -131,8 +147,18 @@ def token_logps_and_entropy(
     return torch.cat(logps).squeeze(-1), torch.cat(entropies).squeeze(-1)
 
 
-def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float, slopes: bool = False) -> Scored:
+def choose_tokens(
+    states: Tensor,
+    choose: Choose,
+    head: Head,
+    temperature: float,
+    slopes: bool = False,
+    truncation: Truncation | None = None,
+    known: Tensor | None = None,
+) -> Scored:
     """Return the tokens that `choose` selects from the distributions given states (R, D), with log-probabilities.
+
+    `known` (R, K) are these tokens if they are known, see `Softmax`.
 
     With `slopes`, the gradients of the log-probabilities with respect to the states are computed while the softmax is
     available, so that backward needs neither the head nor the softmax. Requires K = 1 and a frozen head.
@@ -145,19 +171,28 @@ def choose_tokens(states: Tensor, choose: Choose, head: Head, temperature: float
             logits = head.logits(x)
         with torch.no_grad():
             grad_logits = torch.empty_like(logits) if slopes else None
-            tokens, logps = _choose(logits.detach(), choose, chunk.start, temperature, grad_logits)
+            tokens_known = None if known is None else known[chunk]
+            tokens, logps = _choose(
+                logits.detach(), choose, chunk.start, temperature, grad_logits, truncation, tokens_known
+            )
         slope = torch.autograd.grad(logits, x, grad_logits)[0] if slopes else None
         found.append((tokens, logps, slope))
     return Scored(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*found)))
 
 
 def _choose(
-    logits: Tensor, choose: Choose, first_row: int, temperature: float, grad_logits: Tensor | None
+    logits: Tensor,
+    choose: Choose,
+    first_row: int,
+    temperature: float,
+    grad_logits: Tensor | None,
+    truncation: Truncation | None,
+    known: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and log-probabilities of a chunk, writing the gradients of the latter to `grad_logits`."""
     tokens, logps = [], []
     for rows in _tiles(logits):
-        softmax = Softmax(logits[rows], temperature)
+        softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
         tokens.append(choose(softmax, slice(first_row + rows.start, first_row + rows.stop)))
         logps.append(softmax.logps(tokens[-1]))
         if grad_logits is not None:
@@ -165,11 +200,14 @@ def _choose(
     return torch.cat(tokens), torch.cat(logps)
 
 
-def _all_grad_logits(logits: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
+def _all_grad_logits(
+    logits: Tensor, tokens: Tensor, grad: Tensor, temperature: float, truncation: Truncation | None = None
+) -> Tensor:
     """Return the gradients (R, V) of the logits, given the gradients `grad` (R, K) of the log-probabilities."""
     result = torch.empty_like(logits)
     for rows in _tiles(logits):
-        result[rows] = _grad_logits(Softmax(logits[rows], temperature), tokens[rows], grad[rows], temperature)
+        softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
+        result[rows] = _grad_logits(softmax, tokens[rows], grad[rows], temperature)
     return result
 
 
@@ -234,35 +272,38 @@ class _Logps(torch.autograd.Function):
     """Log-probabilities (R, K) of tokens (R, K) from logits (R, V); the softmax is recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, logits, tokens, temperature):
+    def forward(ctx, logits, tokens, *distribution):
         ctx.save_for_backward(logits, tokens)
-        ctx.temperature = temperature
-        return torch.cat([Softmax(logits[rows], temperature).logps(tokens[rows]) for rows in _tiles(logits)])
+        ctx.distribution = distribution  # temperature, truncation
+        found = (Softmax(logits[rows], *distribution, tokens[rows]).logps(tokens[rows]) for rows in _tiles(logits))
+        return torch.cat(list(found))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         logits, tokens = ctx.saved_tensors
-        return _all_grad_logits(logits, tokens, grad, ctx.temperature), None, None
+        return _all_grad_logits(logits, tokens, grad, *ctx.distribution), None, None, None
 
 
 class _Entropy(torch.autograd.Function):
     """Entropies (R, 1) of the distributions given by logits (R, V); the softmax is recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, logits, temperature):
-        ctx.save_for_backward(logits)
-        ctx.temperature = temperature
-        return torch.cat([Softmax(logits[rows], temperature).entropy() for rows in _tiles(logits)])
+    def forward(ctx, logits, tokens, *distribution):
+        ctx.save_for_backward(logits, tokens)
+        ctx.distribution = distribution  # temperature, truncation
+        found = (Softmax(logits[rows], *distribution, tokens[rows]).entropy() for rows in _tiles(logits))
+        return torch.cat(list(found))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (logits,) = ctx.saved_tensors
+        logits, tokens = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _tiles(logits):
-            result[rows] = Softmax(logits[rows], ctx.temperature).grad_of_entropy() * grad[rows] / ctx.temperature
-        return result, None
+            softmax = Softmax(logits[rows], *ctx.distribution, tokens[rows])
+            result[rows] = softmax.grad_of_entropy() * grad[rows] / ctx.distribution[0]
+        return result, None, None, None
 
 
 def _those(targets: Tensor) -> Choose:

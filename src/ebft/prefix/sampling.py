@@ -1,9 +1,12 @@
-"""Drawing tokens from probabilities, given uniform random numbers.
+"""Drawing tokens from probabilities, given uniform random numbers, and the tokens that truncated sampling can draw.
 
 R  rows    V  vocabulary    K  tokens drawn in each row
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +14,37 @@ from torch import Tensor
 # Number of adjacent tokens in a group; sampling first selects a group, then a token in it.
 _RUN = 512
 _BELOW_ONE = 1 - 2**-52  # the product with a float64 is less than that float64
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The tokens that can be drawn with min-p, top-k and top-p sampling, applied in this order, as in vLLM.
+
+    A token is kept by `min_p` if its probability is at least that fraction of the largest, by `top_k` if it is one of
+    the k most likely, and by `top_p` if it is in the smallest set of most likely tokens whose probability, among those
+    kept so far, reaches top_p.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, top_k: int | None, top_p: float, min_p: float | None) -> Truncation | None:
+        """Return the truncation by these parameters, or None if they keep every token."""
+        found = cls(max(top_k or 0, 0), top_p, min_p or 0.0)
+        return None if found == cls() else found
+
+    def kept(self, scores: Tensor) -> Tensor:
+        """Return the mask (R, V) of the kept tokens, given logits (R, V) at the sampling temperature."""
+        scores = scores.float()
+        if self.min_p:
+            scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(self.min_p), -math.inf)
+        if 0 < self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -math.inf)
+        if self.top_p < 1:
+            return _nucleus(scores.softmax(-1), self.top_p) > 0
+        return scores > -math.inf
 
 
 def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:

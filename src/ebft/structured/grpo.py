@@ -120,6 +120,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
                 self.accelerator,
                 self.sampling,
                 base_model=unwrap_adapter(model).config.name_or_path,
+                scores_truncated=self.scores_truncated,
                 step=lambda: self.state.global_step,
                 failure=server_failure,
                 transfer=None if syncs_adapter else self.vllm_generation,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.prefix.policy import HINT, most_tokens, prepare
+from ebft.prefix.sampling import Truncation
 from ebft.structured.over_trl import OverTRL
 from ebft.structured.parity import check_parity
 from ebft.structured.shared_prompt import Padded, Rows, put_back, score_completions
@@ -44,6 +45,11 @@ class SharedPromptScoring(OverTRL):
             message = f"Prompts are computed once per completion, because they cannot be shared: {cause}."
             warnings.warn(message, stacklevel=2)
 
+    @property
+    def scores_truncated(self) -> bool:
+        """Whether completions are scored under the distribution that top-k, top-p and min-p leave, in every batch."""
+        return self.shares_prompts and self._most_tokens is None
+
     def score(
         self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -59,6 +65,7 @@ class SharedPromptScoring(OverTRL):
             model,
             rows.prompts,
             temperature=self.temperature,
+            truncation=Truncation.of(self.args.top_k, self.args.top_p, self.args.min_p),
             with_entropies=with_entropies,
             entropy_gradient=self.has_entropy_bonus,
             score_prompts=references is not None and not self.model.training,

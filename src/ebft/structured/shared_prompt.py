@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ebft.prefix.attention import PromptLayout, SuffixPass
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
 from ebft.prefix.policy import backbone_states, head_of, run_wrapped
+from ebft.prefix.sampling import Truncation
 
 Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
 
@@ -35,7 +36,7 @@ class Prompt:
 class Scores(NamedTuple):
     """Results for the completions of all prompts, in order, concatenated: (R,) each, in float32.
 
-    `logps` and `entropies` are of the distribution at the sampling temperature; `references` are the log-probabilities
+    `logps` and `entropies` are of the distribution that is sampled from; `references` are the log-probabilities
     of the tokens of references at temperature 1, and `prompts` those of each prompt's tokens except the first.
     """
 
@@ -50,6 +51,7 @@ def score_completions(
     prompts: Sequence[Prompt],
     *,
     temperature: float,
+    truncation: Truncation | None = None,
     with_entropies: bool = True,
     entropy_gradient: bool = False,
     score_prompts: bool = False,
@@ -72,9 +74,10 @@ def score_completions(
         scored = states.index_select(0, completions)
         targets = _joined([ids for prompt in prompts for ids in prompt.completions], tokens)
         if with_entropies:
-            logps, entropies = token_logps_and_entropy(scored, targets, head, temperature, entropy_gradient)
+            logps, entropies = token_logps_and_entropy(scored, targets, head, temperature, entropy_gradient, truncation)
         else:
-            logps, entropies = token_logps(scored, targets[:, None], head, temperature).squeeze(-1), None
+            logps = token_logps(scored, targets[:, None], head, temperature, truncation).squeeze(-1)
+            entropies = None
         targets = _joined([ids for prompt in prompts for ids in prompt.references], tokens)
         of_references = _text_logps(states.index_select(0, references), targets, head)
         of_prompts = _prompt_logps(states, prompts, head) if score_prompts else None

@@ -114,18 +114,12 @@ def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tm
     assert not list((tmp_path / "vllm_adapters").glob("*/*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_scored"),
-    [
-        ({}, True),
-        ({"extra": {"stop": ["x"]}}, True),
-        ({"top_p": 0.9}, False),
-        ({"top_k": 5}, False),
-        ({"min_p": 0.1}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"regex": "a+"}, False),
-        ({"extra": {"logit_bias": {1: 2.0}}}, False),
-    ],
-)
-def test_limits_apply_where_the_trainer_scores_what_was_sampled(changes, is_scored):
-    assert Sampling(0.7, **changes).is_scored == is_scored
+TRUNCATED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+CHANGED = [{"repetition_penalty": 1.1}, {"regex": "a+"}, {"extra": {"logit_bias": {1: 2.0}}}]
+
+
+@pytest.mark.parametrize("changes", [{}, {"extra": {"stop": ["x"]}}, {"top_k": -1}, *TRUNCATED, *CHANGED], ids=str)
+def test_limits_apply_where_the_trainer_scores_what_was_sampled(changes):
+    sampling = Sampling(0.7, **changes)
+    assert sampling.is_scored(truncated=True) == (changes not in CHANGED)
+    assert sampling.is_scored(truncated=False) == (changes not in CHANGED + TRUNCATED)

@@ -7,6 +7,7 @@ from ebft.models.causal_lm import decoder_layers, evaluating
 from ebft.prefix.policy import prepare
 from ebft.structured.rollouts.sampling import Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
+from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.structured import oracle
@@ -70,7 +71,7 @@ def test_each_sample_ends_by_itself():
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])
 def test_filters_are_those_of_generate(changes):
-    """Only tokens that `generate` can draw are drawn, all of them, and with their log-probability before the filter."""
+    """Only tokens that `generate` can draw are drawn, all of them, with their log-probability among these."""
     model, prompt, count = tiny_model("llama").eval(), contexts()[0], 400
     torch.manual_seed(0)
     found = sample(model, [prompt] * count, [1] * count, **changes)
@@ -79,8 +80,10 @@ def test_filters_are_those_of_generate(changes):
     drawn = {completion.ids[0] for completion in found}
     assert drawn == set(ids) and 1 < len(drawn) < 12
     with torch.no_grad():
-        expected = oracle.token_logps(model, prompt, found[0].ids, 0.7)
-    assert found[0].logps == pytest.approx(expected.tolist(), abs=1e-4)
+        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1:].double() / 0.7
+    logps = truncated(logits, torch.tensor([[found[0].ids[0]]]), **changes)[0]
+    assert logps.isfinite().sum() == len(drawn)
+    assert found[0].logps == pytest.approx([logps[found[0].ids[0]].item()], abs=1e-4)
 
 
 @pytest.mark.parametrize(("make", "prefilled"), [(contexts, 9 + 2 + 21), (later_turns, 9 + 14 + 4 + 1 + 7 + 3 + 3)])

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ebft.prefix.sampling import Truncation
+
 # Other parameters of a backend that do not change the distribution of a token.
 _HARMLESS = {"stop", "include_stop_str_in_output", "priority"}
 
@@ -23,11 +25,14 @@ class Sampling:
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether the trainer scores tokens under the distribution that they are sampled from."""
-        whole = self.top_p == 1 and (self.top_k or 0) <= 0 and not self.min_p
-        return whole and self.repetition_penalty == 1 and self.regex is None and self.extra.keys() <= _HARMLESS
+    def is_scored(self, truncated: bool) -> bool:
+        """Whether the trainer scores tokens under the distribution that they are sampled from.
+
+        `truncated`: whether it applies top-k, top-p and min-p.
+        """
+        if not truncated and Truncation.of(self.top_k, self.top_p, self.min_p) is not None:
+            return False
+        return self.repetition_penalty == 1 and self.regex is None and self.extra.keys() <= _HARMLESS
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,13 @@ class ServerRollouts:
         sampling: Sampling,
         *,
         base_model: str,
+        scores_truncated: bool,
         step: Callable[[], int],
         failure: Callable[[], str | None],
         transfer: WeightTransfer | None,
     ) -> None:
         self._sampling, self._step, self._transfer = sampling, step, transfer
+        self._is_scored = sampling.is_scored(truncated=scores_truncated)
         self._interval = args.vllm_sync_interval
         self.client = VLLMClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure
@@ -118,7 +120,7 @@ class ServerRollouts:
                 with other.active():
                     others[other.name] = difference(score(few))
             self._check.check_others(difference(own[:few]), name, step, others)
-        if self._sampling.is_scored and not (is_outdated and version is None):
+        if self._is_scored and not (is_outdated and version is None):
             self._check.check_limits(found, name, step)
         return found
 

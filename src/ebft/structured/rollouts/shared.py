@@ -9,38 +9,25 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.logps import Softmax
 from ebft.prefix.policy import backbone_states, head_of, run_wrapped
-from ebft.prefix.sampling import sample_tokens
+from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.structured.rollouts.sampling import Completion, Sampling
 
 
 class SharedPromptSampler:
     """Samples as transformers' `generate` does with the same parameters; `temperature` 0 is greedy decoding.
 
-    Samples that have ended are dropped from the batch, and nothing is padded. The log-probabilities are those at the
-    sampling temperature before top-k, top-p and min-p, which training scores.
+    Samples that have ended are dropped from the batch, and nothing is padded. The log-probabilities are those of the
+    distribution that is sampled from.
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self._temperature, self._end_ids = sampling.temperature, sorted(sampling.end_ids)
-        self._filters = LogitsProcessorList()
-        if sampling.temperature > 0:
-            if sampling.top_k:
-                self._filters.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1:
-                self._filters.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                self._filters.append(MinPLogitsWarper(sampling.min_p))
+        self._truncation = Truncation.of(sampling.top_k, sampling.top_p, sampling.min_p)
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:
@@ -77,14 +64,12 @@ class SharedPromptSampler:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next token of every sample and its log-probability, (N,) each, given logits (N, V)."""
-        softmax = Softmax(logits, self._temperature or 1.0)
         if self._temperature == 0:
+            softmax = Softmax(logits, 1.0)
             token = softmax.most_likely()
         else:
-            probabilities = softmax.probabilities
-            if self._filters:
-                probabilities = self._filters(None, logits.float() / self._temperature).softmax(-1)
-            token = sample_tokens(probabilities, torch.rand(len(logits), 1, device=logits.device))
+            softmax = Softmax(logits, self._temperature, self._truncation)
+            token = sample_tokens(softmax.probabilities, torch.rand(len(logits), 1, device=logits.device))
         return token.squeeze(-1), softmax.logps(token).squeeze(-1)
 
 
