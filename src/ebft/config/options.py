@@ -178,6 +178,13 @@ class StridedOptions(FeatureOptions):
             "dropout or FSDP."
         ),
     ] = None
+    log_completions: Annotated[
+        bool,
+        Field(
+            description="Write the rollouts of every training step, with the terms of their rewards and their "
+            "advantages, to rollouts.jsonl in output_dir. In structured mode, set trl.log_completions."
+        ),
+    ] = False
     grad_norms_every: Annotated[
         int,
         Field(

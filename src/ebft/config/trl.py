@@ -191,7 +191,11 @@ class RolloutServerKeys(Section):
         None, description="Not supported below 1: failed prompts are not retried."
     )
     reroll_max_groups: Count | None = Field(None, description="No effect: failed prompts are not retried.")
-    log_completions: bool | None = Field(None, description="Log sample completions.")
+    log_completions: bool | None = Field(
+        None,
+        description="Write all completions of training, with their rewards and advantages, to rollouts.jsonl in "
+        "output_dir, and log some of them to the console and the tracker.",
+    )
     num_completions_to_print: Count | None = Field(None, description="Number of completions to print per step.")
 
 

@@ -29,13 +29,15 @@ from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
+from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.throughput import Throughput
 from ebft.prefix.policy import check_supported, prepare
-from ebft.rewards import FeatureMatch, compute_advantages, match_features
+from ebft.rewards import compute_advantages, match_features
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.output import StridedOutput
 from ebft.strided.parity import check_parity
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
@@ -58,60 +60,6 @@ class StridedEBFTConfig(StridedOptions, TrainingArguments):
         validate_options(StridedOptions, self)
         # The collator's columns are read by name and need not be arguments of the model's forward.
         self.remove_unused_columns = False
-
-
-@dataclass
-class StridedOutput:
-    """The results of one step, all detached. Entries of masked-out blocks are zero.
-
-    anchors (B, NB) long; block_mask (B, NB) bool; rollouts (B, N, NB, G) long; logps (B, N, NB, G) float32;
-    alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB) float32; scalars rl_loss, ce_loss, loss.
-    """
-
-    anchors: Tensor
-    block_mask: Tensor
-    rollouts: Tensor
-    logps: Tensor
-    alignment: Tensor
-    diversity: Tensor
-    rewards: Tensor
-    advantages: Tensor
-    cfm: Tensor
-    rl_loss: Tensor
-    ce_loss: Tensor
-    loss: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        layout: StridedLayout,
-        tokens: Tensor,
-        logps: Tensor,
-        match: FeatureMatch,
-        advantages: Tensor,
-        rl_loss: Tensor,
-        ce_loss: Tensor,
-        loss: Tensor,
-    ) -> StridedOutput:
-        """Convert the per-block results of a step to (documents, samples, blocks)."""
-
-        def samples_first(values: Tensor) -> Tensor:
-            return layout.for_users(values).transpose(1, 2).contiguous()
-
-        return cls(
-            anchors=layout.for_users(layout.block_anchors),
-            block_mask=layout.block_mask(),
-            rollouts=samples_first(tokens),
-            logps=samples_first(logps.detach()),
-            alignment=samples_first(match.alignment),
-            diversity=samples_first(match.diversity),
-            rewards=samples_first(match.rewards),
-            advantages=samples_first(advantages),
-            cfm=layout.for_users(match.cfm),
-            rl_loss=rl_loss.detach(),
-            ce_loss=ce_loss.detach(),
-            loss=loss.detach(),
-        )
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
@@ -158,6 +106,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self._metrics = MeanMetrics()
         self._throughput = Throughput()
         self._term_gradients = TermGradients(self.model.parameters())
+        self._rollout_log = RolloutLog.of(args) if args.log_completions else None
 
     def compute_loss(
         self,
@@ -203,6 +152,8 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
             self._record(output, rollouts.entropy, text_logps, documents, layout)
+            if self._rollout_log is not None:
+                self._rollout_log.write(output.rows(documents, self.state.global_step, self.processing_class))
             if self._measures_gradients():
                 with self.budget.meter.paused():
                     self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)

@@ -10,7 +10,7 @@ import copy
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
+from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.over_trl import COMPLETIONS
@@ -65,10 +66,12 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
+    `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
     `server_failure` returns why a server started for this run failed permanently, or None if it has not.
     """
 
     args: RolloutGRPOConfig
+    rewards: Tensor
     config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
 
     def __init__(
@@ -107,6 +110,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         self._rows: list[Row] = []
         self._rollouts: list[Rollout] = []
         self._throughput = Throughput()
+        self._rollout_log = RolloutLog.of(args) if args.log_completions else None
         self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
         self._epoch_iterator: Any = None
         self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
@@ -261,6 +265,37 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
             self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
         return inputs
 
+    def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> None:
+        if self._rollout_log is not None and self.model.training:
+            self._rollout_log.write(self._logged_groups(rows, inputs["advantages"].tolist()))
+
+    def _logged_groups(self, rows: list[Row], advantages: list[float]) -> Iterator[dict[str, Any]]:
+        """Yield one entry of the log of rollouts per prompt."""
+        first, n, step = self.accelerator.process_index * len(rows), self.num_generations, self.state.global_step
+        rewards = self.rewards[first : first + len(rows)].tolist()
+        for start in range(0, len(rows), n):
+            row = rows[start]
+            yield {
+                "step": step,
+                "weights_step": self._sampled_from[1],
+                "staleness": step - self._sampled_from[1],
+                **{key: row[key] for key in _CONVERSATION if row.get(key) is not None},
+                "samples": [
+                    {
+                        "replies": self.text_tokenizer.batch_decode(self._rollouts[index].replies),
+                        "tokens": sum(self._rollouts[index].generated),
+                        "rewards": dict(zip(self.reward_func_names, rewards[index])),
+                        **self._terms_of(index),
+                        "advantage": advantages[index],
+                    }
+                    for index in range(start, start + n)
+                ],
+            }
+
+    def _terms_of(self, index: int) -> dict[str, float]:
+        """Return the terms of the reward of a completion, by name."""
+        return {}
+
     @torch.no_grad()
     def _logps(self, inputs: dict[str, Any], count: int) -> Tensor:
         """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
@@ -277,6 +312,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
             raise NonFiniteLossError(
                 f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
             )
+        self.rewards = rewards
         return rewards
 
     def _group_size(self) -> int:

@@ -37,6 +37,9 @@ class OverTRL(GRPOTrainer):
         """Return the inputs of the loss, computed from `rows` and their completions."""
         return inputs
 
+    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
+        """Called with the complete inputs of the loss."""
+
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
         return fields
@@ -63,6 +66,7 @@ class OverTRL(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.take_rows(inputs)
         found = self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
+        self.after_inputs(inputs, found)
         return found | {ROW: torch.arange(len(inputs))}
 
     def _generate(self, prompts: list) -> tuple:

@@ -99,8 +99,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def _advantages(self, rows: list[Row]) -> Tensor:
         """Return the advantages (B,) of this process's completions by `args.advantage_estimator`."""
         args = self.args
-        weights = self.reward_weights.to(self._rewards)
-        rewards = (self._rewards * weights).nansum(-1).view(-1, self.num_generations)  # None counts as 0, as in TRL
+        weights = self.reward_weights.to(self.rewards)
+        rewards = (self.rewards * weights).nansum(-1).view(-1, self.num_generations)  # None counts as 0, as in TRL
         diversity = weights[0] * args.diversity_coef * self.feature_reward.last.diversity.to(rewards)
         advantages = compute_advantages(
             rewards,
@@ -115,6 +115,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
         first = self.accelerator.process_index * len(rows)
         return advantages.flatten()[first : first + len(rows)]
 
+    def _terms_of(self, index: int) -> dict[str, float]:
+        match, where = self.feature_reward.last, divmod(index, self.num_generations)
+        return {"alignment": match.alignment[where].item(), "diversity": match.diversity[where].item()}
+
     # Evaluation
 
     def evaluate(
@@ -127,12 +131,12 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
-        self._rewards = super().after_rewards(rows, rewards)
+        rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
             self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
             values = held_out_values(self.feature_reward.last, self.feature_reward.options)
             self._held_out["features"].add(values, torch.ones(len(rows)))
-        return self._rewards
+        return rewards
 
     # Cross-entropy
 

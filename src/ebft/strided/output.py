@@ -1,0 +1,105 @@
+"""The results of a strided training step, for users of the trainer and for the log of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ebft.rewards import FeatureMatch
+from ebft.strided.layout import Documents, StridedLayout
+
+
+@dataclass
+class StridedOutput:
+    """The results of one step, all detached. Entries of masked-out blocks are zero.
+
+    anchors (B, NB) long; block_mask (B, NB) bool; rollouts (B, N, NB, G) long; logps (B, N, NB, G) float32;
+    alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB) float32; scalars rl_loss, ce_loss, loss.
+    """
+
+    anchors: Tensor
+    block_mask: Tensor
+    rollouts: Tensor
+    logps: Tensor
+    alignment: Tensor
+    diversity: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    cfm: Tensor
+    rl_loss: Tensor
+    ce_loss: Tensor
+    loss: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        layout: StridedLayout,
+        tokens: Tensor,
+        logps: Tensor,
+        match: FeatureMatch,
+        advantages: Tensor,
+        rl_loss: Tensor,
+        ce_loss: Tensor,
+        loss: Tensor,
+    ) -> StridedOutput:
+        """Convert the per-block results of a step to (documents, samples, blocks)."""
+
+        def samples_first(values: Tensor) -> Tensor:
+            return layout.for_users(values).transpose(1, 2).contiguous()
+
+        return cls(
+            anchors=layout.for_users(layout.block_anchors),
+            block_mask=layout.block_mask(),
+            rollouts=samples_first(tokens),
+            logps=samples_first(logps.detach()),
+            alignment=samples_first(match.alignment),
+            diversity=samples_first(match.diversity),
+            rewards=samples_first(match.rewards),
+            advantages=samples_first(advantages),
+            cfm=layout.for_users(match.cfm),
+            rl_loss=rl_loss.detach(),
+            ce_loss=ce_loss.detach(),
+            loss=loss.detach(),
+        )
+
+    def rows(self, documents: Documents, step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yield one entry of the log of rollouts per document with blocks; token ids instead of texts if no tokenizer.
+
+        A sample is the text of the document up to `anchor`, continued with `completion` instead of `reference`.
+        """
+
+        def texts(ids: list[list[int]]) -> list[Any]:
+            return ids if tokenizer is None else tokenizer.batch_decode(ids)
+
+        samples, length = self.rollouts.shape[1], self.rollouts.shape[-1]
+        per_sample = {name: getattr(self, name) for name in ("alignment", "diversity", "rewards", "advantages")}
+        for number, ids in enumerate(documents.tokens.split(documents.lengths.tolist())):
+            anchors = self.anchors[number][self.block_mask[number]].tolist()
+            if not anchors:
+                continue
+            completions = texts(self.rollouts[number, :, : len(anchors)].flatten(0, 1).tolist())
+            references = texts([ids[anchor : anchor + length].tolist() for anchor in anchors])
+            values = {name: value[number].tolist() for name, value in per_sample.items()}
+            yield {
+                "step": step,
+                "document": texts([ids.tolist()])[0],
+                "prompt_tokens": documents.prompt_length[number].item(),
+                "blocks": [
+                    {
+                        "anchor": anchor,
+                        "reference": references[block],
+                        "samples": [
+                            {
+                                "completion": completions[sample * len(anchors) + block],
+                                "tokens": length,
+                                **{name: value[sample][block] for name, value in values.items()},
+                            }
+                            for sample in range(samples)
+                        ],
+                    }
+                    for block, anchor in enumerate(anchors)
+                ],
+            }

@@ -1,0 +1,93 @@
+"""The log of rollouts: what both modes write, its bound, and a folder that cannot be written."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from ebft.monitor.rollout_log import FILE, RolloutLog
+from tests.strided.families import tiny_model
+from tests.strided.test_trainer import make as make_strided
+from tests.structured.conftest import chat_model, lora
+from tests.structured.trainers import make as make_structured
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def test_strided_rollouts_are_those_of_the_step(tmp_path):
+    trainer = make_strided(tmp_path, tiny_model("llama"), max_steps=2, log_completions=True)
+    outputs = []
+    loss = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, **kwargs: _keep(outputs, inputs, loss(model, inputs, True, **kwargs))
+    trainer.train()
+    found = entries(tmp_path)
+    assert {entry["step"] for entry in found} == {0, 1}
+    checked = 0
+    for inputs, output in outputs:
+        for number, mask in enumerate(output.block_mask):
+            if not mask.any():
+                continue
+            entry = found.pop(0)
+            real = inputs["input_ids"][number][inputs["attention_mask"][number].bool()].tolist()
+            assert entry["document"] == real
+            assert [block["anchor"] for block in entry["blocks"]] == output.anchors[number][mask].tolist()
+            for b, block in enumerate(entry["blocks"]):
+                assert block["reference"] == real[block["anchor"] :][: output.rollouts.shape[-1]]
+                for n, sample in enumerate(block["samples"]):
+                    assert sample["completion"] == output.rollouts[number, n, b].tolist()
+                    for name in ("alignment", "diversity", "rewards", "advantages"):
+                        assert sample[name] == pytest.approx(getattr(output, name)[number, n, b].item())
+                    checked += 1
+    assert found == [] and checked > 20
+
+
+def _keep(outputs, inputs, result):
+    outputs.append((inputs, result[1]))
+    return result[0]
+
+
+def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
+    trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, log_completions=True)
+    trainer.train()
+    found = entries(tmp_path)
+    n, last = trainer.num_generations, [entry for entry in found if entry["step"] == 1]
+    assert len(found) == 2 * len(last) and {entry["staleness"] for entry in found} == {0}
+    replies = [sample["replies"] for entry in last for sample in entry["samples"]]
+    assert replies == [chat_tokenizer.batch_decode(rollout.replies) for rollout in trainer._rollouts]
+    match = trainer.feature_reward.last
+    rewards = torch.tensor([[sample["rewards"]["feature_matching"] for sample in entry["samples"]] for entry in last])
+    torch.testing.assert_close(rewards, match.rewards)
+    for name in ("alignment", "diversity"):
+        found = torch.tensor([[sample[name] for sample in entry["samples"]] for entry in last])
+        torch.testing.assert_close(found, getattr(match, name))
+    advantages = torch.tensor([[sample["advantage"] for sample in entry["samples"]] for entry in last])
+    assert advantages.shape[1] == n and advantages.std() > 0
+    assert all({"prompt", "ground_truth"} <= entry.keys() for entry in last)
+    assert any("remaining_turns" in entry for entry in last)
+
+
+def test_files_are_bounded(tmp_path):
+    log = RolloutLog(tmp_path / "new folder", max_bytes=1000)
+    for step in range(100):
+        log.write([{"step": step, "text": "ä" * 20}])
+    files = sorted(path.name for path in (tmp_path / "new folder").iterdir())
+    assert files == [FILE, f"{FILE}.1", f"{FILE}.2", f"{FILE}.3"]
+    assert all(path.stat().st_size <= 1000 for path in (tmp_path / "new folder").iterdir())
+    assert entries(tmp_path / "new folder")[-1] == {"step": 99, "text": "ä" * 20}
+    other = RolloutLog(tmp_path / "new folder", rank=1)
+    other.write([{"step": 0}])
+    assert (tmp_path / "new folder" / "rollouts-rank1.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "run" / FILE).mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "run"):
+        log = RolloutLog(folder)
+        with pytest.warns(UserWarning, match="cannot be written .*, so it lacks rollouts"):
+            log.write([{"step": 0}])
+        with warnings.catch_warnings(action="error"):
+            log.write([{"step": 1}])
