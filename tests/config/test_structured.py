@@ -75,7 +75,6 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"trl": {"reward_num_workers": 4}}, "reward_num_workers has no effect: reward functions run"),
         ({"trl": {"streaming_partial_batch": True}}, "rewards are already computed group by group"),
         ({"trl": {"use_data_producer": True}}, "use_data_producer has no effect: generation"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),

@@ -55,6 +55,22 @@ class RolloutOptions:
     prefetch_depth: Annotated[
         int, Field(ge=1, description="Number of generation batches to prefetch with async_prefetch.")
     ] = 1
+    reward_num_workers: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Number of processes that call reward functions, one prompt group at a time, each in its main "
+            "thread, where signal.alarm can be used. 1: the training process calls them with all completions.",
+        ),
+    ] = 1
+    reward_timeout: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Time limit in seconds of a reward function for the completions of one prompt, with "
+            "reward_num_workers above 1. They get no reward from it if it takes longer.",
+        ),
+    ] = 600.0
     skip_zero_advantage_batches: Annotated[
         bool, Field(description="Skip the forward and backward pass of micro-batches whose advantages are all zero.")
     ] = True
@@ -152,9 +168,6 @@ class RewardKeys(Section):
     reward_weights: list[float] | None = Field(None, description="Weights of the reward functions.")
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
         None, description="Whether several rewards are summed before or after normalisation."
-    )
-    reward_num_workers: Count | None = Field(
-        None, description="No effect: reward functions run in the training process."
     )
 
 

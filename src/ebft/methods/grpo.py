@@ -32,7 +32,6 @@ _NOT_HERE = (
 )
 # Keys of `trl:` without effect: the values that give no warning, and the reason.
 _WITHOUT_EFFECT = {
-    "reward_num_workers": Ignored((None, 1), "reward functions run in the main thread of the training process"),
     "use_data_producer": Ignored((None, False), "generation and prefetching do not use a data producer"),
     "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
     "reroll_max_groups": Ignored((None, 1), "failed prompts are not retried"),

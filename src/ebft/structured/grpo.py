@@ -30,6 +30,7 @@ from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.over_trl import COMPLETIONS
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.structured.reward_workers import run_in_workers
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.sampling import Backend, Sampling
@@ -97,6 +98,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
+        reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         for scored in (model, self.ref_model):
