@@ -42,8 +42,6 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ),
         ({"trl": {"async_prefetch": True}}, "trl.async_prefetch requires a vLLM server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
-        ({"trl": {"replay_buffer_size": 10}}, "trl.replay_buffer_size: 10 is not supported"),
-        ({"trl": {"reroll_start_fraction": 0.5}}, "trl.reroll_start_fraction"),
         ({"trl": {"rollout_func": "a.b"}}, "trl.rollout_func: 'a.b' is not supported"),
         (
             {"trl": {"reward_funcs": ["json.loads"], "reward_weights": [1.0]}},

@@ -272,6 +272,8 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
         assert (close | ((ratio - 1.05).abs() < 1e-2)).all()  # at the cap rounding decides
         assert count > 0
     assert (batch["importance_sampling_ratio"] - 1).abs().max() > 0.03
+    difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]) * batch["completion_mask"]
+    torch.testing.assert_close(trainer.importance_ratio(difference), batch["importance_sampling_ratio"])
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,33 @@ class RolloutOptions:
     prefetch_depth: Annotated[
         int, Field(ge=1, description="Number of generation batches to prefetch with async_prefetch.")
     ] = 1
+    replay_buffer_size: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Number of prompt groups with a training signal to keep, which replace groups whose advantages "
+            "are all zero in later batches; 0 disables it.",
+        ),
+    ] = 0
+    replay_recompute_logps: Annotated[
+        bool,
+        Field(
+            description="Compute the old policy's log-probabilities of replayed completions with the current weights; "
+            "false: use those of the weights they were sampled from."
+        ),
+    ] = True
+    reroll_start_fraction: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Fraction of training after which prompts without a rewarded completion are sampled again, in "
+            "place of other prompts; 1 disables it.",
+        ),
+    ] = 1.0
+    reroll_max_groups: Annotated[
+        int, Field(ge=1, description="Maximum number of prompts per batch to replace by prompts to sample again.")
+    ] = 1
     reward_num_workers: Annotated[
         int,
         Field(
@@ -196,14 +223,6 @@ class RolloutServerKeys(Section):
     )
     streaming_partial_batch: bool | None = Field(None, description="No effect: rewards are computed group by group.")
     streaming_min_groups: Count | None = Field(None, description="No effect, see streaming_partial_batch.")
-    replay_buffer_size: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Not supported above 0: there is no replay buffer."
-    )
-    replay_recompute_logps: bool | None = Field(None, description="No effect: there is no replay buffer.")
-    reroll_start_fraction: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Not supported below 1: failed prompts are not retried."
-    )
-    reroll_max_groups: Count | None = Field(None, description="No effect: failed prompts are not retried.")
     log_completions: bool | None = Field(
         None,
         description="Write all completions of training, with their rewards and advantages, to rollouts.jsonl in "

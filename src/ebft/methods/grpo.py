@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 FEATURE_MATCHING = "feature_matching"
 _OWN_ROLLOUTS = "use trl.GRPOTrainer in a script, with ebft.FeatureMatchingReward as one of its reward functions"
 # Unsupported keys of `trl:` that would change the training: (key, value that disables it, what to do instead).
-_NOT_HERE = (
-    ("rollout_func", None, f"Remove it, or {_OWN_ROLLOUTS}."),
-    ("replay_buffer_size", 0, "Remove it; scale_rewards and a higher temperature give more groups a training signal."),
-    ("reroll_start_fraction", 1.0, "Remove it; train for more epochs to repeat prompts."),
-)
+_NOT_HERE = (("rollout_func", None, f"Remove it, or {_OWN_ROLLOUTS}."),)
 # Keys of `trl:` without effect: the values that give no warning, and the reason.
 _WITHOUT_EFFECT = {
     "use_data_producer": Ignored((None, False), "generation and prefetching do not use a data producer"),
-    "replay_recompute_logps": Ignored((None, True), "there is no replay buffer"),
-    "reroll_max_groups": Ignored((None, 1), "failed prompts are not retried"),
     "streaming_partial_batch": Ignored((None, False), "rewards are already computed group by group"),
     "streaming_min_groups": Ignored((None,), "rewards are already computed group by group"),
 }

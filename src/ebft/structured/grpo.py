@@ -29,6 +29,7 @@ from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.over_trl import COMPLETIONS
+from ebft.structured.replay import FailedPrompts, ReplayBuffer
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_workers
 from ebft.structured.rollouts.hf import HFBackend
@@ -113,6 +114,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         self._rollouts: list[Rollout] = []
         self._throughput = Throughput()
         self._rollout_log = RolloutLog.of(args) if args.log_completions else None
+        n, pad = self.num_generations, self.processing_class.pad_token_id
+        self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
+        self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
         self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
         self._epoch_iterator: Any = None
         self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
@@ -138,7 +142,16 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
     # Rollouts
 
     def take_rows(self, rows: list[Row]) -> None:
+        if self._prefetcher is None and self.model.training:
+            self._inject_failed(rows)
         self._rows = rows
+
+    def _inject_failed(self, rows: list[Row]) -> None:
+        """Replace some of the rows, in place, by prompts that failed before, in the last part of training."""
+        if self._failed is None:
+            return
+        starts = self.state.global_step >= self.args.reroll_start_fraction * self.state.max_steps
+        self.log_mean("train", "rerolled_groups", self._failed.inject(rows) if starts else 0)
 
     def _rollout_fields(self) -> dict[str, Any]:
         """Return the rollouts of the current rows, in the format of TRL's rollout_func."""
@@ -267,9 +280,43 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
             self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
         return inputs
 
-    def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> None:
-        if self._rollout_log is not None and self.model.training:
+    def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.model.training:
+            return inputs
+        if self._rollout_log is not None:
             self._rollout_log.write(self._logged_groups(rows, inputs["advantages"].tolist()))
+        if self._failed is not None:
+            first = self.accelerator.process_index * len(rows)
+            totals = (self.rewards * self.reward_weights.to(self.rewards)).nansum(-1)
+            self._failed.add(rows, totals[first : first + len(rows)].tolist())
+        return inputs if self._replay is None else self._with_replayed(inputs)
+
+    def _with_replayed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the loss in which groups of the replay buffer replace those without a signal."""
+        if not self.args.replay_recompute_logps and "old_per_token_logps" not in inputs:
+            inputs = inputs | {"old_per_token_logps": self._logps(inputs, len(inputs["advantages"]))}
+        inputs, replaced = self._replay.replace(inputs)
+        self.log_mean("train", "replayed_groups", len(replaced) / self.num_generations)
+        if replaced and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
+            inputs = inputs | self._recomputed(inputs, replaced)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        inputs["num_items_in_batch"] = self.accelerator.reduce(mask.sum(), "sum")
+        if "reference_mask" in inputs:
+            inputs["reference_tokens"] = self.accelerator.reduce(inputs["reference_mask"].sum(), "sum")
+        return inputs
+
+    def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
+        """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
+        some = {key: inputs[key][rows] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+        logps = inputs["old_per_token_logps"].clone()
+        logps[rows] = self._logps(some, len(rows))
+        if "importance_sampling_ratio" not in inputs:
+            return {"old_per_token_logps": logps}
+        mask = some["completion_mask"] * (inputs["tool_mask"][rows] if "tool_mask" in inputs else 1)
+        ratio = inputs["importance_sampling_ratio"].clone()
+        difference = (logps[rows] - inputs["sampling_per_token_logps"][rows]) * mask
+        ratio[rows] = self.importance_ratio(difference.nan_to_num(0.0))
+        return {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
 
     def _logged_groups(self, rows: list[Row], advantages: list[float]) -> Iterator[dict[str, Any]]:
         """Yield one entry of the log of rollouts per prompt."""
@@ -356,6 +403,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
                 break
             is_first = self.generation_batch is None and self._read == self.trained_micro_batches
             if self._read % every == 0 or is_first:
+                self._inject_failed(rows)
                 self._prefetcher.announce(rows)
             self._ahead.append(rows)
             self._read += 1

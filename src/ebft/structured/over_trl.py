@@ -37,8 +37,9 @@ class OverTRL(GRPOTrainer):
         """Return the inputs of the loss, computed from `rows` and their completions."""
         return inputs
 
-    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
-        """Called with the complete inputs of the loss."""
+    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
+        return inputs
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
@@ -66,7 +67,7 @@ class OverTRL(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.take_rows(inputs)
         found = self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
-        self.after_inputs(inputs, found)
+        found = self.after_inputs(inputs, found)
         return found | {ROW: torch.arange(len(inputs))}
 
     def _generate(self, prompts: list) -> tuple:
@@ -146,6 +147,19 @@ class OverTRL(GRPOTrainer):
     def text_tokenizer(self) -> Any:
         """The tokenizer inside `processing_class`."""
         return self._tokenizer
+
+    def importance_ratio(self, difference: Tensor) -> Tensor:
+        """Return the ratios, (B, C) or (B, 1), that correct for sampling from another policy, as TRL computes them.
+
+        `difference` (B, C): log-probabilities of the trainer minus those of the sampler, 0 at masked tokens.
+        """
+        mode = self.vllm_importance_sampling_mode
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        ratio = (difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference).exp()
+        if mode.endswith("truncate"):
+            return ratio.clamp(low, high) if low is not None or high is not None else ratio
+        outside = (ratio < (low if low is not None else 0.0)) | (ratio > (high if high is not None else float("inf")))
+        return ratio.masked_fill(outside, 0.0)
 
     def log_mean(self, mode: str, name: str, value: float) -> None:
         """Add a value to a metric of `train` or `eval`, whose mean is logged next."""
