@@ -51,13 +51,17 @@ def _keep(outputs, inputs, result):
 
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, log_completions=True)
+    received = []
+    trainer.scored_rollouts.hooks.append(lambda rollouts, rewards: received.append((rollouts, rewards)))
     trainer.train()
     found = entries(tmp_path)
     n, last = trainer.num_generations, [entry for entry in found if entry["step"] == 1]
     assert len(found) == 2 * len(last) and {entry["staleness"] for entry in found} == {0}
     replies = [sample["replies"] for entry in last for sample in entry["samples"]]
     assert replies == [chat_tokenizer.batch_decode(rollout.replies) for rollout in trainer._rollouts]
+    assert [entry for entries, _ in received for entry in entries] == found
     match = trainer.feature_reward.last
+    torch.testing.assert_close(received[-1][1], match.rewards.flatten())
     rewards = torch.tensor([[sample["rewards"]["feature_matching"] for sample in entry["samples"]] for entry in last])
     torch.testing.assert_close(rewards, match.rewards)
     for name in ("alignment", "diversity"):

@@ -88,7 +88,6 @@ IGNORED: dict[str, Ignored] = {
 _REMOVE = "remove it"
 
 UNSUPPORTED = {
-    "plugins": _REMOVE,
     "early_stopping_patience": "remove it; load_best_model_at_end: true loads the best checkpoint at the end",
     "neftune_noise_alpha": f"remove it; {rules.NEFTUNE}",
     "eval_table_size": _REMOVE,

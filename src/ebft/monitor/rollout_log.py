@@ -1,4 +1,4 @@
-"""A file with the rollouts of every training step and their rewards, in a run's output folder."""
+"""The rollouts of every training step with their rewards: a file in the output folder, and functions of the user."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 FILE = "rollouts.jsonl"
 _MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
@@ -28,11 +30,6 @@ class RolloutLog:
         self._handler: _Handler | None = None
         self._has_failed = False
 
-    @classmethod
-    def of(cls, args: Any) -> RolloutLog:
-        """Return the log of a run with these training arguments."""
-        return cls(args.output_dir, args.process_index)
-
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append `rows`, and write them to the disk."""
         try:
@@ -48,6 +45,28 @@ class RolloutLog:
             if not self._has_failed:
                 self._has_failed = True
                 warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=2)
+
+
+class ScoredRollouts:
+    """Passes the rollouts of each training step to `rollouts.jsonl`, with `args.log_completions`, and to `hooks`.
+
+    A hook is called as `hook(rollouts, rewards)`: the entries of the log, a list of dicts, and the total rewards of
+    this process's rollouts, in the shape that the trainer documents.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
+        self._log = RolloutLog(args.output_dir, args.process_index) if args.log_completions else None
+
+    def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
+        """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
+        if self._log is None and not self.hooks:
+            return
+        entries = list(rollouts())
+        if self._log is not None:
+            self._log.write(entries)
+        for hook in self.hooks:
+            hook(entries, rewards)
 
 
 class _Handler(RotatingFileHandler):

@@ -53,6 +53,10 @@ def check_runnable(config: RunConfig) -> None:
     _check_deepspeed(config.deepspeed)
     check_report_to(config)
     check_optimizer(config)
+    if config.plugins:
+        from ebft.run.plugins import check_plugins  # imports transformers
+
+        check_plugins(config.plugins)
 
 
 def _check_types(config: RunConfig) -> None:

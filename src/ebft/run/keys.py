@@ -182,6 +182,11 @@ class ReportingKeys(Section):
     report_to: str | list[str] | None = Field(
         None, description="Names of the trackers in transformers; the use_ keys below add trackers to it."
     )
+    plugins: list[str] = Field(
+        [],
+        description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, or a class with a "
+        "method on_rollouts_scored(rollouts, rewards), which is called with the rollouts of each training step.",
+    )
     use_tensorboard: bool | None = Field(None, description="Write TensorBoard logs.")
     use_wandb: bool | None = Field(
         None, description="Log to Weights & Biases. If unset, enabled if wandb_project is set."

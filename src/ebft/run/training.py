@@ -26,6 +26,7 @@ from ebft.run.checkpoints import find_checkpoint, has_optimizer_state, newest_ch
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.run.plugins import add_plugins
 from ebft.run.same_run import SaveRunKeys
 from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
@@ -144,6 +145,7 @@ def build_trainer(
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     trainer.add_callback(SaveRunKeys(config))
+    add_plugins(trainer, config.plugins)
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
-from ebft.monitor.rollout_log import RolloutLog
+from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.prefix.policy import check_supported, prepare
 from ebft.rewards import compute_advantages, match_features
@@ -70,6 +71,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
     `args.feature_device`). The loss is normalised by the number of tokens of the whole optimizer step, over all
     micro-batches and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config`
     adds a new adapter to it. Raises ModelError for architectures that strided EBFT does not support.
+    `scored_rollouts.hooks` are called in each training step with its rollouts and their rewards (B, N, NB).
     """
 
     args: StridedEBFTConfig
@@ -106,7 +108,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self._metrics = MeanMetrics()
         self._throughput = Throughput()
         self._term_gradients = TermGradients(self.model.parameters())
-        self._rollout_log = RolloutLog.of(args) if args.log_completions else None
+        self.scored_rollouts = ScoredRollouts(args)
 
     def compute_loss(
         self,
@@ -152,8 +154,8 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
             self._record(output, rollouts.entropy, text_logps, documents, layout)
-            if self._rollout_log is not None:
-                self._rollout_log.write(output.rows(documents, self.state.global_step, self.processing_class))
+            entries = partial(output.rows, documents, self.state.global_step, self.processing_class)
+            self.scored_rollouts(entries, output.rewards)
             if self._measures_gradients():
                 with self.budget.meter.paused():
                     self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
-from ebft.monitor.rollout_log import RolloutLog
+from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.over_trl import COMPLETIONS
@@ -69,6 +70,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
     `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
+    `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
     `server_failure` returns why a server started for this run failed permanently, or None if it has not.
     """
 
@@ -113,7 +115,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         self._rows: list[Row] = []
         self._rollouts: list[Rollout] = []
         self._throughput = Throughput()
-        self._rollout_log = RolloutLog.of(args) if args.log_completions else None
+        self.scored_rollouts = ScoredRollouts(args)
         n, pad = self.num_generations, self.processing_class.pad_token_id
         self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
         self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
@@ -283,12 +285,12 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
     def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.model.training:
             return inputs
-        if self._rollout_log is not None:
-            self._rollout_log.write(self._logged_groups(rows, inputs["advantages"].tolist()))
+        first = self.accelerator.process_index * len(rows)
+        rewards = self.rewards[first : first + len(rows)]
+        totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
+        self.scored_rollouts(partial(self._logged_groups, rows, rewards, inputs["advantages"]), totals)
         if self._failed is not None:
-            first = self.accelerator.process_index * len(rows)
-            totals = (self.rewards * self.reward_weights.to(self.rewards)).nansum(-1)
-            self._failed.add(rows, totals[first : first + len(rows)].tolist())
+            self._failed.add(rows, totals.tolist())
         return inputs if self._replay is None else self._with_replayed(inputs)
 
     def _with_replayed(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -318,10 +320,10 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         ratio[rows] = self.importance_ratio(difference.nan_to_num(0.0))
         return {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
 
-    def _logged_groups(self, rows: list[Row], advantages: list[float]) -> Iterator[dict[str, Any]]:
-        """Yield one entry of the log of rollouts per prompt."""
-        first, n, step = self.accelerator.process_index * len(rows), self.num_generations, self.state.global_step
-        rewards = self.rewards[first : first + len(rows)].tolist()
+    def _logged_groups(self, rows: list[Row], rewards: Tensor, advantages: Tensor) -> Iterator[dict[str, Any]]:
+        """Yield one entry of the log of rollouts per prompt, given rewards (B, functions) and advantages (B,)."""
+        n, step = self.num_generations, self.state.global_step
+        rewards, advantages = rewards.tolist(), advantages.tolist()
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {

@@ -1,0 +1,59 @@
+"""Plugins: callbacks and receivers of rollouts, by their import path."""
+
+import json
+
+import pytest
+
+from ebft import train
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
+from ebft.run.checks import check_runnable
+from tests.run import following
+from tests.run.test_training import STRIDED, make, text  # noqa: F401 - fixtures
+
+PATH = "tests.run.following."
+
+
+@pytest.fixture(autouse=True)
+def seen():
+    following.seen.clear()
+    return following.seen
+
+
+def test_callbacks_and_rollouts_of_a_strided_run(make, seen, tmp_path):  # noqa: F811
+    options = {**STRIDED, "ebft": {**STRIDED["ebft"], "log_completions": True}}
+    train(make("ebft_pretrain.transform", plugins=[PATH + "Both"], **options))
+    assert [entry for entry in seen if isinstance(entry, int)] == [1, 2]
+    calls = [entry for entry in seen if not isinstance(entry, int)]
+    assert len(calls) == 2
+    logged = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    assert [entry for entries, _ in calls for entry in entries] == logged
+    for entries, rewards in calls:
+        first = entries[0]["blocks"][0]["samples"]
+        assert rewards[0, :, 0].tolist() == pytest.approx([sample["rewards"] for sample in first])
+        assert isinstance(entries[0]["document"], str)
+
+
+def test_a_callback_of_plain_fine_tuning(make, seen):  # noqa: F811
+    train(make(plugins=[PATH + "Steps"]))
+    assert seen == [1, 2]
+    with pytest.raises(ConfigError, match="has on_rollouts_scored, but this method samples no rollouts"):
+        train(make(plugins=[PATH + "Rollouts"], output_dir="elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (PATH + "Neither", "must be a class: a transformers.TrainerCallback, or one with a method on_rollouts_scored"),
+        (PATH + "function", "must be a class"),
+        (PATH + "Absent", "has no function 'Absent'"),
+        ("no_such_module.Class", "the module was not found"),
+        ("axolotl.integrations.liger.LigerPlugin", "is a plugin for axolotl and does not run here"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_loaded(name, message):
+    config = RunConfig.from_dict(
+        {"base_model": "some/model", "datasets": [{"path": "x", "type": "completion"}], "plugins": [name]}
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(config)
