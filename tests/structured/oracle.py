@@ -82,6 +82,8 @@ def token_logps(model, prompt_ids, ids, temperature, top_k=0, top_p=1.0, min_p=N
     """Log-probabilities of `ids` after the prompt in the distribution that is sampled from, with gradients."""
     logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
     logps = (logits.double() / temperature).log_softmax(-1)
+    if not top_k and top_p == 1 and not min_p:
+        return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
     found = []
     for row, token in zip(logps, ids):
         order = row.tolist()
