@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "errors",
     "anchors config fetch.cache over_transformers rewards",
-    "keys fetch.models",
+    "keys fetch.catalog",
     "data",
     "models serving",
     "features monitor scores",

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import FetchError, ModelError
 from ebft.fetch import convert
+from ebft.fetch.catalog import MODELS, fetched_folder
 from ebft.fetch.convert import convert_file, fetch_model
-from ebft.fetch.models import MODELS, fetched_folder
 from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
@@ -107,7 +107,7 @@ def test_without_network_the_way_around_is_told(tiny_model, monkeypatch):
 
 
 def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
-    monkeypatch.setattr("ebft.fetch.models.find_spec", lambda _: None)
+    monkeypatch.setattr("ebft.fetch.catalog.find_spec", lambda _: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with pytest.raises(ModelError, match=r"pip install '\.\[gguf\]'"):
         fetch_model("tiny")

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError, ModelError
-from ebft.fetch.models import MARK, MODELS, cached_folder
+from ebft.fetch.catalog import MARK, MODELS, cached_folder
 from ebft.serving.command import server_command
 
 PYTHON = "/env/bin/python"

@@ -6,7 +6,7 @@ import torch
 
 from ebft import EBFTTrainer
 from ebft.cli.train import leave_process_group
-from ebft.structured.rollouts.sampling import Completion
+from ebft.structured.rollouts.backend import Completion
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.trainers import arguments, rows
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ebft import AsyncEBFTConfig, EBFTTrainer
 from ebft.errors import NonFiniteLossError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.rollouts.sampling import Completion
+from ebft.structured.rollouts.backend import Completion
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import arguments, make, one_step, rows

@@ -331,8 +331,8 @@ def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
 
 def test_samples_are_independent_and_long_batches_are_fine(base, port):
     """Equal prompts in several requests at once, more tokens than the server takes in one step."""
+    from ebft.structured.rollouts.backend import Sampling
     from ebft.structured.rollouts.client import VLLMClient
-    from ebft.structured.rollouts.sampling import Sampling
 
     client = VLLMClient("127.0.0.1", port, 120)
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ import typer
 
 from ebft.cli.console import polite
 from ebft.errors import FetchError
-from ebft.fetch.models import MODELS, fetched_folder, is_gguf
+from ebft.fetch.catalog import MODELS, fetched_folder, is_gguf
 
 HELP = """Download a pretrained model, or copy the example configs. Without a name, list what is available.
 

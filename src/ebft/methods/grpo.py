@@ -14,7 +14,7 @@ from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
-from ebft.fetch.models import as_folder, is_gguf
+from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
 

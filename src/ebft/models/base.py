@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError
-from ebft.fetch.models import as_folder, is_gguf
+from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
 from ebft.models.gguf import check_gguf_file
 from ebft.models.placement import usable_attention, usable_device_map

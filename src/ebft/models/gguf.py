@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ebft.errors import ModelError
-from ebft.fetch.models import is_gguf, require_gguf
+from ebft.fetch.catalog import is_gguf, require_gguf
 from ebft.over_transformers import forget_title, read_gguf_metadata
 
 # Values of `tokenizer.ggml.pre` for GPT-2's pre-tokenisation, and for the same with individual digits.

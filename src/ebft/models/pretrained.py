@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import lasting_name, locate
-from ebft.fetch.models import is_gguf
+from ebft.fetch.catalog import is_gguf
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 
 

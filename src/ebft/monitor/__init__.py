@@ -1,7 +1,7 @@
 """Monitoring of training: console output, throughput and the compute budget."""
 
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
-from ebft.monitor.console import ConsoleMetrics, ProgressBar
+from ebft.monitor.console_metrics import ConsoleMetrics, ProgressBar
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.throughput import Throughput
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
-from ebft.fetch.models import MODELS, as_folder, is_gguf
+from ebft.fetch.catalog import MODELS, as_folder, is_gguf
 from ebft.models.keys import AdapterKeys, ModelKeys
 from ebft.serving.address import base_url
 from ebft.serving.devices import VISIBLE, serves_on_gpu

@@ -33,9 +33,9 @@ from ebft.structured.over_trl import COMPLETIONS
 from ebft.structured.replay import FailedPrompts, ReplayBuffer
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_workers
+from ebft.structured.rollouts.backend import Backend, Sampling
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
-from ebft.structured.rollouts.sampling import Backend, Sampling
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
 from ebft.structured.scoring import SharedPromptScoring

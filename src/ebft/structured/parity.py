@@ -13,7 +13,7 @@ from ebft.models.causal_lm import evaluating
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
 from ebft.prefix.policy import prepare
-from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
 from ebft.structured.shared_prompt import Prompt, score_completions
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.backend import Sampling
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
 from tests.structured.trainers import make

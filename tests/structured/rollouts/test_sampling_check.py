@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.adapters import AdapterSync
-from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.sampling_check import Difference, SamplingCheck
 from tests.structured.conftest import chat_model, lora
 

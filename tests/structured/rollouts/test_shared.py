@@ -5,7 +5,7 @@ import torch
 
 from ebft.models.causal_lm import decoder_layers, evaluating
 from ebft.prefix.policy import prepare
-from ebft.structured.rollouts.sampling import Sampling
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
 from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from ebft.errors import RolloutError
-from ebft.structured.rollouts.sampling import Completion, Sampling
+from ebft.structured.rollouts.backend import Completion, Sampling
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from ebft.models.causal_lm import evaluating, unwrap_adapter
-from ebft.structured.rollouts.sampling import Completion, Sampling
+from ebft.structured.rollouts.backend import Completion, Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
 
 

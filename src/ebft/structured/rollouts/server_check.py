@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import RolloutError
 from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.client import VLLMClient
-from ebft.structured.rollouts.sampling import Sampling
 
 _TEXT = "def add(a, b):\n    return a + b\n\n# Every token counts: 3.14159, naïve, 東京."
 _TOKENS = 32  # number of sampled tokens to compare

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ebft.structured.rollouts.adapters import AdapterSync, Version
+from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.client import VLLMClient
-from ebft.structured.rollouts.sampling import Sampling
 from ebft.structured.rollouts.sampling_check import Difference, SamplingCheck, Weights
 from ebft.structured.rollouts.server_check import check_server
 from ebft.structured.rollouts.vllm import VLLMBackend

@@ -15,7 +15,7 @@ from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixP
 from ebft.prefix.logps import Softmax
 from ebft.prefix.policy import backbone_states, head_of, run_wrapped
 from ebft.prefix.sampling import Truncation, sample_tokens
-from ebft.structured.rollouts.sampling import Completion, Sampling
+from ebft.structured.rollouts.backend import Completion, Sampling
 
 
 class SharedPromptSampler:

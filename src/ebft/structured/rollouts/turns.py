@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ebft.data.conversation import Conversation, Message, Turn, end_length, is_reply
 from ebft.errors import DataError
-from ebft.structured.rollouts.sampling import Backend
+from ebft.structured.rollouts.backend import Backend
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebft.structured.rollouts.adapters import AdapterSync, Version
+from ebft.structured.rollouts.backend import Completion, Sampling
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
-from ebft.structured.rollouts.sampling import Completion, Sampling
 
 _RELOADS = 3  # attempts per call to reload an adapter that a restarted server has lost
 
