@@ -94,7 +94,7 @@ def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tok
                 parameter.add_(1.0)
         versions.append(sync.publish(step))
         values.append([parameter.clone() for parameter in trained])
-    assert set(sync.kept) == set(versions[1:])
+    assert sync.kept == [versions[2], versions[1]]  # in the same order on all processes
     with pytest.raises(RuntimeError, match="in the block"), sync.weights_of(versions[1]):
         assert all(torch.equal(now, then) for now, then in zip(trained, values[1]))
         raise RuntimeError("in the block")
@@ -102,7 +102,7 @@ def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tok
     sync.hold(versions[2])
     for step in (3, 4):
         versions.append(sync.publish(step))
-    assert set(sync.kept) == set(versions[2:])
+    assert sync.kept == [versions[2], versions[4], versions[3]]
     sync.close()
     assert sync.kept == []
 

@@ -75,7 +75,8 @@ class AdapterSync:
         self._live.append(self.current)
         own = [parameter.detach().clone() for parameter in self._parameters()]
         self._weights[self.current] = own
-        self._weights = {version: self._weights[version] for version in {*self._live, previous} if version}
+        kept = dict.fromkeys((*self._live, previous))  # in the same order on all processes
+        self._weights = {version: self._weights[version] for version in kept if version}
         return self.current
 
     @property
