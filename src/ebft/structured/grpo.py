@@ -299,8 +299,10 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
             inputs = inputs | {"old_per_token_logps": self._logps(inputs, len(inputs["advantages"]))}
         inputs, replaced = self._replay.replace(inputs)
         self.log_mean("train", "replayed_groups", len(replaced) / self.num_generations)
-        if replaced and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
-            inputs = inputs | self._recomputed(inputs, replaced)
+        count = self.accelerator.reduce(torch.tensor(float(len(replaced)), device=self.args.device), "sum")
+        if count and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
+            # All processes run the model, which may be sharded; a row that was not replaced has these values already.
+            inputs = inputs | self._recomputed(inputs, replaced or [0])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         inputs["num_items_in_batch"] = self.accelerator.reduce(mask.sum(), "sum")
         if "reference_mask" in inputs:
