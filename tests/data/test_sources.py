@@ -51,6 +51,12 @@ def test_strings_of_json_that_look_like_dates_stay_strings(tmp_path, kind):
     assert found.to_list() == [*rows, rows[0]]
 
 
+def test_a_key_named_timestamp_is_left_to_the_reader(tmp_path):
+    rows = [{"text": "a", "meta": {"timestamp": 5}}, {"text": "b", "meta": {"timestamp": "x"}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_source(entry(tmp_path / "rows.jsonl"))["text"][:] == ["a", "b"]
+
+
 def test_ds_type_overrules_the_ending(tmp_path):
     path = write(tmp_path / "rows.data", "jsonl")
     assert read_source(entry(path, ds_type="json"))["text"][:] == ["one", "two", "three"]

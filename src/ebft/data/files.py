@@ -122,7 +122,7 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
 
 def _with_dates_as_text(rows: Dataset, paths: list[Path]) -> Dataset:
     """Undo the JSON reader's conversion of columns of strings to timestamps: JSON has no dates."""
-    columns = [name for name, feature in rows.features.items() if "timestamp" in str(feature)]
+    columns = [name for name in rows.column_names if "timestamp[" in str(rows.data.schema.field(name).type)]
     if columns:
         found = [row for path in paths for row in _json_rows(read_text(path))]
         for name in columns:
