@@ -30,7 +30,7 @@ from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.over_trl import COMPLETIONS
-from ebft.structured.replay import FailedPrompts, ReplayBuffer
+from ebft.structured.replay import UsesPromptsAgain
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_workers
 from ebft.structured.rollouts.backend import Backend, Sampling
@@ -38,7 +38,6 @@ from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
-from ebft.structured.scoring import SharedPromptScoring
 from ebft.structured.validation import (
     check_arguments,
     check_model,
@@ -65,7 +64,7 @@ class RolloutJob:
         return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
 
 
-class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
+class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
@@ -116,9 +115,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         self._rollouts: list[Rollout] = []
         self._throughput = Throughput()
         self.scored_rollouts = ScoredRollouts(args)
-        n, pad = self.num_generations, self.processing_class.pad_token_id
-        self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
-        self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
+        self.prepare_second_uses()
         self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
         self._epoch_iterator: Any = None
         self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
@@ -145,15 +142,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
 
     def take_rows(self, rows: list[Row]) -> None:
         if self._prefetcher is None and self.model.training:
-            self._inject_failed(rows)
+            self.inject_failed(rows)
         self._rows = rows
-
-    def _inject_failed(self, rows: list[Row]) -> None:
-        """Replace some of the rows, in place, by prompts that failed before, in the last part of training."""
-        if self._failed is None:
-            return
-        starts = self.state.global_step >= self.args.reroll_start_fraction * self.state.max_steps
-        self.log_mean("train", "rerolled_groups", self._failed.inject(rows) if starts else 0)
 
     def _rollout_fields(self) -> dict[str, Any]:
         """Return the rollouts of the current rows, in the format of TRL's rollout_func."""
@@ -276,7 +266,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         if self._server is not None and self.model.training:
-            found = self._server.check_samples(inputs, *self._sampled_from, lambda count: self._logps(inputs, count))
+            found = self._server.check_samples(
+                inputs, *self._sampled_from, lambda count: self.first_logps(inputs, count)
+            )
             self.log_mean("train", "sampling/logp_diff", found.mean)
             self.log_mean("train", "sampling/raw_ratio_mean", found.ratio_mean)
             self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
@@ -289,38 +281,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
         rewards = self.rewards[first : first + len(rows)]
         totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
         self.scored_rollouts(partial(self._logged_groups, rows, rewards, inputs["advantages"]), totals)
-        if self._failed is not None:
-            self._failed.add(rows, totals.tolist())
-        return inputs if self._replay is None else self._with_replayed(inputs)
-
-    def _with_replayed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs of the loss in which groups of the replay buffer replace those without a signal."""
-        if not self.args.replay_recompute_logps and "old_per_token_logps" not in inputs:
-            inputs = inputs | {"old_per_token_logps": self._logps(inputs, len(inputs["advantages"]))}
-        inputs, replaced = self._replay.replace(inputs)
-        self.log_mean("train", "replayed_groups", len(replaced) / self.num_generations)
-        count = self.accelerator.reduce(torch.tensor(float(len(replaced)), device=self.args.device), "sum")
-        if count and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
-            # All processes run the model, which may be sharded; a row that was not replaced has these values already.
-            inputs = inputs | self._recomputed(inputs, replaced or [0])
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        inputs["num_items_in_batch"] = self.accelerator.reduce(mask.sum(), "sum")
-        if "reference_mask" in inputs:
-            inputs["reference_tokens"] = self.accelerator.reduce(inputs["reference_mask"].sum(), "sum")
-        return inputs
-
-    def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
-        """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
-        some = {key: inputs[key][rows] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-        logps = inputs["old_per_token_logps"].clone()
-        logps[rows] = self._logps(some, len(rows))
-        if "importance_sampling_ratio" not in inputs:
-            return {"old_per_token_logps": logps}
-        mask = some["completion_mask"] * (inputs["tool_mask"][rows] if "tool_mask" in inputs else 1)
-        ratio = inputs["importance_sampling_ratio"].clone()
-        difference = (logps[rows] - inputs["sampling_per_token_logps"][rows]) * mask
-        ratio[rows] = self.importance_ratio(difference.nan_to_num(0.0))
-        return {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
+        self.note_failed(rows, totals)
+        return self.with_replayed(inputs)
 
     def _logged_groups(self, rows: list[Row], rewards: Tensor, advantages: Tensor) -> Iterator[dict[str, Any]]:
         """Yield one entry of the log of rollouts per prompt, given rewards (B, functions) and advantages (B,)."""
@@ -348,15 +310,6 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
     def _terms_of(self, index: int) -> dict[str, float]:
         """Return the terms of the reward of a completion, by name."""
         return {}
-
-    @torch.no_grad()
-    def _logps(self, inputs: dict[str, Any], count: int) -> Tensor:
-        """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{part}"][:count], inputs[f"completion_{part}"][:count]], dim=1)
-            for part in ("ids", "mask")
-        )
-        return self.completion_logps(self.model, ids, mask, inputs["completion_ids"].shape[1])
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
@@ -407,7 +360,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, SharedPromptScoring):
                 break
             is_first = self.generation_batch is None and self._read == self.trained_micro_batches
             if self._read % every == 0 or is_first:
-                self._inject_failed(rows)
+                self.inject_failed(rows)
                 self._prefetcher.announce(rows)
             self._ahead.append(rows)
             self._read += 1

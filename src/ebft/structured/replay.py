@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebft.structured.scoring import SharedPromptScoring
+
 Row = dict[str, Any]
 _LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all others on the right
 _IDS = ("prompt_ids", "completion_ids", "reference_ids")
@@ -89,3 +91,65 @@ class FailedPrompts:
 
 def _of(group: dict[str, Tensor], key: str) -> Tensor:
     return group["completion_mask"] if key == "tool_mask" and key not in group else group[key]
+
+
+class UsesPromptsAgain(SharedPromptScoring):
+    """GRPOTrainer with a replay buffer and with prompts that are sampled again, both optional."""
+
+    def prepare_second_uses(self) -> None:
+        """Create what the arguments ask for."""
+        args, n, pad = self.args, self.num_generations, self.processing_class.pad_token_id
+        self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
+        self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
+
+    def inject_failed(self, rows: list[Row]) -> None:
+        """Replace some of the rows, in place, by prompts that failed before, in the last part of training."""
+        if self._failed is None:
+            return
+        starts = self.state.global_step >= self.args.reroll_start_fraction * self.state.max_steps
+        self.log_mean("train", "rerolled_groups", self._failed.inject(rows) if starts else 0)
+
+    def note_failed(self, rows: list[Row], rewards: Tensor) -> None:
+        """Store prompts that failed, given the total rewards (B,) of the rows."""
+        if self._failed is not None:
+            self._failed.add(rows, rewards.tolist())
+
+    def with_replayed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the loss in which groups of the replay buffer replace those without a signal."""
+        if self._replay is None:
+            return inputs
+        if not self.args.replay_recompute_logps and "old_per_token_logps" not in inputs:
+            inputs = inputs | {"old_per_token_logps": self.first_logps(inputs, len(inputs["advantages"]))}
+        inputs, replaced = self._replay.replace(inputs)
+        self.log_mean("train", "replayed_groups", len(replaced) / self.num_generations)
+        count = self.accelerator.reduce(torch.tensor(float(len(replaced)), device=self.args.device), "sum")
+        if count and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
+            # All processes run the model, which may be sharded; a row that was not replaced has these values already.
+            inputs = inputs | self._recomputed(inputs, replaced or [0])
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        inputs["num_items_in_batch"] = self.accelerator.reduce(mask.sum(), "sum")
+        if "reference_mask" in inputs:
+            inputs["reference_tokens"] = self.accelerator.reduce(inputs["reference_mask"].sum(), "sum")
+        return inputs
+
+    def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
+        """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
+        some = {key: inputs[key][rows] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+        logps = inputs["old_per_token_logps"].clone()
+        logps[rows] = self.first_logps(some, len(rows))
+        if "importance_sampling_ratio" not in inputs:
+            return {"old_per_token_logps": logps}
+        mask = some["completion_mask"] * (inputs["tool_mask"][rows] if "tool_mask" in inputs else 1)
+        ratio = inputs["importance_sampling_ratio"].clone()
+        difference = (logps[rows] - inputs["sampling_per_token_logps"][rows]) * mask
+        ratio[rows] = self.importance_ratio(difference.nan_to_num(0.0))
+        return {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
+
+    @torch.no_grad()
+    def first_logps(self, inputs: dict[str, Any], count: int) -> Tensor:
+        """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{part}"][:count], inputs[f"completion_{part}"][:count]], dim=1)
+            for part in ("ids", "mask")
+        )
+        return self.completion_logps(self.model, ids, mask, inputs["completion_ids"].shape[1])
