@@ -11,7 +11,8 @@ def cost_of(metrics: dict[str, float], config: Any) -> dict[str, float | None]:
     Documents follow from the config alone: rows of all steps, completions divided by those of one prompt.
     """
     rows = config.max_steps * config.micro_batch_size * config.gradient_accumulation_steps
-    documents = rows // config.trl.num_generations if config.rl == "grpo" else rows
+    completes = config.rl == "grpo" or (config.rl == "ebft" and config.ebft.mode == "structured")
+    documents = rows // config.trl.num_generations if completes else rows
     found = {name: metrics.get(f"budget/{name}") for name in COSTS}
     return {**found, "steps": config.max_steps, "documents": found["documents"] or documents}
 

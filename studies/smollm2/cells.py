@@ -41,7 +41,7 @@ class Cell:
 
     task: str
     start: str
-    method: str  # none, sft, sft_flops, rlvr, ebft
+    method: str  # none, sft, sft_flops, rlvr, ebft, structured (EBFT on whole completions, over vLLM)
     seed: int = 0
     setting: str = ""
     overrides: tuple[str, ...] = ()
@@ -67,12 +67,12 @@ class Cell:
 def all_cells(seeds: Iterable[int]) -> list[Cell]:
     """Every cell in the order of running."""
     first, *more = seeds
-    cells = [*main_cells("base", first), *humaneval_cells(first)]
+    cells = [*main_cells("base", first), Cell("translation", "base", "structured", first), *humaneval_cells(first)]
     for seed in more:
         for task in TASKS:
             cells += [Cell(task, "base", "sft", seed)]
             cells += [ebft(task, "base", name, seed) for name in MAIN_SETTINGS[task]]
-        cells += [Cell("functions", "base", "rlvr", seed)]
+        cells += [Cell("functions", "base", "rlvr", seed), Cell("translation", "base", "structured", seed)]
     cells += [Cell(task, "base", "sft_flops", first) for task in TASKS]
     for task in TASKS:
         others = [name for name in SETTINGS if name not in MAIN_SETTINGS[task]]

@@ -49,6 +49,8 @@ class Job:
             if missing:
                 raise ValueError(f"its steps follow from the FLOPs of {' and '.join(missing)}: run these first")
             return matched_steps(*([result["cost"]] for result in found))
+        if self.cell.method == "structured":
+            return self.scale.structured_steps
         return self.scale.sweep_steps if self.cell.measures == "sweep" else self.scale.steps
 
     @property

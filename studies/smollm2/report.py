@@ -62,6 +62,8 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
             if COMPLETIONS[task]:
                 found += [tables.difference_table(cells, task, start, other, COMPLETIONS[task])]
     found += ["Costs:", tables.cost_table(cells, task, start)]
+    if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
+        found += [text.PHASES, tables.phase_table(cells)]
     found += picture(cells, task, start, results, folder, "training", curves.draw_training)
     return [*found, *samples(cells, task, start)]
 

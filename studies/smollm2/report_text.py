@@ -62,6 +62,7 @@ How to read it:
 - **distance of samples** is 1 - chrF, on average over the pairs of samples of a prompt; **distinct samples** and
   **distinct-2** are shares of samples that differ, and of pairs of adjacent words that do.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT.
+- **EBFT, structured** trains on translations for {structured_steps} steps of 16 prompts with 4 completions each.
 - EBFT's settings change [configs/ebft.yaml](configs/ebft.yaml): {settings}.
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
@@ -92,6 +93,9 @@ LENGTHS = {
     "raw": "Feature-matching loss of long rollouts after 64 tokens, by the number of their tokens that count:",
 }
 CORPUS = "Scores of the corpus as a whole, with an interval over seeds alone:"
+PHASES = """Structured EBFT trains on whole lines of a vLLM server that shares the processor with it, and that samples
+one step ahead ([configs/structured.yaml](configs/structured.yaml)). Seconds of a step by phase, and those that the
+server needs for its completions in the meantime:"""
 NO_SWEEP = "No learning rates were tried yet: the rates are those of [configs/](configs/)."
 SWEEP = """One run each of {steps} steps, from the pretrained model, with a seed of its own, measured on validation
 documents, which are not those of the tables. Every method is judged by what it trains for, as these documents measure
@@ -121,6 +125,7 @@ def head(scale: Scale) -> str:
         **COMMANDS,
         documents=scale.steps * 16,
         steps=scale.steps,
+        structured_steps=scale.structured_steps,
         settings="; ".join(map(setting, SETTINGS)),
         packages=", ".join(sources.PACKAGES),
         applications=listed,

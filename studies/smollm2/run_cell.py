@@ -98,11 +98,9 @@ def train_cell(job: Job) -> dict[str, Any]:
         overrides = settings.cell_overrides(job.place, job.scale, job.cell, job.steps, job.rate)
         config = load_config(settings.config_file(job.cell.method), overrides)
         result = train(config)
-    return {
-        "learning_rate": config.learning_rate,
-        "cost": cost_of(result.metrics, config),
-        "log": curves(result.trainer.state.log_history),
-    }
+    history = result.trainer.state.log_history
+    found = {"learning_rate": config.learning_rate, "cost": cost_of(result.metrics, config), "log": curves(history)}
+    return found if job.cell.method != "structured" else {**found, "phases": phases(history)}
 
 
 def training_mark(job: Job) -> str:
@@ -120,6 +118,19 @@ def curves(log_history: list[dict[str, float]]) -> dict[str, list[list[float]]]:
         for name in LOGGED
     }
     return {name: points for name, points in found.items() if points}
+
+
+def phases(log_history: list[dict[str, float]]) -> dict[str, float]:
+    """Mean seconds of each phase of a step whose rollouts are sampled ahead, without the first step, which is not.
+
+    `generation` runs beside the others; a step takes the sum of `wait` for its rollouts, `reward` and `update`.
+    """
+    steps = [entry for entry in log_history if "rollouts/wait_s" in entry][1:]
+    if not steps:
+        return {}
+    mean = lambda name: sum(entry[name] for entry in steps) / len(steps)
+    found = {name: mean(f"rollouts/{name}_s") for name in ("generation", "wait", "reward")}
+    return {**found, "update": mean("step_time") - found["wait"] - found["reward"]}
 
 
 class Clock:

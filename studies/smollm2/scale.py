@@ -21,6 +21,7 @@ class Scale:
     rates: tuple[float, ...] = ()  # that `--sweep` tries
     sweep_steps: int = 40
     steps: int = 200
+    structured_steps: int = 50
     warm_steps: int = 60
     humaneval: dict[str, int] = field(default_factory=dict)  # problems, samples, max_new_tokens
     sampling: dict[str, int] = field(default_factory=dict)  # documents, samples, max_new_tokens
@@ -70,6 +71,7 @@ SCALES = {
         rates=(2e-3,),
         sweep_steps=2,
         steps=2,
+        structured_steps=2,
         warm_steps=2,
         humaneval={"problems": 2, "samples": 2, "max_new_tokens": 8},
         sampling={"documents": 4, "samples": 2, "max_new_tokens": 8},
@@ -85,6 +87,14 @@ SCALES = {
             "sft": _TINY,
             "ebft": _TINY,
             "rlvr": (*_TINY, "micro_batch_size=4", "trl.num_generations=2", "trl.max_completion_length=8"),
+            "structured": (
+                *_TINY,
+                "micro_batch_size=4",
+                "trl.num_generations=2",
+                "trl.max_completion_length=8",
+                "trl.use_vllm=false",
+                "trl.async_prefetch=false",
+            ),
             "evaluation": ("micro_batch_size=4", "sequence_len=512", "evaluation.bootstrap=0"),
         },
     ),

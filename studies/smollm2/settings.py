@@ -3,6 +3,7 @@
 Every path of a run is in a Place, so that overrides without one (`changes`) say what a result depends on.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from cells import Cell
 from scale import Scale
 
 # A method's config file; the warm start is an SFT run.
-CONFIG_OF = {"sft": "sft", "sft_flops": "sft", "ebft": "ebft", "rlvr": "rlvr", "evaluation": "evaluation"}
+CONFIG_OF = {
+    **{name: name for name in ("sft", "ebft", "rlvr", "structured", "evaluation")},
+    "sft_flops": "sft",
+}
+VLLM_PYTHON = "EBFT_VLLM_PYTHON"  # environment variable: the interpreter of an environment with vLLM
 RAW_ROWS = "ebft_pretrain.transform"
 
 
@@ -58,6 +63,8 @@ def cell_overrides(place: Place, scale: Scale, cell: Cell, steps: int, rate: flo
     """Overrides of the config of a cell's method, paths and all."""
     paths = [*_paths(place, cell.task, "train"), f"output_dir={place.model(cell)}"]
     paths += [f"lora_model_dir={place.warm(cell.task)}"] if cell.start == "warm" else []
+    if cell.method == "structured" and VLLM_PYTHON in os.environ:
+        paths += [f"vllm.python={os.environ[VLLM_PYTHON]}"]
     return [*paths, *changes(scale, cell, steps, rate)]
 
 

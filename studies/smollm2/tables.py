@@ -17,7 +17,7 @@ COSTS = {
     "generated_tokens": "generated tokens",
     "flops": "FLOPs",
 }
-METHODS = ("none", "sft", "sft_flops", "rlvr", *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS))
+METHODS = ("none", "sft", "sft_flops", "rlvr", "structured", *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS))
 LENGTHS = (8, 16, 32, 64, 128)  # of rollouts, in tokens
 
 
@@ -63,6 +63,19 @@ def cost_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
     return markdown(["model", *COSTS.values(), "training, min", "measuring, min"], rows)
 
 
+def phase_table(cells: list[dict[str, Any]]) -> str:
+    """Mean seconds of the phases of a structured step, one row for each seed."""
+    found = sorted((cell for cell in cells if cell.get("phases")), key=lambda cell: cell["cell"]["seed"])
+    names = ("wait", "reward", "update")
+    rows = []
+    for cell in found:
+        phases = cell["phases"]
+        step = sum(phases[name] for name in names)
+        shares = [f"{phases[name]:.1f} ({phases[name] / step:.0%})" for name in names]
+        rows.append([str(cell["cell"]["seed"]), f"{step:.1f}", *shares, f"{phases['generation']:.1f}"])
+    return markdown(["seed", "step, s", "waiting", "reward", "update", "generation, meanwhile"], rows)
+
+
 def difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str, columns: dict[str, str]) -> str:
     """How much every method is above the group `other` of the same start, paired by seed and document."""
     reference = f"{task}-{start}-{other}"
@@ -96,6 +109,7 @@ def label(group: str) -> str:
     _, start, method, *setting = group.split("-", 3)
     starts = {"base": "pretrained model", "warm": "warm start"}
     names = {"none": starts[start], "sft": "SFT, as many documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
+    names["structured"] = "EBFT, structured"
     return names[method] if method != "ebft" else f"EBFT, {setting[0].replace('_', ' ')}"
 
 

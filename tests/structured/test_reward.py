@@ -212,3 +212,13 @@ def test_the_model_may_be_a_name(model, chat_tokenizer, tmp_path):
     prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
     named = FeatureMatchingReward(str(tmp_path), chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
     assert named == FeatureMatchingReward(model, chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
+
+
+def test_references_are_compared_without_a_stop_token_as_samples_are(model, chat_tokenizer):
+    reference = "yes.\n"
+    ids = chat_tokenizer(reference, add_special_tokens=False)["input_ids"]
+    reward = FeatureMatchingReward(
+        model, chat_tokenizer, 2, embed_method="last_token", diversity_coef=0.0, stop_token_ids=ids[-1:]
+    )
+    found = reward(["hi"] * 2, None, [ids, ids[:-1]], ground_truth=[reference] * 2)
+    assert found == pytest.approx([2.0, 2.0], abs=1e-5)

@@ -31,6 +31,8 @@ def test_every_cell_has_a_name_of_its_own():
 def test_methods_by_task():
     cells = [cell for cell in all_cells((0, 1, 2)) if cell.measures == "task"]
     assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}, "others have no verifier"
+    structured = [cell.name for cell in cells if cell.method == "structured"]
+    assert structured == [f"translation-base-structured-seed{seed}" for seed in (0, 1, 2)]
     seeds = Counter((cell.task, cell.method, cell.setting) for cell in cells if cell.start == "base")
     for task in TASKS:
         assert seeds[task, "sft", ""] == 3 and seeds[task, "none", ""] == seeds[task, "sft_flops", ""] == 1
@@ -47,11 +49,12 @@ def test_every_cell_has_a_valid_config(tmp_path):
         assert (config.lora_model_dir is not None) == (cell.start == "warm")
 
 
-@pytest.mark.parametrize("method", ["sft", "ebft", "rlvr"])
+@pytest.mark.parametrize("method", ["sft", "ebft", "rlvr", "structured"])
 def test_a_step_has_sixteen_documents(method, tmp_path):
     config = load_config(config_file(method))
     found = cost_of({}, config)
-    assert found["documents"] == 16 * config.max_steps == 16 * SCALE.steps <= SCALE.rows["train"]
+    steps = SCALE.structured_steps if method == "structured" else SCALE.steps
+    assert found["documents"] == 16 * config.max_steps == 16 * steps <= SCALE.rows["train"]
 
 
 def test_long_documents_have_one_rollout_as_long_as_there_is_room(tmp_path):

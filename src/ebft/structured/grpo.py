@@ -59,9 +59,13 @@ class RolloutJob:
     limits: Limits
     end_ids: Collection[int]
     weights_step: int  # the optimizer step of the weights used for sampling
+    seconds: float = 0.0  # duration of `run`
 
     def run(self) -> list[Rollout]:
-        return roll_out(self.backend, self.conversations, self.limits, self.end_ids)
+        started = time.perf_counter()
+        rollouts = roll_out(self.backend, self.conversations, self.limits, self.end_ids)
+        self.seconds = time.perf_counter() - started
+        return rollouts
 
 
 class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
@@ -152,6 +156,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         self._sampled_from = getattr(job.backend, "version", None), job.weights_step
         mode = "train" if self.model.training else "eval"
         self.log_mean(mode, "rollouts/wait_s", time.perf_counter() - started)
+        self.log_mean(mode, "rollouts/generation_s", job.seconds)
         if self._server is not None:
             self.log_mean(mode, "rollouts/staleness", self.state.global_step - job.weights_step)
         logps = [rollout.logps for rollout in self._rollouts]
@@ -260,6 +265,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
 
     def before_rewards(self) -> None:
+        self._rewards_started = time.perf_counter()
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
@@ -312,6 +318,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         return {}
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
         infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
         if infinite:
             names = ", ".join(self.reward_func_names[index] for index in infinite)

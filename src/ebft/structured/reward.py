@@ -79,7 +79,7 @@ class FeatureMatchingReward:
             embed_continuations(
                 self.network,
                 conversation.prompt_ids,
-                [*(without_end(list(ids), self.end_ids) for ids in samples), conversation.reference_ids],
+                [without_end(list(ids), self.end_ids) for ids in (*samples, conversation.reference_ids)],
             )
             for conversation, samples in groups
         ]
