@@ -93,19 +93,19 @@ def test_a_stamp_does_not_depend_on_places(tmp_path):
 
 
 def test_a_stamp_depends_on_data_model_and_settings(tmp_path):
-    cell = Cell("raw", "base", "sft")
+    cell = Cell("functions", "base", "sft")
     stamp = job(cell, tmp_path).stamp
     changed = lambda name: {**MADE_FROM, name: "other"}
-    for name in ("base", "raw_train", "raw_test", "raw_long"):
+    for name in ("base", "functions_train", "functions_test", "functions_long"):
         assert job(cell, tmp_path, made_from=changed(name)).stamp != stamp, name
-    for name in ("raw_warm", "functions_test", "humaneval"):
+    for name in ("functions_warm", "raw_test", "humaneval"):
         assert job(cell, tmp_path, made_from=changed(name)).stamp == stamp, name
     assert job(cell, tmp_path, scale=replace(SCALE, steps=3)).stamp != stamp
     assert job(replace(cell, seed=1), tmp_path).stamp != stamp
-    stored.write_json(tmp_path / "results" / "sweep.json", {"chosen": {"raw-sft": 7e-5}})
+    stored.write_json(tmp_path / "results" / "sweep.json", {"chosen": {"functions-sft": 7e-5}})
     assert job(cell, tmp_path).stamp != stamp
     warm = replace(cell, start="warm")
-    assert job(warm, tmp_path, made_from=changed("raw_warm")).stamp != job(warm, tmp_path).stamp
+    assert job(warm, tmp_path, made_from=changed("functions_warm")).stamp != job(warm, tmp_path).stamp
 
 
 def test_a_stored_result_counts_where_its_stamp_is_the_jobs(tmp_path):

@@ -68,6 +68,7 @@ def test_the_best_rate_of_each_place_is_chosen_once_all_are_tried(tmp_path):
 
 
 def test_settings_of_a_family_share_its_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "BY_HAND", {})
     write_json(tmp_path / "sweep.json", {"chosen": {"raw-sft": 7e-5, "raw-ebft-mean": 2e-4}})
     for method in ("sft", "sft_flops"):
         assert chosen_rate(tmp_path, Cell("raw", "warm", method)) == 7e-5
