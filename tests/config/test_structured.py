@@ -42,7 +42,6 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ),
         ({"trl": {"async_prefetch": True}}, "trl.async_prefetch requires a vLLM server"),
         ({"trl": {"use_vllm": True, "vllm_mode": "colocate"}}, "vllm_mode: colocate needs vLLM in this environment"),
-        ({"trl": {"rollout_func": "a.b"}}, "trl.rollout_func: 'a.b' is not supported"),
         (
             {"trl": {"reward_funcs": ["json.loads"], "reward_weights": [1.0]}},
             "1 weights for 2 rewards: feature_",

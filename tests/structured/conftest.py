@@ -39,11 +39,10 @@ def chat_model(tokenizer, seed=0, **changes):
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         num_key_value_heads=1,
-        max_position_embeddings=512,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **{**SIZES, **changes},
+        **{**SIZES, "max_position_embeddings": 512, **changes},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -27,14 +27,22 @@ _IN_CONFIG = {
         name: f"trl.{name}"
         for name in (
             "async_prefetch",
+            "environment_factory",
             "num_generations",
             "generation_batch_size",
             "multi_objective_aggregation",
+            "reward_num_workers",
+            "rollout_func",
+            "tools",
             "use_vllm",
             "vllm_mode",
         )
     },
 }
+
+
+# Arguments of trainers with which the user's code takes part in rollouts.
+INTERACTIVE = ("tools", "environment_factory", "rollout_func")
 
 
 def in_python(name: str) -> str:
@@ -54,6 +62,31 @@ def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> str | None:
         f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true with "
         f"{key('vllm_mode')}: server or managed, or remove it."
     )
+
+
+def interactive(given: list[str], async_prefetch: bool, compares_features: bool, workers: int, key: Key) -> str | None:
+    """`given` are those of INTERACTIVE that are set, `workers` is reward_num_workers."""
+    if not given:
+        return None
+    name = key(given[0])
+    if "rollout_func" in given and len(given) > 1:
+        return f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one of them."
+    if async_prefetch:
+        return (
+            f"{name} is called between the steps of training, which excludes {key('async_prefetch')}. Remove one of "
+            "them."
+        )
+    if compares_features and given != ["rollout_func"]:
+        return (
+            f"{name} is incompatible with the feature-matching reward, which compares completions with references: "
+            "with tools, completions also contain calls and results. Use rl: grpo with other rewards."
+        )
+    if "environment_factory" in given and workers > 1:
+        return (
+            f"{name} is incompatible with {key('reward_num_workers')}: {workers}, because environments cannot be sent "
+            "to other processes. Remove one of them."
+        )
+    return None
 
 
 def groups(completions: int, num_generations: int, key: Key) -> str | None:

@@ -131,7 +131,30 @@ class SamplingKeys(Section):
     vllm_guided_decoding_regex: str | None = Field(
         None, description="Regular expression that completions must match (requires vLLM)."
     )
-    rollout_func: str | None = Field(None, description="Not supported: the trainer generates the rollouts.")
+
+
+class InteractionKeys(Section):
+    """Code of the user that takes part in rollouts, by import path (module.name)."""
+
+    tools: list[str] | None = Field(
+        None,
+        description="Functions that the model can call between its turns (rl: grpo, prompts as messages, a chat "
+        "template with tools). Their arguments, types and docstrings are presented to the model.",
+    )
+    environment_factory: str | dict[str, str] | None = Field(
+        None,
+        description="Class, or function that creates an environment: its methods are tools, `reset(**row)` starts a "
+        "rollout and `get_reward()`, if defined, is a reward. With a mapping, the column `environment` of a row "
+        "selects one.",
+    )
+    max_tool_calling_iterations: Count | None = Field(
+        None, description="Maximum number of turns with tool calls in a rollout (no limit if unset)."
+    )
+    rollout_func: str | None = Field(
+        None,
+        description="Function (prompts, trainer) that generates all rollouts: a dict of prompt_ids, completion_ids, "
+        "logprobs and, optionally, env_mask and columns for reward functions. `trainer.sample` samples completions.",
+    )
 
 
 class PolicyLossKeys(Section):
@@ -239,5 +262,5 @@ else:
     _Rollouts = section_of_options(RolloutOptions)
 
 
-class TRLSection(SamplingKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys, _Rollouts):
+class TRLSection(SamplingKeys, InteractionKeys, PolicyLossKeys, RewardKeys, RolloutServerKeys, _Rollouts):
     """The section `trl:`: generation and policy optimisation in structured mode."""

@@ -14,6 +14,7 @@ from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
+from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from ebft.run.checks import Machine
 
 FEATURE_MATCHING = "feature_matching"
-_OWN_ROLLOUTS = "use trl.GRPOTrainer in a script, with ebft.FeatureMatchingReward as one of its reward functions"
-# Unsupported keys of `trl:` that would change the training: (key, value that disables it, what to do instead).
-_NOT_HERE = (("rollout_func", None, f"Remove it, or {_OWN_ROLLOUTS}."),)
 # Keys of `trl:` without effect: the values that give no warning, and the reason.
 _WITHOUT_EFFECT = {
     "use_data_producer": Ignored((None, False), "generation and prefetching do not use a data producer"),
@@ -46,6 +44,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "generation_kwargs",
     "chat_template_kwargs",
+    "max_tool_calling_iterations",
     "beta",
     "num_iterations",
     "epsilon",
@@ -84,7 +83,8 @@ class GRPO(Method):
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
     def summary(self, config: RunConfig) -> str:
-        return f"GRPO on the rewards {', '.join(f'`{name}`' for name in config.trl.reward_funcs)}"
+        names = [*(config.trl.reward_funcs or []), *_environments(config)]
+        return f"GRPO on the rewards {', '.join(f'`{name}`' for name in names)}"
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -136,7 +136,7 @@ class GRPO(Method):
             warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        for rule in (_unsupported, _batches, self._rewards, _rollouts, _processes):
+        for rule in (_batches, self._rewards, _rollouts, self._interaction, _processes):
             yield from rule(config)
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -152,7 +152,7 @@ class GRPO(Method):
     def _rewards(self, config: RunConfig) -> Iterator[str]:
         funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
         rewards = self._reward_names(config)
-        if not rewards:
+        if not rewards and not config.trl.environment_factory:
             yield (
                 "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, names of reward models, or "
                 "feature_matching."
@@ -168,11 +168,29 @@ class GRPO(Method):
         if weights is not None and len(weights) != len(rewards):
             yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."
 
+    def _interaction(self, config: RunConfig) -> Iterator[str]:
+        trl = config.trl
+        given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
+        compares = FEATURE_MATCHING in self._reward_names(config)
+        found = rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
+        if found:
+            yield found
+        for name in given:
+            _load(name, getattr(trl, name))
+        if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):
+            yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
+
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("reward", "loss")
 
     def sampling(self, config: RunConfig) -> EvaluationSampling:
         trl = config.trl
+        given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(trl, name))
+        if given:
+            raise ConfigError(
+                f"ebft evaluate samples completions without {given}. Hold out rows in training instead (test_datasets "
+                "or val_set_size, with eval_strategy)."
+            )
         options = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         return EvaluationSampling(
             trl.num_generations,
@@ -232,15 +250,22 @@ class GRPO(Method):
             model=model,
             reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer),
             server_failure=lambda: server.failure if server is not None else None,
+            **{name: _load(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))},
             **common,
         )
 
 
-def _unsupported(config: RunConfig) -> Iterator[str]:
-    for key, off, hint in _NOT_HERE:
-        value = getattr(config.trl, key)
-        if value not in (None, off):
-            yield f"trl.{key}: {value!r} is not supported. {hint}"
+def _load(key: str, names: str | list[str] | dict[str, str]) -> Any:
+    """Return what the import paths of `trl.KEY` name, in the same structure. Raises ConfigError."""
+    find = lambda name: find_function(f"trl.{key}", name)
+    if isinstance(names, dict):
+        return {environment: find(name) for environment, name in names.items()}
+    return find(names) if isinstance(names, str) else [find(name) for name in names]
+
+
+def _environments(config: RunConfig) -> list[str]:
+    found = config.trl.environment_factory
+    return list(found.values()) if isinstance(found, dict) else [found] if found else []
 
 
 def _batches(config: RunConfig) -> Iterator[str]:

@@ -29,11 +29,12 @@ from ebft.monitor.flops import forward_flops
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.over_trl import COMPLETIONS
+from ebft.structured.interactive import check_interactive, checked, rollouts_of
+from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
 from ebft.structured.replay import UsesPromptsAgain
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_workers
-from ebft.structured.rollouts.backend import Backend, Sampling
+from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
@@ -72,6 +73,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
+    `rollout_func`, `tools` and `environment_factory` are those of TRL; all turns are sampled by `sample`.
     `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
     `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
     `server_failure` returns why a server started for this run failed permanently, or None if it has not.
@@ -92,7 +94,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
-        check_arguments(args, self.config_class, kwargs)
+        check_arguments(args, self.config_class)
         model = load(model, peft_config, args.seed)
         check_model(model, args)
         check_tokenizer(kwargs.get("processing_class"))
@@ -104,6 +106,10 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
+        self._is_interactive = check_interactive(args, reward_funcs, kwargs)
+        self.samples_turns = self._is_interactive and (args.uses_server or not args.use_vllm)
+        if kwargs.get("rollout_func") is not None:
+            kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
@@ -139,7 +145,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
                 transfer=None if syncs_adapter else self.vllm_generation,
             )
             self.sync_before_rollouts(self._server)
-        if args.uses_server or not args.use_vllm:
+        if (args.uses_server or not args.use_vllm) and not self._is_interactive:
             self.rollout_func = lambda prompts, trainer: self._rollout_fields()
 
     # Rollouts
@@ -148,17 +154,55 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         if self._prefetcher is None and self.model.training:
             self.inject_failed(rows)
         self._rows = rows
+        self._sampled_from, self._sampling_s = (None, self.state.global_step), 0.0
+        self._rollouts_started = time.perf_counter()
+
+    def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
+        """Sample one completion per prompt from the current policy; for `rollout_func`.
+
+        Each is limited by `max_tokens`, `max_completion_length` if None, and the maximum sequence length; it is empty
+        if its prompt leaves no space. `Completion.logps` are None without a server. Raises ConfigError with colocated
+        vLLM.
+        """
+        if self.use_vllm and self._server is None:
+            raise ConfigError("trainer.sample is not supported with vllm_mode: colocate. Use vllm_mode: managed.")
+        if self._server is not None and not self.model.training:
+            self._server.sync_weights(at_once=True)  # evaluate the current weights
+        limits = self._limits()
+        longest = limits.max_completion_length if max_tokens is None else max_tokens
+        max_new = [min(longest, limits.room(len(ids))) for ids in prompt_ids]
+        fits = [index for index, count in enumerate(max_new) if count > 0]
+        found = [Completion([], None if self._server is None else [])] * len(prompt_ids)
+        if not fits:
+            return found
+        started, backend = time.perf_counter(), self._backend()
+        sampled = backend.generate([prompt_ids[index] for index in fits], [max_new[index] for index in fits])
+        for index, completion in zip(fits, sampled, strict=True):
+            found[index] = completion
+        step = self._server.weights_step if self._server is not None else self.state.global_step
+        self._sampled_from = getattr(backend, "version", None), step
+        if self._server is not None:
+            self._server.release(backend)
+        self._sampling_s += time.perf_counter() - started
+        return found
+
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+        is_first = self._sampling_s == 0
+        completions = self.sample(prompt_ids)
+        if is_first and not all(completion.ids for completion in completions):
+            longest = max(map(len, prompt_ids))
+            raise DataError(
+                f"a prompt of {longest} tokens, with its tools, leaves no space for a completion within the maximum "
+                "sequence length. Remove such rows, or increase vllm.max_model_len."
+            )
+        logps = None if self._server is None else [completion.logps for completion in completions]
+        return [completion.ids for completion in completions], logps
 
     def _rollout_fields(self) -> dict[str, Any]:
         """Return the rollouts of the current rows, in the format of TRL's rollout_func."""
-        started = time.perf_counter()
         job, self._rollouts = self._finished_rollouts()
         self._sampled_from = getattr(job.backend, "version", None), job.weights_step
-        mode = "train" if self.model.training else "eval"
-        self.log_mean(mode, "rollouts/wait_s", time.perf_counter() - started)
-        self.log_mean(mode, "rollouts/generation_s", job.seconds)
-        if self._server is not None:
-            self.log_mean(mode, "rollouts/staleness", self.state.global_step - job.weights_step)
+        self._sampling_s = job.seconds
         logps = [rollout.logps for rollout in self._rollouts]
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self._rollouts],
@@ -241,9 +285,16 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Convert completions with several turns to messages for the reward functions."""
+        mode = "train" if self.model.training else "eval"
+        self.log_mean(mode, "rollouts/wait_s", time.perf_counter() - self._rollouts_started)
+        self.log_mean(mode, "rollouts/generation_s", self._sampling_s)
+        if self._server is not None:
+            self.log_mean(mode, "rollouts/staleness", self.state.global_step - self._sampled_from[1])
         if self.model.training:
             self._count_completions(*fields[:COMPLETIONS])
-        if any(len(rollout.replies) > 1 for rollout in self._rollouts):
+        if self._is_interactive:  # TRL has made messages of them
+            self._rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
+        elif any(len(rollout.replies) > 1 for rollout in self._rollouts):
             fields[COMPLETIONS] = [
                 reply_messages(self.text_tokenizer, rollout, row.get("remaining_turns"))
                 for rollout, row in zip(self._rollouts, self._rows)

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from ebft.structured.shared_prompt import Padded
 
 ROW = "row"  # key of each row's index in the generation batch
-COMPLETIONS = 3  # index of the completions in the result of TRL's `_generate`
+COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
 
 
 class OverTRL(GRPOTrainer):
@@ -27,6 +27,7 @@ class OverTRL(GRPOTrainer):
     inputs_of_loss: dict[str, Any] | None = None
     reference_logps: Any = None
     keeps_groups = False
+    samples_turns = False  # whether `sample_turn` samples the turns between which TRL calls tools
 
     # Hooks
 
@@ -44,6 +45,10 @@ class OverTRL(GRPOTrainer):
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
         return fields
+
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return one completion per prompt and the log-probabilities of their tokens, None if they are not known."""
+        raise NotImplementedError
 
     def before_rewards(self) -> None:
         """Called before the reward functions."""
@@ -72,6 +77,14 @@ class OverTRL(GRPOTrainer):
 
     def _generate(self, prompts: list) -> tuple:
         return tuple(self.after_generation(list(super()._generate(prompts))))
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
+        if not self.samples_turns:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if self.use_vllm and self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        return self.sample_turn(prompt_ids)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         self.before_rewards()

@@ -63,7 +63,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
-        check_arguments(args, self.config_class, kwargs)
+        check_arguments(args, self.config_class)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
         model = load(model, peft_config, args.seed)

@@ -14,16 +14,10 @@ from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
 
 
-def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
+def check_arguments(args: Any, config_class: type) -> None:
     """Raise ConfigError for arguments that are not supported in structured mode."""
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
-    for name in ("rollout_func", "tools", "environment_factory"):
-        if trainer_kwargs.get(name) is not None:
-            raise ConfigError(
-                f"{name} is not supported, because this trainer generates rollouts itself. Use trl.GRPOTrainer with "
-                "FeatureMatchingReward as a reward function instead."
-            )
     if is_deepspeed_zero3_enabled():
         raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:

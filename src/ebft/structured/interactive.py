@@ -1,0 +1,107 @@
+"""Rollouts that the user's code takes part in: `rollout_func`, `tools` and `environment_factory` of TRL."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import update_wrapper
+from itertools import groupby
+from typing import Any
+
+from datasets import Dataset
+
+from ebft.config import rules
+from ebft.errors import ConfigError, DataError, RolloutError
+from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.rollouts.turns import Rollout
+
+_LISTS = ("prompt_ids", "completion_ids")
+
+
+def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, Any]) -> bool:
+    """Whether user code takes part in rollouts. Raises ConfigError or DataError if it cannot with these arguments."""
+    given = [name for name in rules.INTERACTIVE if trainer_kwargs.get(name)]
+    funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    compares = any(isinstance(func, FeatureMatchingReward) for func in funcs)
+    found = rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python)
+    if found:
+        raise ConfigError(found)
+    if given not in ([], ["rollout_func"]):
+        for name in ("train_dataset", "eval_dataset"):
+            _check_messages(name, trainer_kwargs.get(name), given[0])
+    return bool(given)
+
+
+def _check_messages(name: str, dataset: Any, option: str) -> None:
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        return
+    if "prompt" in dataset.column_names and isinstance(dataset[0]["prompt"], str):
+        raise DataError(
+            f"{name} has text prompts, but {option} needs messages, since the chat template presents the tools to the "
+            "model. Use a transform that returns messages."
+        )
+    if any(dataset["remaining_turns"] if "remaining_turns" in dataset.column_names else []):
+        raise DataError(
+            f"{name} has conversations with remaining_turns, but with {option} the results of tools continue a "
+            "conversation. Use a single-turn transform."
+        )
+
+
+def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """Return `rollout_func` with a check of its result, which raises RolloutError.
+
+    The rollouts of all prompts must have equally many entries in each list, and at least one token each.
+    """
+
+    def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found = rollout_func(copy.deepcopy(prompts), trainer)
+        problem = _problem(found, len(prompts), trainer.use_vllm)
+        if problem:
+            raise RolloutError(f"rollout_func {getattr(rollout_func, '__name__', rollout_func)!r} returned {problem}.")
+        return found
+
+    return update_wrapper(call, rollout_func)
+
+
+def _problem(found: Any, count: int, use_vllm: bool) -> str | None:
+    """Return what is wrong with the result of a rollout_func for `count` prompts, or None."""
+    if not isinstance(found, dict):
+        return f"a {type(found).__name__} instead of a dict"
+    missing = [name for name in (*_LISTS, "logprobs") if name not in found]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    if found["logprobs"] is None and use_vllm:
+        return "no log-probabilities (logprobs: None), which importance sampling with vLLM requires"
+    for name in _LISTS:
+        if len(found[name]) != count:
+            return f"{len(found[name])} {name} for {count} prompts (num_generations prompts per row)"
+    for index, ids in enumerate(found["completion_ids"]):
+        if not ids:
+            return f"an empty completion for prompt {index}"
+        for name in ("logprobs", "env_mask"):
+            values = found.get(name)
+            if values is not None and (len(values) != count or len(values[index]) != len(ids)):
+                return f"{name} that do not have one entry per token of completion_ids (prompt {index})"
+        mask = found.get("env_mask")
+        if mask is not None and not any(mask[index]):
+            return f"a completion without a sampled token (env_mask of prompt {index} is 0)"
+    return None
+
+
+def rollouts_of(
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    sampled: list[list[int]] | None,
+    logps: list[list[float]] | None,
+) -> list[Rollout]:
+    """Return the result of TRL's generation as rollouts; `sampled` is 1 for sampled tokens, None if all are.
+
+    Adjacent sampled tokens are one reply.
+    """
+    rollouts = []
+    for index, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        mask = [1] * len(ids) if sampled is None else sampled[index]
+        runs = [(key, [token for _, token in run]) for key, run in groupby(zip(mask, ids), key=lambda pair: pair[0])]
+        replies = [tokens for key, tokens in runs if key]
+        rollouts.append(Rollout(prompt, ids, mask, None if logps is None else logps[index], replies))
+    return rollouts

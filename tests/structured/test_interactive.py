@@ -1,0 +1,362 @@
+"""Tools, environments and rollout functions of the user: what is sampled, what is trained on, and what is refused."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from datasets import Dataset
+
+from ebft import EBFTTrainer, evaluate, load_config, train
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, DataError, RolloutError
+from ebft.run.checks import check_runnable
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from tests.serving.processes import free_port
+from tests.structured.conftest import chat_model, lora
+from tests.structured.tool_model import (
+    ANSWER,
+    CALL,
+    EXAMPLES,
+    RESULT,
+    example_modules,
+    make_tool_model,
+    tool_model,
+    tool_tokenizer,
+)
+from tests.structured.trainers import USER, arguments, one_step, rows
+
+example_modules()
+from calculator import Calculator, answers, prompts  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are using:UserWarning")
+N = 4
+PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tool_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tool_model(tmp_path_factory.mktemp("tools"))
+
+
+def questions(count=8):
+    transform = prompts(None)[0]
+    return Dataset.from_list([transform({"question": f"2 + 3, {i}?", "answer": "#### 5"}) for i in range(count)])
+
+
+def make(tokenizer, folder, dataset=None, policy=None, **changes):
+    """A trainer with the calculator, two prompts of four completions per step."""
+    interactive = {"environment_factory": Calculator}
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if name in changes:
+            interactive = {name: changes.pop(name)}
+    settings = {
+        "max_completion_length": 300,
+        "max_tool_calling_iterations": 2,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "temperature": 1.0,
+        "per_device_train_batch_size": 2 * N,
+        "gradient_accumulation_steps": 1,
+    }
+    reward_funcs = changes.pop("reward_funcs", [answers])
+    args = arguments(folder, RolloutGRPOConfig, **{**settings, **changes})
+    return RolloutGRPOTrainer(
+        policy if policy is not None else lora(tool_model(tokenizer), scale=0.01),
+        reward_funcs,
+        args,
+        train_dataset=questions() if dataset is None else dataset,
+        processing_class=tokenizer,
+        **interactive,
+    )
+
+
+def pieces(tokenizer, rollout):
+    """The runs of sampled (1) and given (0) tokens of a rollout, as text."""
+    runs = []
+    for token, mark in zip(rollout.ids, rollout.generated):
+        if not runs or runs[-1][0] != mark:
+            runs.append((mark, []))
+        runs[-1][1].append(token)
+    return [(mark, tokenizer.decode(ids)) for mark, ids in runs]
+
+
+def test_results_of_tools_stand_between_the_turns_and_are_not_trained_on(tokenizer, tmp_path):
+    trainer = make(tokenizer, tmp_path)
+    loss, gradients, rollouts, _ = one_step(trainer)
+    [inputs] = trainer.generation_batch
+    called = [rollout for rollout in rollouts if len(rollout.replies) > 1]
+    assert called and len(called) < len(rollouts), "some rollouts call the tool and some do not"
+    order = inputs["row"].tolist()
+    for place, index in enumerate(order):
+        rollout = rollouts[index]
+        for number, (mark, text) in enumerate(pieces(tokenizer, rollout)):
+            assert mark == 1 - number % 2
+            assert mark or text == RESULT
+        mask = inputs["tool_mask"][place] * inputs["completion_mask"][place]
+        assert mask.tolist()[: len(rollout.ids)] == rollout.generated
+    assert math.isfinite(loss) and any(g.abs().sum() > 0 for g in gradients.values())
+    # The oracle: the loss of TRL's formula over the sampled tokens alone, from one forward per rollout.
+    trainer.model.zero_grad()
+    total = 0.0
+    for place, index in enumerate(order):
+        rollout = rollouts[index]
+        ids = torch.tensor([rollout.prompt_ids + rollout.ids])
+        logits = trainer.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.ids)[:, None])[:, 0]
+        sampled = torch.tensor(rollout.generated, dtype=torch.bool)
+        ratio = (logps - logps.detach()).exp()[sampled]
+        total = total - (ratio * inputs["advantages"][place]).mean() / len(rollouts)
+    total.backward()
+    assert loss == pytest.approx(total.item(), abs=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_environment_of_each_rollout_gives_its_reward(tokenizer, tmp_path):
+    trainer = make(tokenizer, tmp_path)
+    _, _, rollouts, _ = one_step(trainer)
+    assert trainer.reward_func_names == ["answers", "Calculator"]
+    for rollout, (answered, environment) in zip(rollouts, trainer.rewards.tolist()):
+        text = tokenizer.decode(rollout.ids)
+        assert environment == 0.5 * (CALL in text)
+        assert answered == (text.removesuffix("<|im_end|>").endswith(ANSWER) and not text.endswith(CALL + "<|im_end|>"))
+
+
+def test_the_number_of_calls_is_limited(tokenizer, tmp_path):
+    trainer = make(tokenizer, tmp_path, max_tool_calling_iterations=1, tools=[Calculator().calculate])
+    trainer.environments = None
+    _, _, rollouts, _ = one_step(trainer)
+    assert max(len(rollout.replies) for rollout in rollouts) == 2
+
+
+def test_a_failing_tool_tells_the_model_why(tokenizer, tmp_path):
+    def calculate(expression: str) -> str:
+        """
+        Fail.
+
+        Args:
+            expression: An expression.
+        """
+        raise ValueError("out of order")
+
+    trainer = make(tokenizer, tmp_path, tools=[calculate])
+    _, _, rollouts, _ = one_step(trainer)
+    texts = [text for rollout in rollouts for mark, text in pieces(tokenizer, rollout) if not mark]
+    assert texts and all("{'error': 'out of order'}" in text for text in texts)
+
+
+def trained(folder, output, *overrides):
+    """A run of grpo_tools.yaml on the small model, and its logs."""
+    config = load_config(
+        EXAMPLES / "grpo_tools.yaml",
+        [
+            f"base_model={folder}",
+            f"datasets.0.path={folder / 'rows.jsonl'}",
+            "datasets.0.name=null",
+            "datasets.0.split=train",
+            f"output_dir={output}",
+            "micro_batch_size=16",
+            "gradient_accumulation_steps=1",
+            "trl.max_completion_length=300",
+            "trl.max_tool_calling_iterations=2",
+            "trl.log_completions=true",
+            "warmup_steps=0",
+            "gradient_checkpointing=false",
+            *overrides,
+        ],
+    )
+    history = train(config).trainer.state.log_history
+    return [entry for entry in history if "rewards/Calculator/mean" in entry]
+
+
+def test_a_config_with_an_environment_trains_and_learns_to_call_it(folder, tmp_path):
+    full = ("adapter=", "lora_r=", "lora_alpha=", "lora_target_linear=", "learning_rate=0.005", "max_steps=8")
+    steps = trained(folder, tmp_path / "out", *full, "trl.reward_weights=[0.0]")
+    assert steps[-1]["tools/call_frequency"] > steps[0]["tools/call_frequency"]
+    assert steps[-1]["rewards/Calculator/mean"] > 0.4
+    first = json.loads((tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert set(first["samples"][0]["rewards"]) == {"answers", "Calculator"}
+    replies = [sample["replies"] for sample in first["samples"]]
+    assert any(len(turns) > 1 and CALL in turns[0] for turns in replies)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM")
+def test_an_environment_over_vllm(folder, tmp_path):
+    port = free_port()
+    server = ("trl.use_vllm=true", "trl.vllm_mode=managed", f"vllm.python={PYTHON}", f"vllm.port={port}")
+    steps = trained(folder, tmp_path / "out", *server, "vllm.max_model_len=1536", "vllm.dtype=float32", "max_steps=3")
+    assert len(steps) == 3 and all(entry["tools/call_frequency"] > 0 for entry in steps)
+    assert all(entry["sampling/logp_diff"] < 1e-3 for entry in steps), (
+        "the server's log-probabilities are the trainer's"
+    )
+    assert all(entry["rollouts/staleness"] == 0 for entry in steps)
+
+
+def own_rollouts(prompts, trainer):
+    """Two turns with a fixed remark between them."""
+    tokenizer = trainer.processing_class
+    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
+    prompt_ids = [tokenizer(text)["input_ids"] for text in texts]
+    remark = tokenizer("go on\n")["input_ids"]
+    first = trainer.sample(prompt_ids, max_tokens=5)
+    second = trainer.sample([p + c.ids + remark for p, c in zip(prompt_ids, first)], max_tokens=3)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [a.ids + remark + b.ids for a, b in zip(first, second)],
+        "logprobs": None,
+        "env_mask": [[1] * len(a.ids) + [0] * len(remark) + [1] * len(b.ids) for a, b in zip(first, second)],
+        "seen": [len(a.ids) for a in first],
+    }
+
+
+def seen_rewards(completions, seen, **columns):
+    return [float(count) for count in seen]
+
+
+def test_a_rollout_function_samples_from_the_policy(tokenizer, tmp_path):
+    trainer = make(tokenizer, tmp_path, rollout_func=own_rollouts, reward_funcs=[seen_rewards])
+    _, _, rollouts, _ = one_step(trainer)
+    assert all(1 <= len(rollout.replies[0]) <= 5 and len(rollout.replies) == 2 for rollout in rollouts)
+    assert trainer.rewards[:, 0].tolist() == [len(rollout.replies[0]) for rollout in rollouts]
+    [inputs] = trainer.generation_batch
+    masks = sorted(m[: len(r.ids)] for m, r in zip(inputs["tool_mask"].tolist(), rollouts))
+    assert inputs["tool_mask"].sum() < inputs["tool_mask"].numel() and masks
+
+
+def test_feature_matching_takes_a_rollout_function(chat_tokenizer, tmp_path):
+    trainer = EBFTTrainer(
+        lora(chat_model(chat_tokenizer)),
+        arguments(tmp_path),
+        train_dataset=rows(multi_turn=False),
+        processing_class=chat_tokenizer,
+        rollout_func=own_rollouts,
+    )
+    loss, gradients, rollouts, _ = one_step(trainer)
+    assert math.isfinite(loss) and all(len(rollout.replies) == 2 for rollout in rollouts)
+
+
+FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": None}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "a list instead of a dict"),
+        ({"prompt_ids": []}, "no completion_ids and no logprobs"),
+        ({**FINE, "prompt_ids": [[5]]}, "1 prompt_ids for 8 prompts"),
+        ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty completion for prompt 7"),
+        ({**FINE, "env_mask": [[1, 1]] * 7 + [[1]]}, r"env_mask that do not have one entry per token .*\(prompt 7\)"),
+        ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(env_mask of prompt 7"),
+        ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
+    ],
+)
+def test_wrong_results_of_a_rollout_function_are_named(tokenizer, tmp_path, result, message):
+    trainer = make(tokenizer, tmp_path, rollout_func=lambda prompts, trainer: result)
+    with pytest.raises(RolloutError, match=message):
+        one_step(trainer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"async_prefetch": True, "use_vllm": True}, ConfigError, "environment_factory is called between the steps"),
+        ({"reward_num_workers": 2}, ConfigError, "incompatible with reward_num_workers: 2"),
+        ({"dataset": Dataset.from_list([{"prompt": "text"}] * 8)}, DataError, "text prompts, but environment_factory"),
+        (
+            {"dataset": Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8)},
+            DataError,
+            "remaining_turns",
+        ),
+    ],
+)
+def test_refused(tokenizer, tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        make(tokenizer, tmp_path, **changes)
+
+
+def test_features_are_not_compared_with_calls(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="environment_factory is incompatible with the feature-matching reward"):
+        EBFTTrainer(
+            lora(chat_model(tokenizer)),
+            arguments(tmp_path),
+            train_dataset=rows(multi_turn=False),
+            processing_class=tokenizer,
+            environment_factory=Calculator,
+        )
+
+
+def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, tmp_path):
+    policy = chat_model(tokenizer)  # 512 positions, fewer than the presentation of the tool takes
+    trainer = make(tokenizer, tmp_path, policy=lora(policy))
+    with pytest.raises(DataError, match="leaves no space for a completion"):
+        one_step(trainer)
+
+
+BASE = {
+    "base_model": "x",
+    "rl": "grpo",
+    "datasets": [{"path": "x.jsonl", "type": "calculator.prompts"}],
+    "micro_batch_size": 8,
+    "learning_rate": 1e-4,
+    "output_dir": "out",
+    "max_steps": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("trl", "message"),
+    [
+        ({"tools": ["calculator.nothing"]}, "trl.tools: 'calculator.nothing': module calculator has no function"),
+        ({"environment_factory": {"a": "nowhere.A"}}, "trl.environment_factory: 'nowhere.A' refers to function 'A'"),
+        (
+            {"rollout_func": "calculator.answers", "tools": ["calculator.answers"]},
+            "trl.tools has no effect with trl.rollout_func",
+        ),
+        (
+            {"environment_factory": "calculator.Calculator", "reward_funcs": ["feature_matching"]},
+            "trl.environment_factory is incompatible with the feature-matching reward",
+        ),
+        (
+            {"reward_funcs": ["calculator.answers"], "max_tool_calling_iterations": 2},
+            "has no effect without tools or env",
+        ),
+    ],
+)
+def test_config_errors(trl, message):
+    config = RunConfig.from_dict({**BASE, "trl": trl})
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(config)
+
+
+def test_evaluation_alone_does_not_run_tools(tmp_path, folder):
+    config = RunConfig.from_dict(
+        {
+            **BASE,
+            "base_model": str(folder),
+            "trl": {"environment_factory": "calculator.Calculator"},
+            "test_datasets": [{"path": str(folder / "rows.jsonl"), "type": "calculator.prompts"}],
+        }
+    )
+    with pytest.raises(ConfigError, match="samples completions without trl.environment_factory"):
+        evaluate(config)
+
+
+def test_the_calculator():
+    calculator = Calculator()
+    calculator.reset(answer="14")
+    assert calculator.get_reward() == 0
+    assert calculator.calculate("(3 + 4) * 2") == "14" and calculator.get_reward() == 0.5
+    assert calculator.calculate("-8 / 4 - 1") == "-3" and calculator.get_reward() == 0
+    for expression in ("__import__('os')", "2 ** 9", "x", "1" * 300):
+        with pytest.raises(ValueError, match="supported|characters"):
+            calculator.calculate(expression)
+    said = [[{"role": "assistant", "content": text}] for text in ("It is 1,400.", "no", "")]
+    assert answers(said, ["1400", "1400", "1400"]) == [1.0, 0.0, 0.0]
