@@ -72,7 +72,7 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"trl": {"streaming_partial_batch": True}}, "rewards are already computed group by group"),
+        ({"trl": {"streaming_min_groups": 2}}, "no effect without streaming_partial_batch"),
         ({"trl": {"use_data_producer": True}}, "use_data_producer has no effect: generation"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),
         ({"trl": {"prefetch_depth": 2}}, "trl.prefetch_depth has no effect without async_prefetch"),

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ebft.errors import ConfigError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.reward_workers import RewardWorkers, run_in_workers
+from ebft.structured.reward_workers import RewardWorkers, run_in_chunks, run_in_workers
 from tests.structured.conftest import chat_model
 from tests.structured.trainers import arguments, rows
 
@@ -152,3 +152,45 @@ def test_training_has_the_same_rewards_with_workers(chat_tokenizer, tmp_path):
 
 def lengths(completions, answer, **columns):
     return [float(len(text[0]["content"]) + number) for text, number in zip(completions, answer)]
+
+
+def relative_length(completions, **columns):
+    """Above 0 for completions longer than the mean of all that the function is given."""
+    lengths = [len(messages[0]["content"]) for messages in completions]
+    return [length - sum(lengths) / len(lengths) for length in lengths]
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [(1, [4, 4, 4]), (2, [8, 4]), (5, [12])])
+def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
+    calls = []
+
+    def noted(prompts, answer, log_metric, **columns):
+        assert log_metric == print and len(prompts) == len(answer)
+        calls.append(len(prompts))
+        return [float(value) for value in answer]
+
+    [function] = run_in_chunks([noted], groups, lambda: 4)
+    assert function(prompts=["x"] * 12, answer=list(range(12)), log_metric=print) == list(range(12))
+    assert calls == sizes
+
+
+def test_chunks_with_a_wrong_number_of_rewards_are_an_error():
+    function = run_in_chunks(one_too_few, 1, lambda: 4)
+    with pytest.raises(ValueError, match="one_too_few returned 3 rewards for 4 completions"):
+        function(prompts=["x"] * 8)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_number_of_groups_changes_what_is_trained(chat_tokenizer, tmp_path, groups):
+    changes = {"streaming_partial_batch": True, "streaming_min_groups": groups, "max_steps": 1}
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer),
+        [relative_length],
+        arguments(tmp_path, RolloutGRPOConfig, **changes),
+        train_dataset=rows(multi_turn=False).remove_columns("ground_truth"),
+        processing_class=chat_tokenizer,
+    )
+    trainer.train()
+    sums = trainer.rewards.view(3, 4).sum(-1)
+    assert (sums.abs().max() < 1e-3) == (groups == 1), "rewards are relative to the mean of their chunk"
+    assert abs(sums.sum().item()) < 1e-3

@@ -98,6 +98,18 @@ class RolloutOptions:
             "reward_num_workers above 1. They get no reward from it if it takes longer.",
         ),
     ] = 600.0
+    streaming_partial_batch: Annotated[
+        bool,
+        Field(
+            description="Call reward functions with streaming_min_groups prompt groups at a time instead of all "
+            "completions of a generation step. The feature-matching reward and log-probabilities are always computed "
+            "in parts."
+        ),
+    ] = False
+    streaming_min_groups: Annotated[
+        int,
+        Field(ge=1, description="Number of prompt groups per call of a reward function with streaming_partial_batch."),
+    ] = 1
     skip_zero_advantage_batches: Annotated[
         bool, Field(description="Skip the forward and backward pass of micro-batches whose advantages are all zero.")
     ] = True
@@ -244,8 +256,6 @@ class RolloutServerKeys(Section):
     use_data_producer: bool | None = Field(
         None, description="No effect: generation and prefetching do not use a data producer."
     )
-    streaming_partial_batch: bool | None = Field(None, description="No effect: rewards are computed group by group.")
-    streaming_min_groups: Count | None = Field(None, description="No effect, see streaming_partial_batch.")
     log_completions: bool | None = Field(
         None,
         description="Write all completions of training, with their rewards and advantages, to rollouts.jsonl in "

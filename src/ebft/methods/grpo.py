@@ -27,8 +27,6 @@ FEATURE_MATCHING = "feature_matching"
 # Keys of `trl:` without effect: the values that give no warning, and the reason.
 _WITHOUT_EFFECT = {
     "use_data_producer": Ignored((None, False), "generation and prefetching do not use a data producer"),
-    "streaming_partial_batch": Ignored((None, False), "rewards are already computed group by group"),
-    "streaming_min_groups": Ignored((None,), "rewards are already computed group by group"),
 }
 # Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
 _SAME_NAME = (
@@ -109,6 +107,8 @@ class GRPO(Method):
             if idle:
                 keys = ", ".join(f"trl.{key}" for key in idle)
                 warnings.warn(f"{keys}: no effect without use_vllm: true.", stacklevel=2)
+        if "streaming_min_groups" in given and not config.trl.streaming_partial_batch:
+            warnings.warn("trl.streaming_min_groups has no effect without streaming_partial_batch: true.", stacklevel=2)
         if "prefetch_depth" in given and not config.trl.async_prefetch:
             warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
         self.warn_of_idle_options(config)

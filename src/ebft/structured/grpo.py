@@ -33,7 +33,7 @@ from ebft.structured.interactive import check_interactive, checked, rollouts_of
 from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
 from ebft.structured.replay import UsesPromptsAgain
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
-from ebft.structured.reward_workers import run_in_workers
+from ebft.structured.reward_workers import run_in_chunks, run_in_workers
 from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.prefetch import Prefetcher
@@ -111,6 +111,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
+        if args.streaming_partial_batch and args.reward_num_workers == 1:
+            reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         for scored in (model, self.ref_model):

@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, with a time limit (`reward_num_workers`)."""
+"""Calls of reward functions: in worker processes by prompt group (`reward_num_workers`), or with some groups at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import multiprocessing
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from typing import Any
 
@@ -58,10 +58,7 @@ class RewardWorkers:
 
     def _call(self, function: RewardFunction, given: dict[str, Any]) -> list[float | None]:
         """Call the function on all groups. Arguments that are not lists of all completions are not passed on."""
-        count = len(given["prompts"])
-        columns = {name: list(value) for name, value in given.items() if _is_column(value, count)}
-        size = self._group_size()
-        groups = [{name: value[i : i + size] for name, value in columns.items()} for i in range(0, count, size)]
+        groups = [columns for columns, _ in _split(given, self._group_size())]
         rewards: list[float | None] = []
         for group, future in [(group, self._schedule(function, group)) for group in groups]:
             rewards += self._result(function, group, future)
@@ -110,6 +107,41 @@ def run_in_workers(reward_funcs: Any, count: int, timeout: float | None, group_s
         return reward_funcs
     workers = RewardWorkers(count, timeout, group_size)
     return [function if isinstance(function, nn.Module) else workers.parallel(function) for function in funcs]
+
+
+def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int]) -> Any:
+    """Return the reward functions such that plain functions are called with at most `groups` prompt groups at a time.
+
+    Models, callable objects and coroutine functions are returned unchanged.
+    """
+
+    def in_chunks(function: Any) -> Any:
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            return function
+
+        def call(**given: Any) -> list[float | None]:
+            rewards: list[float | None] = []
+            for columns, others in _split(given, groups * group_size()):
+                found, size = list(function(**columns, **others)), len(columns["prompts"])
+                if len(found) != size:
+                    raise ValueError(f"{function.__qualname__} returned {len(found)} rewards for {size} completions")
+                rewards += found
+            return rewards
+
+        return update_wrapper(call, function)
+
+    if not isinstance(reward_funcs, list):
+        return in_chunks(reward_funcs)
+    return [in_chunks(function) for function in reward_funcs]
+
+
+def _split(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
+    """Yield the lists of all completions among the arguments, `size` completions at a time, and the other arguments."""
+    count = len(given["prompts"])
+    columns = {name: list(value) for name, value in given.items() if _is_column(value, count)}
+    others = {name: value for name, value in given.items() if name not in columns}
+    for start in range(0, count, size):
+        yield {name: value[start : start + size] for name, value in columns.items()}, others
 
 
 def _is_column(value: Any, count: int) -> bool:
