@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.recording import is_replayed
+from ebft.models.unhooked import without_hooks
 from ebft.over_transformers import Conv1D
 
 
@@ -33,6 +35,11 @@ class FlopMeter:
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
+        heads = {id(unwrap_adapter(model).get_output_embeddings()) for model in models}
+        hooks += [
+            without_hooks(head).register_forward_hook(partial(self._count_unhooked, head), with_kwargs=True)
+            for head in (modules[key] for key in heads if key in modules)
+        ]
         causal_lms = {id(unwrap_adapter(model)): unwrap_adapter(model) for model in models}.values()
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
         try:
@@ -71,6 +78,10 @@ class FlopMeter:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
             trained = any(weight.requires_grad for weight in weights)
             outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
+
+    def _count_unhooked(self, head: nn.Module, _: nn.Module, *call: Any) -> None:
+        """Forward hook for the head of a sharded model, which runs without its own hooks."""
+        self._count(head, *call)
 
     def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.

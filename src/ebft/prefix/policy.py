@@ -1,8 +1,9 @@
 """Running a causal LM over a strided layout: attention implementation, hidden states and language model head.
 
-`prepare(model)` adds the keyword argument `function` to the forward of a transformers model; all other calls are
+`take_programs(model)` adds the keyword argument `function` to the forward of a transformers model; all other calls are
 unchanged. `run_wrapped(model, function)` calls `function(causal_lm)` inside the module's forward, so that wrappers
-added by accelerate, DDP, FSDP or PEFT apply, however many passes the function makes.
+added by accelerate, DDP, FSDP or PEFT apply, however many passes the function makes. `prepare(model)` also lets the
+model's attention run over layouts with shared prefixes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from transformers import PreTrainedModel
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
 from ebft.models.products import fast_products
+from ebft.models.sharding import is_sharded
+from ebft.models.unhooked import without_hooks
 from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.logps import Head
@@ -91,15 +94,23 @@ def prepare(model: nn.Module) -> PreTrainedModel:
     """
     causal_lm = unwrap_adapter(model)
     check_supported(causal_lm)
-    if "forward_of_model" in causal_lm.__dict__:
+    take_programs(causal_lm)
+    if "has_prefix_passes" in causal_lm.__dict__:
         return causal_lm
-    causal_lm.forward_of_model = causal_lm.forward
-    causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
+    causal_lm.has_prefix_passes = True
     for module in backbone_of(causal_lm).modules():
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
     return causal_lm
+
+
+def take_programs(model: nn.Module) -> None:
+    """Prepare the causal LM inside `model` for `run_wrapped`. Any architecture; can be called repeatedly."""
+    causal_lm = unwrap_adapter(model)
+    if "forward_of_model" not in causal_lm.__dict__:
+        causal_lm.forward_of_model = causal_lm.forward
+        causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
 
 
 def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
@@ -172,6 +183,21 @@ def head_of(causal_lm: PreTrainedModel) -> Head:
     )
 
 
+def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
+    """Return the logits (B, count, V) of the last `count` tokens of `input_ids` (B, tokens), from a plain pass."""
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    if not is_sharded(model):
+        return model(**inputs, logits_to_keep=count).logits[:, -count:]
+
+    def without_hooks_of_head(causal_lm: PreTrainedModel) -> Tensor:
+        # The backward of the hooks would free weights of the head that TRL's pass, in the same loss, still needs.
+        states = backbone_of(causal_lm)(**inputs)[0][:, -count:]
+        return _head(causal_lm, states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+    take_programs(model)
+    return run_wrapped(model, without_hooks_of_head)
+
+
 # The computation between hidden states and logits (scaling, soft-capping, a projection, a bias) differs between models
 # and is part of their forward. The head is therefore that forward, with a backbone that returns the given states. Some
 # forwards access submodules of the backbone (`self.model.decoder(...)` in OPT), others read optional fields of its
@@ -202,14 +228,22 @@ class _States(ModelOutput):
 
 def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping."""
-    name = backbone_name(causal_lm)
-    backbone = causal_lm._modules[name]
-    causal_lm._modules[name] = _GivenStates()
+    replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates()}
+    output = causal_lm.get_output_embeddings()
+    if is_sharded(output):
+        # The hooks of FSDP2 communicate, but processes have different numbers of rows and apply the head to different
+        # numbers of chunks; and a gradient within the forward pass would end it. The weights are gathered once, and
+        # the backward pass of the whole model reduces their gradients and frees them.
+        output.unshard()
+        name = next(name for name, child in causal_lm.named_children() if child is output)
+        replaced[name] = without_hooks(output)
+    before = {name: causal_lm._modules[name] for name in replaced}
+    causal_lm._modules.update(replaced)
     try:
         with fast_products():
             return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
-        causal_lm._modules[name] = backbone
+        causal_lm._modules.update(before)
 
 
 # The hooks are registered on the modules that read the attention implementation rather than around the whole call,
