@@ -26,6 +26,7 @@ from ebft.config.options import (
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.sharding import keep_output_dtype
 from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
@@ -97,6 +98,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
+        keep_output_dtype(self.accelerator)
         self._causal_lm = prepare(model)
         if args.disable_dropout:
             disable_dropout(model)
