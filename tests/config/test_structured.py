@@ -51,7 +51,7 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex requires vLLM"),
         ({"trl": {"sync_ref_model": True}}, "sync_ref_model requires a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
-        ({"fsdp": True}, "fsdp is not supported with full completions"),
+        ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "FSDP1 is not supported with full completions"),
         ({"group_by_length": True}, "group_by_length is incompatible with grouped completions"),
     ],
 )

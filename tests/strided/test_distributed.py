@@ -18,7 +18,7 @@ def launch(module, processes, *arguments):
     python = [sys.executable, "-m"]
     if processes > 1:
         python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--module"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [*python, module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -306,7 +306,8 @@ def _rollouts(config: RunConfig) -> Iterator[str]:
 
 
 def _processes(config: RunConfig) -> Iterator[str]:
-    if config.fsdp:
-        yield "fsdp is not supported with full completions. Remove it to use DDP, or set deepspeed."
+    details = config.fsdp_config or {}
+    if config.fsdp and str(details.get("version", details.get("fsdp_version", 2))) != "2":
+        yield "FSDP1 is not supported with full completions. Remove version from fsdp_config, or set it to 2."
     if config.group_by_length:
         yield "group_by_length is incompatible with grouped completions. Remove it."

@@ -6,13 +6,15 @@ P  prompt tokens   K  continuations   C  tokens of the longest continuation   D 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.models.causal_lm import backbone_of
+from ebft.models.sharding import is_sharded
 from ebft.over_transformers import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
+from ebft.prefix.policy import run_wrapped, take_programs
 
 
 def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
@@ -65,15 +67,20 @@ def _run(
     network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
 ) -> tuple[Tensor, Cache | None]:
     """Return the features (K, tokens, D) of `tokens`, which follow those in `cache`, and the extended cache."""
-    backbone = backbone_of(network.causal_lm)
     arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
     if cache is not None:
         arguments["past_key_values"] = cache
     outputs = []
 
-    def forward(_) -> Tensor:
-        outputs.append(backbone(**arguments))
+    def run(causal_lm: PreTrainedModel) -> Tensor:
+        outputs.append(backbone_of(causal_lm)(**arguments))
         return outputs[0].last_hidden_state
+
+    def forward(model: nn.Module) -> Tensor:
+        if not is_sharded(model):
+            return run(network.causal_lm)
+        take_programs(model)
+        return run_wrapped(model, run)  # gathers the weights
 
     features = token_features(network.hidden_states(forward))
     return features, outputs[0].past_key_values if use_cache else None

@@ -11,6 +11,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from ebft.config import rules
 from ebft.data.conversation import Conversation, Renderer
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.sharding import check_version, keep_output_dtype
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
@@ -36,6 +38,7 @@ from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_chunks, run_in_workers
 from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
+from ebft.structured.rollouts.in_step import passes_in_step
 from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
@@ -115,6 +118,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
+        check_version(self.accelerator, self.ref_model)
+        keep_output_dtype(self.accelerator)
         for scored in (model, self.ref_model):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
@@ -222,7 +227,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             if self._server is not None and not self.model.training:
                 self._server.sync_weights(at_once=True)  # evaluate the current weights
             job = self._job(self._rows)
-            rollouts = job.run()
+            with nullcontext() if self._server is not None else passes_in_step(self.model, self.accelerator):
+                rollouts = job.run()
         if self._server is not None:
             self._server.release(job.backend)
         return job, rollouts

@@ -23,6 +23,7 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
 from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
+from ebft.prefix.policy import last_logits
 from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
@@ -209,9 +210,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
-            logits = model(
-                input_ids=tokens, attention_mask=attention_mask, logits_to_keep=kept, use_cache=False
-            ).logits[:, -kept:-1]
+            logits = last_logits(model, tokens, attention_mask, kept)[:, :-1]
         nll = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1 - kept :], reduction="none")
         predicted = attention_mask[:, 1 - kept :] * attention_mask[:, -kept:-1] * after.any(-1, keepdim=True)
         nll_of_reference = (nll[:, -reference.shape[1] :] * counted).sum(-1)

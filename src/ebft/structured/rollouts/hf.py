@@ -13,6 +13,8 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.sharding import is_sharded
+from ebft.prefix.policy import run_wrapped
 from ebft.structured.rollouts.backend import Completion, Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
 
@@ -39,8 +41,15 @@ class Generator:
             **sampling.extra,
         }
 
-    def __call__(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+    def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         """Return one completion per prompt; the model must be in eval mode, with gradients disabled."""
+        if is_sharded(model):
+            return run_wrapped(model, lambda causal_lm: self._generate(causal_lm, prompts, max_tokens))
+        return self._generate(unwrap_adapter(model), prompts, max_tokens)
+
+    def _generate(
+        self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]
+    ) -> list[Completion]:
         input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
         attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
             input_ids.device
@@ -51,6 +60,7 @@ class Generator:
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
+                synced_gpus=False,  # see ebft.structured.rollouts.in_step
             )
         sampled = output[:, input_ids.shape[1] :].tolist()
         return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
@@ -83,7 +93,7 @@ class HFBackend:
             evaluating(policy),
             trainer.accelerator.autocast(),
         ):
-            return self._sample(unwrap_adapter(policy), prompts, max_tokens)
+            return self._sample(policy, prompts, max_tokens)
 
 
 class ModelBackend:
@@ -94,7 +104,7 @@ class ModelBackend:
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         with evaluating(self._model):
-            return self._generator(unwrap_adapter(self._model), prompts, max_tokens)
+            return self._generator(self._model, prompts, max_tokens)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ from __future__ import annotations
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.sharding import is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.logps import Softmax
 from ebft.prefix.policy import backbone_states, head_of, run_wrapped
@@ -34,9 +36,10 @@ class SharedPromptSampler:
         """Whether there are no parameters that only `generate` has."""
         return not sampling.extra and sampling.repetition_penalty == 1 and sampling.regex is None
 
-    def __call__(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+    def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         """Return one completion per prompt; the model must be prepared, in eval mode, with gradients disabled."""
-        return run_wrapped(causal_lm, lambda model: self._sample(model, prompts, max_tokens))
+        policy = model if is_sharded(model) else unwrap_adapter(model)
+        return run_wrapped(policy, lambda causal_lm: self._sample(causal_lm, prompts, max_tokens))
 
     def _sample(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         device, head = causal_lm.device, head_of(causal_lm)

@@ -1,0 +1,129 @@
+"""Short runs for test_sharded.py: `python -m tests.structured.sharded_run OUT.pt NAME...`; in torchrun, under FSDP2.
+
+Both make the same optimizer steps of 16 completions: one process has them all, each of two has half of them.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+import ebft.prefix.logps
+from ebft import EBFTTrainer
+from ebft.models.sharding import is_sharded, reshard
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured.rollouts.hf import HFBackend
+from tests.sharding import shard_on_cpu
+from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
+from tests.structured.short_run import FromThePrompt
+from tests.structured.trainers import arguments, rows
+
+ebft.prefix.logps.LOGITS_PER_CHUNK = {"cpu": 1}  # 16 rows: the head is applied to many chunks, of different numbers
+
+
+class Fixed:
+    """Completions of unequal lengths that do not depend on the policy."""
+
+    def _backend(self):
+        return FromThePrompt()
+
+
+class Greedy:
+    """The most likely completions, whose lengths depend on the references and the numbers of turns."""
+
+    def _backend(self):
+        sampling = replace(self.sampling, temperature=0.0)
+        return HFBackend(self, sampling, self.processing_class.pad_token_id)
+
+    def after_inputs(self, rows, inputs):
+        if self.model.training:
+            self.sampled = [*getattr(self, "sampled", []), [rollout.ids for rollout in self._rollouts]]
+        return super().after_inputs(rows, inputs)
+
+
+class FixedEBFT(Fixed, EBFTTrainer):
+    pass
+
+
+class GreedyEBFT(Greedy, EBFTTrainer):
+    pass
+
+
+class FixedGRPO(Fixed, RolloutGRPOTrainer):
+    pass
+
+
+def reward(completion_ids, **columns):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def policy(tokenizer, with_adapter, folder, processes):
+    """One with an adapter, or from `folder`, where the reference model is loaded from; the single process saves it."""
+    model = chat_model(tokenizer)
+    if with_adapter:
+        return lora(model)
+    if processes == 1:
+        model.save_pretrained(folder)
+    return model.from_pretrained(folder)
+
+
+def make(name, folder, processes):
+    tokenizer = make_chat_tokenizer()
+    kind, adapter, *more = name.split("-")
+    model = policy(tokenizer, adapter == "lora", Path(folder).with_name("base"), processes)
+    common = {
+        "per_device_train_batch_size": 8 // processes,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "max_steps": 2,
+        "shared_prefix": "rows" not in more,
+        **({"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}} if processes > 1 else {}),
+    }
+    if kind == "grpo":
+        args = arguments(folder, RolloutGRPOConfig, beta=0.1 if adapter == "full" else 0.0, **common)
+        return FixedGRPO(model, reward, args, train_dataset=rows(multi_turn=False), processing_class=tokenizer)
+    args = arguments(folder, ce_coef=0.3, use_whitening=kind == "ebft", **common)
+    trainer = {"ebft": FixedEBFT, "greedy": GreedyEBFT}[kind]
+    dataset = rows(multi_turn=kind == "greedy")
+    return trainer(
+        model, args, train_dataset=dataset, eval_dataset=dataset.select(range(4)), processing_class=tokenizer
+    )
+
+
+def found_by(trainer):
+    trainer.train()
+    assert is_sharded(trainer.model) == trainer.is_fsdp_enabled
+    held_out = trainer.evaluate() if isinstance(trainer, EBFTTrainer) else {}
+    reshard(trainer.model)
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.named_parameters()}
+    sampled = getattr(trainer, "sampled", [])
+    if trainer.args.world_size > 1:
+        parts = [None] * trainer.args.world_size
+        distributed.all_gather_object(parts, sampled)
+        sampled = [[ids for part in step for ids in part] for step in zip(*parts)]
+    return {
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "held_out": held_out,
+        "parameters": {name: value.detach().clone() for name, value in weights.items()},
+        "sampled": sampled,
+    }
+
+
+def main(path, *names):
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes > 1:
+        shard_on_cpu()
+    found = {name: found_by(make(name, f"{path}.{name}", processes)) for name in names}
+    if int(os.environ.get("RANK", 0)) == 0:
+        torch.save(found, path)
+    if processes > 1:
+        distributed.barrier()
+    os._exit(0)  # threads that FSDP2 leaves over gloo abort the interpreter's exit now and then
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
