@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from ebft.errors import RolloutError
+from ebft.models.sharding import reshard, whole_trained_weights
 from ebft.structured.rollouts.client import VLLMClient
 
 _FOLDER = "vllm_adapters"
@@ -58,9 +59,10 @@ class AdapterSync:
         Raises RolloutError on all processes if this fails on the main process.
         """
         outcome: list[Any] = [None]
+        whole = whole_trained_weights(self._model)
         if self._accelerator.is_main_process:
             try:
-                outcome = [self._publish(step)]
+                outcome = [self._publish(step, whole)]
             except Exception as error:  # any error: the other processes wait for the outcome
                 outcome = [_told(error, self._root)]
         broadcast_object_list(outcome)  # a failure on the main process is raised on every process
@@ -95,6 +97,7 @@ class AdapterSync:
             self._set(trained)
 
     def _parameters(self) -> list[Tensor]:
+        reshard(self._model)  # a change of gathered parameters would be lost
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     @torch.no_grad()
@@ -129,14 +132,15 @@ class AdapterSync:
                 self._root.rmdir()
         self._run = None
 
-    def _publish(self, step: int) -> Version:
+    def _publish(self, step: int, whole: dict[str, Tensor] | None) -> Version:
+        """Save and load the adapter, with the weights `whole` by name if those of the model are sharded."""
         if self._run is None:
             self._run = f"ebft-{uuid.uuid4().hex[:8]}"
         name = f"{self._run}-step-{step}-{len(self._live)}-{uuid.uuid4().hex[:4]}"
         final = self._root / self._run / name
         partial = final.with_name(f"{name}.partial")
         try:
-            self._model.save_pretrained(str(partial), selected_adapters=["default"])
+            self._model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=whole)
             os.replace(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
