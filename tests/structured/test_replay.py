@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from ebft.errors import ConfigError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.replay import FailedPrompts, ReplayBuffer
 from tests.structured import oracle
@@ -155,3 +156,15 @@ def test_failed_prompts_are_sampled_again(chat_tokenizer, tmp_path, fraction, ag
     assert repeated == (failed[: len(repeated)] if again else []) and bool(repeated) == again
     groups = [entry["rerolled_groups"] for entry in trainer.state.log_history if "rerolled_groups" in entry]
     assert (sum(groups) == len(repeated) > 0) if again else groups == []
+
+
+@pytest.mark.parametrize("option", [{"replay_buffer_size": 4}, {"reroll_start_fraction": 0.5}])
+def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer, tmp_path, option):
+    dataset = Dataset.from_list([{"prompt": [USER(f"say {i}")]} for i in range(12)])
+    args = arguments(tmp_path, RolloutGRPOConfig, **option)
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer), rewarded, args, train_dataset=dataset, processing_class=chat_tokenizer
+    )
+    trainer.args.steps_per_generation, trainer.args.per_device_train_batch_size = 1, 2  # as with two processes
+    with pytest.raises(ConfigError, match=r"replace groups of num_generations \(4\) .* generates 2 at once"):
+        trainer.prepare_second_uses()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebft.errors import ConfigError
 from ebft.structured.scoring import SharedPromptScoring
 
 Row = dict[str, Any]
@@ -99,6 +100,14 @@ class UsesPromptsAgain(SharedPromptScoring):
     def prepare_second_uses(self) -> None:
         """Create what the arguments ask for."""
         args, n, pad = self.args, self.num_generations, self.processing_class.pad_token_id
+        per_process = args.per_device_train_batch_size * args.steps_per_generation
+        if per_process % n and (args.replay_buffer_size or args.reroll_start_fraction < 1):
+            raise ConfigError(
+                f"replay_buffer_size and reroll_start_fraction replace groups of num_generations ({n}) completions, "
+                f"but each process generates {per_process} at once (per_device_train_batch_size "
+                f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}). Make this a "
+                "multiple of num_generations, or remove these options."
+            )
         self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
         self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
 
@@ -107,7 +116,7 @@ class UsesPromptsAgain(SharedPromptScoring):
         if self._failed is None:
             return
         starts = self.state.global_step >= self.args.reroll_start_fraction * self.state.max_steps
-        self.log_mean("train", "rerolled_groups", self._failed.inject(rows) if starts else 0)
+        self.log_mean("train", "rerolled_groups", self._over_processes(self._failed.inject(rows) if starts else 0))
 
     def note_failed(self, rows: list[Row], rewards: Tensor) -> None:
         """Store prompts that failed, given the total rewards (B,) of the rows."""
@@ -121,8 +130,8 @@ class UsesPromptsAgain(SharedPromptScoring):
         if not self.args.replay_recompute_logps and "old_per_token_logps" not in inputs:
             inputs = inputs | {"old_per_token_logps": self.first_logps(inputs, len(inputs["advantages"]))}
         inputs, replaced = self._replay.replace(inputs)
-        self.log_mean("train", "replayed_groups", len(replaced) / self.num_generations)
-        count = self.accelerator.reduce(torch.tensor(float(len(replaced)), device=self.args.device), "sum")
+        count = self._over_processes(len(replaced) // self.num_generations)
+        self.log_mean("train", "replayed_groups", count)
         if count and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
             # All processes run the model, which may be sharded; a row that was not replaced has these values already.
             inputs = inputs | self._recomputed(inputs, replaced or [0])
@@ -131,6 +140,9 @@ class UsesPromptsAgain(SharedPromptScoring):
         if "reference_mask" in inputs:
             inputs["reference_tokens"] = self.accelerator.reduce(inputs["reference_mask"].sum(), "sum")
         return inputs
+
+    def _over_processes(self, count: int) -> float:
+        return self.accelerator.reduce(torch.tensor(float(count), device=self.args.device), "sum").item()
 
     def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
         """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
