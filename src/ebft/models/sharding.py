@@ -21,8 +21,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def check_version(accelerator: Any, reference: nn.Module | None) -> None:
-    """Raise ConfigError for FSDP1, and for a reference model whose weights only one process has loaded."""
+def check_version(accelerator: Any, reference: nn.Module | None, compares_weights: bool) -> None:
+    """Raise ConfigError for FSDP1, and if weights that only the first process has loaded are used before training.
+
+    `compares_weights`: whether they are compared with those of a server.
+    """
     plugin = _plugin(accelerator)
     if plugin is None:
         return
@@ -31,10 +34,11 @@ def check_version(accelerator: Any, reference: nn.Module | None) -> None:
             "FSDP1 is not supported: completions are sampled and scored in programs that run inside the forward of the "
             "outermost module, which FSDP1 does not allow. Remove version from fsdp_config, or set it to 2."
         )
-    if reference is not None and plugin.cpu_ram_efficient_loading:
+    if plugin.cpu_ram_efficient_loading and (reference is not None or compares_weights):
+        what = "a vLLM server" if compares_weights else "beta > 0 without an adapter"
         raise ConfigError(
-            "beta > 0 without an adapter is incompatible with cpu_ram_efficient_loading: the reference model would "
-            "have weights on the first process only. Set cpu_ram_efficient_loading: false in fsdp_config, or beta: 0."
+            f"{what} is incompatible with cpu_ram_efficient_loading, with which only the first process has the weights "
+            "before training. Set cpu_ram_efficient_loading: false in fsdp_config."
         )
 
 

@@ -118,7 +118,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
         super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
-        check_version(self.accelerator, self.ref_model)
+        check_version(self.accelerator, self.ref_model, args.uses_server)
         keep_output_dtype(self.accelerator)
         for scored in (model, self.ref_model):
             if scored is not None:
