@@ -1,0 +1,228 @@
+"""What several processes must agree on: `torchrun two_processes.py FOLDER`, for test_two_processes.py."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ebft.errors import RolloutError
+from ebft.models.causal_lm import decoder_layers, unwrap_adapter
+from ebft.models.sharding import reshard
+from ebft.prefix.policy import take_programs
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured.rollouts import server_rollouts
+from ebft.structured.rollouts.adapters import AdapterSync
+from ebft.structured.rollouts.backend import Sampling
+from ebft.structured.rollouts.server_rollouts import ServerRollouts
+from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
+from tests.structured.rollouts.test_sampling_check import Server
+from tests.structured.short_run import FromThePrompt
+from tests.structured.trainers import USER, arguments
+
+TOKENIZER = make_chat_tokenizer()
+
+
+def of_all(value):
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def random_batch(rank):
+    generator = torch.Generator().manual_seed(rank)
+    draw = lambda *shape: torch.randint(4, 260, shape, generator=generator)
+    lengths = torch.randint(60, 97, (4, 1), generator=generator)
+    return {
+        "prompt_ids": draw(4, 8),
+        "prompt_mask": torch.ones(4, 8, dtype=torch.long),
+        "completion_ids": draw(4, 96),
+        "completion_mask": (torch.arange(96) < lengths).long(),
+    }
+
+
+@torch.no_grad()
+def logps_of(model, batch, count=4):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)[:count]
+    logps = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[:, 7:-1]
+    return logps.gather(-1, batch["completion_ids"][:count, :, None]).squeeze(-1)
+
+
+def publish(sync, model, step):
+    reshard(model)  # as a backward pass leaves the parameters to the optimizer
+    with torch.no_grad():
+        for parameter in trained(model):
+            parameter.add_(0.05)
+    return sync.publish(step)
+
+
+def a_fault_of_one_server_process_stops_all(folder, rank):
+    """The log-probabilities that one process receives are wrong; or all are those of the base model."""
+    model = lora(chat_model(TOKENIZER))
+    client = Server()
+    client.close = lambda: None
+    server_rollouts.VLLMClient = lambda *args, **kwargs: client
+    server_rollouts.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
+    args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
+    server = ServerRollouts(
+        args,
+        model,
+        TOKENIZER,
+        Accelerator(cpu=True),
+        Sampling(1.0),
+        base_model="base",
+        scores_truncated=True,
+        step=lambda: 3,
+        failure=lambda: None,
+        transfer=None,
+    )
+    server.sync_weights()
+    batch, outcomes = random_batch(rank), []
+    right = logps_of(model, batch)
+    with model.disable_adapter():
+        of_base = logps_of(model, batch)
+    for sampled in (right, right + float(rank), of_base):
+        version = server.backend().version
+        server._identified = None
+        try:
+            server.check_samples(
+                batch | {"sampling_per_token_logps": sampled}, version, 3, lambda count: logps_of(model, batch, count)
+            )
+            outcomes.append(None)
+        except RolloutError as error:
+            outcomes.append(str(error))
+    first, second = of_all(outcomes)
+    assert first == second and first[0] is None, (first, second)
+    assert "differ from the trainer's by 0.5" in first[1], first[1]  # the fault of one of two, on average
+    assert "it sampled from the base model" in first[2], first[2]
+    server.reset()
+
+
+def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
+    plain, model = (lora(chat_model(TOKENIZER)) for _ in range(2))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in decoder_layers(unwrap_adapter(model)):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # the hardest case: weights remain gathered
+    fully_shard(model, mesh=mesh)
+    take_programs(model)
+    batch = random_batch(0)
+    sync = AdapterSync(Server(), model, Accelerator(cpu=True), str(folder / "sharded"))
+    expected = []
+    for step in range(2):
+        version = publish(sync, model, step)
+        with torch.no_grad():
+            for parameter in trained(plain):
+                parameter.add_(0.05)
+        saved = load_file(Path(version.path) / "adapter_model.safetensors")
+        whole = get_peft_model_state_dict(plain)
+        assert saved.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(saved[name], value, msg=name)
+        expected.append(logps_of(plain, batch))
+        torch.testing.assert_close(logps_of(model, batch), expected[-1])
+    assert (expected[0] - expected[1]).abs().max() > 0.01
+    with sync.weights_of(sync.kept[1]):
+        torch.testing.assert_close(logps_of(model, batch), expected[0])
+    torch.testing.assert_close(logps_of(model, batch), expected[1])
+    sync.close()
+
+
+class Trainer(RolloutGRPOTrainer):
+    def _backend(self):
+        return FromThePrompt()
+
+
+def train(folder, reward, **changes):
+    dataset = Dataset.from_list([{"prompt": [USER(f"say {i} " + "word " * (i % 4))]} for i in range(16)])
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, **changes}
+    args = arguments(folder, RolloutGRPOConfig, **settings)
+    trainer = Trainer(chat_model(TOKENIZER), reward, args, train_dataset=dataset, processing_class=TOKENIZER)
+    batches, after_inputs = [], trainer.after_inputs
+
+    def kept(rows, inputs):
+        batches.append((inputs, after_inputs(rows, inputs)))
+        return batches[-1][1]
+
+    trainer.after_inputs = kept
+    trainer.train()
+    return trainer, batches
+
+
+def groups(inputs):
+    """The completions and the advantages of each group."""
+    masked = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"])]
+    advantages = [round(value, 5) for value in inputs["advantages"].tolist()]
+    return [(masked[start : start + 4], advantages[start : start + 4]) for start in range(0, len(masked), 4)]
+
+
+def one_process_replays_its_own_groups(folder, rank):
+    """In the second step, the first process has groups with a signal, and the second has none."""
+
+    def reward(completion_ids, trainer_state, **columns):
+        silent = trainer_state.global_step == 1 and rank == 1
+        return [0.0 if silent else float(sum(ids) % 5) for ids in completion_ids]
+
+    for recompute in (True, False):
+        trainer, batches = train(
+            folder / f"replay-{recompute}", reward, replay_buffer_size=8, replay_recompute_logps=recompute
+        )
+        (first, _), (second, trained_on) = batches
+        if rank == 0:
+            assert groups(trained_on) == groups(second)
+        else:
+            assert not second["advantages"].any() and trained_on["advantages"].any()
+            assert sorted(groups(trained_on)) == sorted(groups(first))
+        tokens = of_all(int(trained_on["completion_mask"].sum()))
+        assert trained_on["num_items_in_batch"] == sum(tokens)
+        logged = [entry["replayed_groups"] for entry in trainer.state.log_history if "replayed_groups" in entry]
+        assert logged == [0, 2], logged
+        weights = of_all(torch.cat([value.flatten() for value in trainer.model.state_dict().values()]))
+        assert torch.equal(*weights)
+
+
+def one_process_samples_its_failed_prompts_again(folder, rank):
+    def reward(completion_ids, trainer_state, **columns):
+        fails = trainer_state.global_step == 0 and rank == 1
+        return [0.0 if fails else 1.0 + sum(ids) % 5 for ids in completion_ids]
+
+    options = {"reroll_start_fraction": 0.5, "reroll_max_groups": 1}
+    trainer, batches = train(folder / "reroll", reward, **options)
+    prompts = [
+        [TOKENIZER.decode(ids[mask.bool()]) for ids, mask in zip(x["prompt_ids"][::4], x["prompt_mask"][::4])]
+        for x, _ in batches
+    ]
+    again = [prompt for prompt in prompts[1] if prompt in prompts[0]]
+    assert again == ([] if rank == 0 else prompts[0][:1]), (rank, prompts)
+    logged = [entry["rerolled_groups"] for entry in trainer.state.log_history if "rerolled_groups" in entry]
+    assert logged == [0, 1], logged
+
+
+def main(folder):
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    for check in (
+        a_fault_of_one_server_process_stops_all,
+        a_sharded_adapter_is_sent_whole_and_can_be_exchanged,
+        one_process_replays_its_own_groups,
+        one_process_samples_its_failed_prompts_again,
+    ):
+        check(Path(folder), rank)
+        distributed.barrier()
+        if rank == 0:
+            print(f"passed: {check.__name__}", flush=True)
+    os._exit(0)  # threads that FSDP2 leaves over gloo abort the interpreter's exit now and then
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
