@@ -28,6 +28,7 @@ from ebft.models.sharding import is_sharded
 from ebft.models.unhooked import without_hooks
 from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
+from ebft.prefix.attention.passes import pass_in
 from ebft.prefix.logps import Head
 
 Result = TypeVar("Result")
@@ -142,7 +143,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
             attention_mask=torch.ones_like(input_ids),
             position_ids=run.position_ids(),
             use_cache=False,
-            prefix_pass=run,
+            prefix_pass=lambda: run,
         )[0]
     depth = len(decoder_layers(causal_lm))
     if len(run.layers_seen) != depth:
@@ -251,12 +252,12 @@ def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
 
 
 def _switch_on(module, args, kwargs):
-    run = kwargs.get("prefix_pass")
+    run = pass_in(kwargs)
     if run is not None:
         run.previous_implementation.append(switch_attention(module, IMPLEMENTATION))
 
 
 def _switch_off(module, args, kwargs, output):
-    run = kwargs.get("prefix_pass")
+    run = pass_in(kwargs)
     if run is not None:
         switch_attention(module, run.previous_implementation.pop())

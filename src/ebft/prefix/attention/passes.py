@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,13 +160,23 @@ class PrefixPass(ABC):
         return None if tokens is None else pattern.keep("flex", lambda: flex.pass_mask(tokens, pattern))
 
 
+def pass_in(kwargs: dict[str, Any]) -> PrefixPass | None:
+    """Return the pass that a module's keyword arguments name, None outside of passes.
+
+    The argument is a function without parameters that returns the pass: with mixed precision, FSDP2 makes copies of
+    dataclasses among the arguments of layers, to cast tensors in them.
+    """
+    found = kwargs.get("prefix_pass")
+    return None if found is None else found()
+
+
 def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     """The attention function that transformers calls in every layer.
 
     query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None. Raises ModelError if the layer
     is not supported.
     """
-    run: PrefixPass | None = kwargs.get("prefix_pass")
+    run = pass_in(kwargs)
     if run is None:
         raise ModelError(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, which strided EBFT "
