@@ -81,6 +81,7 @@ def make(name, folder, processes):
         "learning_rate": 1e-3,
         "max_steps": 2,
         "shared_prefix": "rows" not in more,
+        "bf16": "bf16" in more,
         **({"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}} if processes > 1 else {}),
     }
     if kind == "grpo":

@@ -1,9 +1,14 @@
 """Two processes under FSDP2 make the steps of one process with the same completions."""
 
+import json
+
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from tests.strided.test_distributed import launch
+from tests.structured.conftest import chat_model
 
 COMPARED = ("loss", "grad_norm", "reward", "ebft/alignment", "ebft/ce_loss", "kl")
 HELD_OUT = ("eval_ce_loss", "eval_ce_loss_all", "eval_cfm_loss", "eval_alignment")
@@ -13,11 +18,14 @@ RUNS = ("ebft-lora", "ebft-full", "ebft-lora-rows", "ebft-full-rows", "grpo-full
 RUNS += ("greedy-lora", "greedy-full-rows")
 
 
+MIXED = "ebft-lora-bf16"
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     for processes in (1, 2):
-        launch("tests.structured.sharded_run", processes, str(folder / f"{processes}.pt"), *RUNS)
+        launch("tests.structured.sharded_run", processes, str(folder / f"{processes}.pt"), *RUNS, MIXED)
     return [torch.load(folder / f"{processes}.pt", weights_only=False) for processes in (1, 2)]
 
 
@@ -42,3 +50,48 @@ def test_sharding_changes_nothing(found, name):
     assert sharded["parameters"].keys() == whole["parameters"].keys()
     for parameter, value in whole["parameters"].items():
         torch.testing.assert_close(sharded["parameters"][parameter], value, atol=2e-5, rtol=1e-4, msg=parameter)
+
+
+def test_mixed_precision(found):
+    """The parameters of one process are float32, and those that are gathered bfloat16."""
+    for ours, theirs in zip(*(results[MIXED]["logs"] for results in found), strict=True):
+        for key in COMPARED[:-1]:
+            assert ours[key] == pytest.approx(theirs[key], rel=0.02, abs=0.01), key
+
+
+def test_the_command_trains_saves_and_resumes(tmp_path, chat_tokenizer):
+    chat_model(chat_tokenizer).save_pretrained(tmp_path / "base")
+    chat_tokenizer.save_pretrained(tmp_path / "base")
+    lines = [
+        {"input": f"say {i} " + "word " * (i % 4), "output": "it is " + "so " * (i % 3) + str(i)} for i in range(10)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = {
+        "base_model": str(tmp_path / "base"),
+        "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "tests.structured.real_text.transform"}],
+        "rl": "ebft",
+        "ebft": {"ce_coef": 0.2, "gt_length_floor": 2},
+        "trl": {"num_generations": 2, "max_completion_length": 8},
+        "fsdp": True,
+        "fsdp_config": {"fsdp_version": 2},
+        "val_set_size": 2,
+        "eval_steps": 2,
+        "save_steps": 1,
+        "max_steps": 2,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler": "constant",
+        "bf16": False,
+        "output_dir": str(tmp_path / "out"),
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    resume = [f"output_dir={tmp_path / 'again'}", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
+    launch("tests.structured.sharded_command", 2, str(path), "logging_steps=1", "--", *resume)
+    first, again, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again", "base"))
+    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert any("eval_cfm_loss" in entry for entry in state["log_history"])
+    for name, value in base.items():
+        assert not torch.equal(first[name], value), name
+        torch.testing.assert_close(again[name], first[name], atol=1e-5, rtol=1e-4, msg=name)
