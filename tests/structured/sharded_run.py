@@ -8,12 +8,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import ebft.prefix.logps
 from ebft import EBFTTrainer
+from ebft.errors import ConfigError
 from ebft.models.sharding import is_sharded, reshard
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.hf import HFBackend
@@ -96,6 +98,9 @@ def make(name, folder, processes):
 
 
 def found_by(trainer):
+    if trainer.is_fsdp_enabled:
+        with pytest.raises(ConfigError, match="train\\(\\) shards the model. Call it before evaluate"):
+            trainer.evaluate()
     trainer.train()
     assert is_sharded(trainer.model) == trainer.is_fsdp_enabled
     held_out = trainer.evaluate() if isinstance(trainer, EBFTTrainer) else {}

@@ -23,7 +23,7 @@ from ebft.config import rules
 from ebft.data.conversation import Conversation, Renderer
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
-from ebft.models.sharding import check_version, keep_output_dtype
+from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
 from ebft.models.trainable import disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
@@ -392,6 +392,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self.is_fsdp_enabled and not is_sharded(self.model):
+            raise ConfigError("With FSDP2, train() shards the model. Call it before evaluate(), or remove fsdp.")
         if self.args.eval_batch_size % self.num_generations_eval:
             raise ConfigError(
                 f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "

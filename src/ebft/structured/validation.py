@@ -19,7 +19,7 @@ def check_arguments(args: Any, config_class: type) -> None:
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use ZeRO-2 or DDP.")
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use FSDP2, ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not supported. Remove it, or set use_vllm: true.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO
