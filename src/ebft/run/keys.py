@@ -117,7 +117,9 @@ class HardwareKeys(PrecisionKeys):
     deepspeed: str | dict[str, Any] | None = Field(
         None, description="DeepSpeed configuration: the path to a JSON file, or a mapping."
     )
-    fsdp: bool | str | list[str] | None = Field(None, description="FSDP options, in the format of transformers.")
+    fsdp: bool | str | list[str] | None = Field(
+        None, description="Shard the model with FSDP2: true, or FSDP options in the format of transformers."
+    )
     fsdp_config: dict[str, Any] | None = Field(
         None, description="Additional FSDP options, in the format of transformers."
     )

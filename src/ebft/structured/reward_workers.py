@@ -1,4 +1,4 @@
-"""Calls of reward functions: in worker processes by prompt group (`reward_num_workers`), or with some groups at a time."""
+"""Calls of reward functions: in worker processes by group (`reward_num_workers`), or with some groups at a time."""
 
 from __future__ import annotations
 
