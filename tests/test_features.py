@@ -1,6 +1,7 @@
 """Depths, normalisation and pooling, by hand."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,3 +70,16 @@ def loaded_by_rank_0(rank: int, store: str) -> None:
         assert torch.equal(ours, theirs) and not ours.requires_grad
     assert rank == 0 or all(not parameter.any() for parameter in model.parameters())
     torch.distributed.destroy_process_group()
+
+
+def test_a_copy_follows_the_policy_to_its_device(monkeypatch):
+    policy = tiny_model("llama")
+    network, fixed = FeatureNetwork(policy, [1.0], "last_token"), FeatureNetwork(policy, [1.0], "last_token", "cpu")
+    moved = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
+    for one in (network, fixed):
+        calls = []
+        monkeypatch.setattr(one.causal_lm, "to", calls.append)
+        if one is network:
+            assert one._followed() is policy
+            monkeypatch.setattr(one, "_followed", lambda: moved)
+        assert one.device == torch.device("cpu") and calls == ([torch.device("cuda", 0)] if one is network else [])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -55,9 +56,9 @@ def pool(features: Tensor, embed_method: str) -> Tensor:
 class FeatureNetwork:
     """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of the policy.
 
-    `device` is the device of the copy (None: that of the policy); it is not supported for models with an adapter. It
-    must be created before training, because the copy has the current weights. With `copy=False`, `model` is used
-    directly, which requires that it is not trained.
+    `device` is the device of the copy (None: that of the policy, also after the policy is moved); it is not supported
+    for models with an adapter. It must be created before training, because the copy has the current weights. With
+    `copy=False`, `model` is used directly, which requires that it is not trained.
     """
 
     def __init__(
@@ -73,13 +74,19 @@ class FeatureNetwork:
         idle = rules.feature_device(device, self.shares_weights, rules.in_python)
         if idle:
             raise ConfigError(idle)
-        self._model = model if self.shares_weights or not copy else _frozen_copy(model, device)
+        is_copy = copy and not self.shares_weights
+        self._model = _frozen_copy(model, device) if is_copy else model
+        self._followed = weakref.ref(model) if is_copy and device is None else lambda: None
         self.causal_lm = unwrap_adapter(self._model)
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
 
     @property
     def device(self) -> torch.device:
+        """The device of the network. Trainers move the policy after its copy was made, which this makes up for."""
+        policy = self._followed()
+        if policy is not None and (wanted := next(policy.parameters()).device).type != "meta":
+            self.causal_lm.to(wanted)
         return next(self.causal_lm.parameters()).device
 
     def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:

@@ -300,6 +300,7 @@ def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, tmp_path):
         one_step(trainer)
 
 
+ENVIRONMENT = {"environment_factory": "calculator.Calculator"}
 BASE = {
     "base_model": "x",
     "rl": "grpo",
@@ -325,13 +326,19 @@ BASE = {
             "trl.environment_factory is incompatible with the feature-matching reward",
         ),
         (
+            {"environment_factory": "calculator.Calculator", "fsdp": True},
+            "trl.environment_factory is incompatible with fsdp",
+        ),
+        (
             {"reward_funcs": ["calculator.answers"], "max_tool_calling_iterations": 2},
             "has no effect without tools or env",
         ),
     ],
 )
 def test_config_errors(trl, message):
-    config = RunConfig.from_dict({**BASE, "trl": trl})
+    trl, fsdp = dict(trl), trl.get("fsdp")
+    trl.pop("fsdp", None)
+    config = RunConfig.from_dict({**BASE, "fsdp": fsdp, "trl": trl})
     with pytest.raises(ConfigError, match=message):
         check_runnable(config)
 

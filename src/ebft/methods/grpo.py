@@ -175,6 +175,11 @@ class GRPO(Method):
         found = rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
         if found:
             yield found
+        if given and config.fsdp and not config.uses_server:
+            yield (
+                f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
+                "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
+            )
         for name in given:
             _load(name, getattr(trl, name))
         if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):

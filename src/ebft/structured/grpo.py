@@ -175,6 +175,11 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             raise ConfigError("trainer.sample is not supported with vllm_mode: colocate. Use vllm_mode: managed.")
         if self._server is not None and not self.model.training:
             self._server.sync_weights(at_once=True)  # evaluate the current weights
+        if self._server is None and is_sharded(self.model):
+            raise ConfigError(
+                "trainer.sample is not supported with FSDP2, whose processes must sample equally many turns. Use a "
+                "vLLM server."
+            )
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens
         max_new = [min(longest, limits.room(len(ids))) for ids in prompt_ids]
