@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.backend import Completion, Sampling
-
-T = TypeVar("T")
+from ebft.structured.rollouts.background import BackgroundLoop
 
 _ATTEMPTS = 5  # for a request that fails with a server error (5xx)
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
@@ -48,17 +45,16 @@ class VLLMClient:
         self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self.timeout = timeout
         self._failure = failure
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ebft-vllm-client", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(
+            "ebft-vllm-client", f"The connection to the vLLM server at {self.address} is closed."
+        )
+        self._run = self._loop.run
         self._http = httpx2.AsyncClient(
             base_url=f"http://{self.address}",
             timeout=httpx2.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None),
             limits=httpx2.Limits(max_connections=256, max_keepalive_connections=32),
             trust_env=False,  # ignore proxy settings
         )
-        self._pending: set[concurrent.futures.Future] = set()
-        self._closed = False
 
     # Server state
 
@@ -200,36 +196,13 @@ class VLLMClient:
             )
         return None if response.status_code == 200 else f"/health returns status {response.status_code}"
 
-    # Client thread
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            coroutine.close()
-            raise RolloutError(f"The connection to the vLLM server at {self.address} is closed.")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._pending.add(future)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # also if the waiting thread was interrupted
-            raise
-        finally:
-            self._pending.discard(future)
-
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
-        for future in list(self._pending):
-            future.cancel()
+        self._loop.cancel()
 
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        if self._closed:
-            return
-        self._closed = True
-        self.cancel()
-        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(timeout=_CONNECT_TIMEOUT)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=_CONNECT_TIMEOUT)
+        self._loop.close(self._http.aclose, _CONNECT_TIMEOUT)
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
