@@ -86,7 +86,8 @@ class FailedPrompts:
         n = self._group_size
         count = min(self._max_groups, len(self._rows), len(rows) // n)
         first = len(rows) - count * n
-        rows[first:] = [row for _ in range(count) for row in [self._rows.popleft()] * n]
+        failed = [self._rows.popleft() for _ in range(count)]
+        rows[first:] = [dict(row) for row in failed for _ in range(n)]  # TRL adds keys to each row
         return count
 
 
