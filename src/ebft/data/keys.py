@@ -4,10 +4,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
 from ebft.config.section import Section
+from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 Rows = Literal["tokens", "prompts"]  # input_ids and labels, or prompt and ground_truth
@@ -32,6 +33,7 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     },
     "completion": {"transform": "tokens"},
     "chat_template": {"transform": "tokens"},
+    "nemo_gym": {"transform": "prompts"},
 }
 
 # Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
@@ -68,7 +70,27 @@ class DatasetEntry(Section):
         None, description="Format of local files. If unset, inferred from the file extension."
     )
     revision: str | None = Field(None, description="Hub revision of the dataset.")
-    field: str | None = Field(None, description="Column to read, for transforms of raw text and of chats.")
+    field: str | None = Field(
+        None, description="Column to read, for transforms of raw text and of chats; `a.b` is the key b in column a."
+    )
+    field_messages: str | None = Field(
+        None,
+        description="The same as field, for chats. responses_create_params.input with type: chat_template selects "
+        "nemo_gym.transform, in which all messages are the prompt.",
+    )
+    message_field_role: Literal["role"] = Field("role", description="Key of a message's role.")
+    message_field_content: Literal["content"] = Field("content", description="Key of a message's content.")
+
+    @model_validator(mode="after")
+    def _one_name_of_field(self) -> "DatasetEntry":
+        if self.field_messages is None:
+            return self
+        if self.field not in (None, self.field_messages):
+            raise ValueError("field and field_messages are two names of the same key. Keep one of them.")
+        self.field = self.field_messages
+        if self.field == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
+            self.type = TRANSFORM
+        return self
 
 
 class DataKeys(Section):

@@ -8,6 +8,8 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from ebft.data.files import KINDS, read_files, read_folder
 from ebft.data.locate import locate
 from ebft.data.splits import DEFAULT_SPLIT, take_split
+from ebft.data.text_file import read_text
+from ebft.data.transform_names import reads_lines
 from ebft.errors import DataError
 
 
@@ -22,9 +24,19 @@ def read_source(entry: Any) -> Dataset:
     path = locate(entry.path, "dataset", "datasets.path")
     if path is None:
         return _read_hub(entry)
+    if reads_lines(entry.type):
+        return _read_lines(path, entry)
     if path.is_dir() and _saved_to_disk(path):
         return _read_saved(path, entry)
     return _read_local(path, entry, kind=entry.ds_type)
+
+
+def _read_lines(path: Path, entry: Any) -> Dataset:
+    """The non-empty lines of a file, in a column `line`, for transforms that parse them."""
+    if not path.is_file() or entry.data_files:
+        raise DataError(f"{entry.path}: type {entry.type} reads a single JSONL file. Set path to the file.")
+    lines = [line for line in read_text(path).split("\n") if line.strip()]
+    return take_split({DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
 
 
 def _saved_to_disk(path: Path) -> bool:

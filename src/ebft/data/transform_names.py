@@ -53,6 +53,11 @@ def equivalent_transform(name: str, kind: Rows) -> str | None:
     return None if given in (None, kind) else EQUIVALENT_TRANSFORMS.get(full)
 
 
+def reads_lines(name: str) -> bool:
+    """Whether a transform receives the lines of a file (column `line`), since a table would change their values."""
+    return built_in(name) == ("nemo_gym", "transform")
+
+
 def wanted_rows(rows: RequiredRows) -> str:
     """The rows that a run trains on and the transforms that return them, worded to follow "but "."""
     fitting = [

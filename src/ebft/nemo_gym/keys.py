@@ -1,0 +1,78 @@
+"""The keys `nemo_gym_*` of the config."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from ebft.config.section import Section
+
+Seconds = Annotated[float, Field(gt=0)]
+
+MESSAGES = "responses_create_params.input"  # where a row has its messages
+TRANSFORM = "nemo_gym.transform"
+
+
+class NemoGymDataset(Section):
+    """One element of `nemo_gym_datasets:`."""
+
+    path: str = Field(description="JSONL file of rows, relative to nemo_gym_dir or absolute.")
+    server_name: str | None = Field(
+        None,
+        description="Name of the resources server or agent server of these rows, as in NeMo Gym's config. Rows with an "
+        "agent_ref use the server that it names.",
+    )
+
+
+class NemoGymKeys(Section):
+    """Rewards and multi-turn rollouts from the servers of NeMo Gym."""
+
+    nemo_gym_enabled: bool = Field(False, description="Train on rows of NeMo Gym, with rewards from its servers.")
+    nemo_gym_dir: str = Field("~/Gym", description="Folder of the NeMo Gym repository.")
+    nemo_gym_auto_clone: bool | None = Field(
+        None, description="No effect: the repository is never downloaded. Clone it to nemo_gym_dir."
+    )
+    nemo_gym_auto_start: bool = Field(
+        True,
+        description="Start the servers of nemo_gym_config_paths with ng_run from nemo_gym_dir/.venv, unless a head "
+        "server responds at nemo_gym_head_port, and stop them at the end of training.",
+    )
+    nemo_gym_config_paths: list[str] = Field(
+        [], description="Configs of the servers to start with nemo_gym_auto_start, relative to nemo_gym_dir."
+    )
+    nemo_gym_datasets: list[NemoGymDataset] = Field(
+        [], description="Training rows. `datasets` can be omitted, or must list the same files."
+    )
+    nemo_gym_head_port: int = Field(
+        11000, ge=1, le=65535, description="Port of NeMo Gym's head server on this machine, which lists its servers."
+    )
+    nemo_gym_server_timeout: Seconds = Field(360.0, description="Timeout in seconds for the servers to start.")
+    nemo_gym_verify_timeout: Seconds = Field(
+        30.0,
+        description="Timeout in seconds of a request for a reward and, with nemo_gym_multi_turn, of the run of an "
+        "agent, including all of its turns.",
+    )
+    nemo_gym_multi_turn: bool = Field(
+        False,
+        description="Let NeMo Gym's agent servers run each conversation, with tools. They sample from the vLLM server.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _datasets_from_rows(cls, values: Any) -> Any:
+        """Derive `datasets` from `nemo_gym_datasets` if it is omitted."""
+        if not isinstance(values, dict) or values.get("nemo_gym_enabled") is not True or values.get("datasets"):
+            return values
+        rows, folder = values.get("nemo_gym_datasets"), values.get("nemo_gym_dir")
+        if not isinstance(rows, list) or not all(
+            isinstance(row, dict) and isinstance(row.get("path"), str) for row in rows
+        ):
+            return values  # reported as an invalid value
+        folder = folder if isinstance(folder, str) else cls.model_fields["nemo_gym_dir"].default
+        return {**values, "datasets": [{"path": path_in(folder, row["path"]), "type": TRANSFORM} for row in rows]}
+
+
+def path_in(folder: str, path: str) -> str:
+    """The absolute path of a file that is given relative to `folder`; `~` is the home directory in both."""
+    return os.path.abspath(Path(folder).expanduser() / Path(path).expanduser())
