@@ -36,6 +36,7 @@ from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
 from ebft.structured.replay import UsesPromptsAgain
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.reward_workers import run_in_chunks, run_in_workers
+from ebft.structured.rollouts.agents import AgentJob, Agents
 from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.in_step import passes_in_step
@@ -51,6 +52,7 @@ from ebft.structured.validation import (
 )
 
 Row = dict[str, Any]
+REWARD = "rollout_reward"  # column with the rewards of agents' environments, for reward functions
 _CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
 
 
@@ -79,7 +81,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
     `rollout_func`, `tools` and `environment_factory` are those of TRL; all turns are sampled by `sample`.
     `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
     `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
-    `server_failure` returns why a server started for this run failed permanently, or None if it has not.
+    `server_failure` returns why a server started for this run failed permanently, or None if it has not. `agents` hold
+    the conversations, if given; they sample an adapter from a vLLM server.
     """
 
     args: RolloutGRPOConfig
@@ -94,6 +97,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         *,
         peft_config: Any = None,
         server_failure: Callable[[], str | None] = lambda: None,
+        agents: Agents | None = None,
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
@@ -105,6 +109,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         unreachable = rules.full_weights(args.uses_server, syncs_adapter, torch.cuda.is_available(), rules.in_python)
         if unreachable:
             raise ConfigError(unreachable)
+        if agents is not None and not syncs_adapter:
+            raise ConfigError("agents sample an adapter from a vLLM server. Set use_vllm and train an adapter.")
         if args.disable_dropout:
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
@@ -138,6 +144,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
         self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
         self._server: ServerRollouts | None = None
+        self._agents = agents
         if args.uses_server:
             self._server = ServerRollouts(
                 args,
@@ -223,9 +230,11 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         }
         if any(0 in rollout.generated for rollout in self._rollouts):
             fields["env_mask"] = [rollout.generated for rollout in self._rollouts]
+        if self._agents is not None:
+            fields[REWARD] = [rollout.reward for rollout in self._rollouts]
         return fields
 
-    def _finished_rollouts(self) -> tuple[RolloutJob, list[Rollout]]:
+    def _finished_rollouts(self) -> tuple[RolloutJob | AgentJob, list[Rollout]]:
         if self._prefetcher is not None and self.model.training:
             job, rollouts = self._prefetcher.take(self._rows)
         else:
@@ -238,8 +247,12 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
             self._server.release(job.backend)
         return job, rollouts
 
-    def _job(self, rows: list[Row]) -> RolloutJob:
+    def _job(self, rows: list[Row]) -> RolloutJob | AgentJob:
         """Return the job that samples the rows' conversations from the current weights."""
+        if self._agents is not None:
+            return AgentJob(
+                self._agents, rows, self._server.backend(), self.max_completion_length, self._server.weights_step
+            )
         return RolloutJob(
             backend=self._backend(),
             conversations=self.conversations(rows),
@@ -310,9 +323,14 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
         elif any(len(rollout.replies) > 1 for rollout in self._rollouts):
             fields[COMPLETIONS] = [
                 reply_messages(self.text_tokenizer, rollout, row.get("remaining_turns"))
+                if self._agents is None
+                else [{"role": "assistant", "content": text} for text in self._texts(rollout)]
                 for rollout, row in zip(self._rollouts, self._rows)
             ]
         return fields
+
+    def _texts(self, rollout: Rollout) -> list[str]:
+        return self.text_tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
 
     def _count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
         """Update throughput and budget; `sampled` marks the sampled tokens of completions, None if all are sampled."""
@@ -458,13 +476,18 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, UsesPromptsAgain):
     def _stop_rollouts(self) -> None:
         """Cancel running rollouts and remove the adapters from the server; a later evaluation synchronises again."""
         if self._prefetcher is not None:
-            self._prefetcher.close(self._server.client.cancel)
+            self._prefetcher.close(self._cancel_rollouts)
             self._prefetcher = None
         self._ahead.clear()
         self._epoch_iterator = None
         if self._server is not None:
             self._server.reset()
             self.sync_anew()
+
+    def _cancel_rollouts(self) -> None:
+        if self._agents is not None:
+            self._agents.cancel()
+        self._server.client.cancel()
 
     # Loss
 

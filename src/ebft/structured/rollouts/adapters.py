@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ class AdapterSync:
         self._held: Counter[Version] = Counter()
         self._live: list[Version] = []
         self._weights: dict[Version, list[Tensor]] = {}
+        self._other_names: set[str] = set()
+        self._other_names_lock = threading.Lock()
         self.current: Version | None = None
 
     def publish(self, step: int) -> Version:
@@ -109,6 +112,26 @@ class AdapterSync:
         """Load a version again that the server has lost; its folder exists as long as it is current or held."""
         self._client.load_adapter(version.name, version.path)
 
+    @contextmanager
+    def served_as(self, name: str, version: Version) -> Iterator[None]:
+        """Within the block, the server also has `version`, which must be held, under `name`; other blocks wait.
+
+        The adapter is unloaded and loaded under that name, each time with another folder. vLLM's load_inplace would
+        leave no moment without the name, but it reads the files again in every step, and ends the server if they are
+        deleted meanwhile.
+        """
+        with self._other_names_lock:
+            roots = {entry["id"]: entry.get("root") for entry in self._client.models()}
+            if version.name not in roots:
+                self.reload(version)  # the server was restarted
+            if roots.get(name) != version.path:
+                self._other_names.add(name)
+                if name in roots:
+                    self._client.unload_adapter(name)
+                self._client.load_adapter(name, version.path)
+                self._check_listed(name, version.path)
+            yield
+
     def hold(self, version: Version) -> None:
         """Keep a version on the server until it is released; the next `publish` after that removes it."""
         self._held[version] += 1
@@ -119,6 +142,10 @@ class AdapterSync:
 
     def close(self) -> None:
         """Remove all versions from the server, and their folders; a server that is not running is ignored."""
+        if self._accelerator.is_main_process:
+            for name in self._other_names:
+                self._client.unload_adapter(name)
+        self._other_names.clear()
         for version in list(self._live):
             if self._accelerator.is_main_process:
                 self._forget(version)

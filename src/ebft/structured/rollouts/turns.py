@@ -18,6 +18,7 @@ class Rollout:
 
     `ids` are all tokens after the prompt. `generated` is 1 for tokens sampled from the policy and 0 for given tokens,
     such as those of user turns. `logps` are the sampling log-probabilities, 0 at given tokens, or None if unknown.
+    `reward` is the reward that an agent's environment gave for the conversation, or None.
     """
 
     prompt_ids: list[int]
@@ -25,6 +26,7 @@ class Rollout:
     generated: list[int] = field(default_factory=list)
     logps: list[float] | None = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
+    reward: float | None = None
 
     def give(self, ids: list[int]) -> None:
         """Append given tokens, which are not sampled."""
