@@ -136,7 +136,8 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     def server_settings(self) -> ServerSettings:
         """The server to start, on the port of `vllm:` if that is set, or else the one that the trainer connects to."""
         port = self.vllm.port if "port" in self.vllm.model_fields_set else self.server_address[1]
-        return ServerSettings(self, self.vllm, port, self.seed, self.trl.prefetch_depth)
+        depth, agents = self.trl.prefetch_depth, self.nemo_gym_enabled and self.nemo_gym_multi_turn
+        return ServerSettings(self, self.vllm, port, self.seed, depth, agents)
 
 
 def _paths_as_text(value: Any) -> Any:

@@ -20,6 +20,13 @@ CPU_CACHE_GIB = "2"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM supports for --max-lora-rank
 
 
+# The trainer sets every sampling parameter, but agents do not: the defaults must not be those of the model's folder.
+_AGENT_FLAGS = (
+    "--override-generation-config",
+    json.dumps({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
+)
+
+
 @dataclass(frozen=True)
 class ServerCommand:
     """The command to start a server, and the server's address."""
@@ -53,7 +60,8 @@ def server_command(
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
         *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
         *_engine_flags(vllm, on_gpu),
-        *_weight_flags(rank, settings.prefetch_depth, on_gpu),
+        *_weight_flags(rank, settings.prefetch_depth, settings.serves_agents, on_gpu),
+        *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
     return ServerCommand(
         command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags),
@@ -100,6 +108,8 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
         flags += ["--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
     if vllm.enforce_eager:
         flags += ["--enforce-eager"]
+    if vllm.tool_call_parser is not None:
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser]
     return flags + _reasoning_flags(vllm)
 
 
@@ -115,10 +125,10 @@ def _reasoning_flags(vllm: VLLMSection) -> list[str]:
     return ["--reasoning-parser", vllm.reasoning_parser]
 
 
-def _weight_flags(rank: int | None, prefetch_depth: int, on_gpu: bool) -> list[str]:
+def _weight_flags(rank: int | None, prefetch_depth: int, serves_agents: bool, on_gpu: bool) -> list[str]:
     """Return the flags for weight updates: adapters are loaded from files, full weights sent between GPUs."""
     if rank is not None:
-        slots = str(adapter_slots(prefetch_depth))
+        slots = str(adapter_slots(prefetch_depth, serves_agents))
         return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     return ["--weight-transfer-config", '{"backend": "nccl"}'] if on_gpu else []
 
@@ -172,13 +182,13 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
     return next(limit for limit in RANKS if limit >= rank)
 
 
-def adapter_slots(prefetch_depth: int) -> int:
+def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
     """Return the maximum number of adapter versions in use at the same time.
 
     Each prefetched batch may use a different version, in addition to that of the current batch and the one being
-    loaded.
+    loaded. Agents use a copy of the current one under a fixed name, and late requests the copy before it.
     """
-    return prefetch_depth + 2
+    return prefetch_depth + 2 + 2 * serves_agents
 
 
 def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:

@@ -33,6 +33,10 @@ class VLLMSection(Section):
     enable_prefix_caching: bool | None = Field(None, description="Enable prefix caching.")
     enable_reasoning: bool | None = Field(None, description="Separate reasoning from the answers.")
     reasoning_parser: str | None = Field(None, description="Name of vLLM's reasoning parser.")
+    tool_call_parser: str | None = Field(
+        None,
+        description="Name of vLLM's parser of tool calls, for agents that call tools; enables automatic tool choice.",
+    )
     enforce_eager: bool | None = Field(None, description="Disable CUDA graphs.")
     serve_module: str | None = Field(None, description="Has no effect: vLLM's OpenAI server is always used.")
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")
@@ -47,3 +51,4 @@ class ServerSettings:
     port: int
     seed: int
     prefetch_depth: int
+    serves_agents: bool = False  # whether programs other than the trainer sample from the policy
