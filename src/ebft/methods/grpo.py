@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
+from ebft.methods import nemo_gym
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
+from ebft.nemo_gym.keys import NemoGymKeys
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -77,6 +80,7 @@ class GRPO(Method):
     name = "rl: grpo"
     tag = "grpo"
     rows = "prompts"
+    keys = NemoGymKeys
     needs_reference = False
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
@@ -86,6 +90,7 @@ class GRPO(Method):
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
+        yield from nemo_gym.conflicts(config)
         file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
         if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
             yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
@@ -98,6 +103,7 @@ class GRPO(Method):
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for each key that has no effect on full completions."""
+        nemo_gym.resolve(config)
         for key, (harmless, reason) in _WITHOUT_EFFECT.items():
             if getattr(config.trl, key) not in harmless:
                 warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
@@ -145,6 +151,7 @@ class GRPO(Method):
         )
         if found:
             yield found
+        yield from nemo_gym.problems_here(config, machine)
 
     def _reward_names(self, config: RunConfig) -> list[str]:
         return [*self.own_rewards, *(config.trl.reward_funcs or [])]
@@ -163,7 +170,7 @@ class GRPO(Method):
                 "always included."
             )
         for name in funcs:
-            if name != FEATURE_MATCHING and "/" not in name:
+            if name not in (FEATURE_MATCHING, nemo_gym.VERIFY, nemo_gym.ENVIRONMENT) and "/" not in name:
                 find_function("trl.reward_funcs", name)
         if weights is not None and len(weights) != len(rewards):
             yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."
@@ -208,7 +215,17 @@ class GRPO(Method):
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.prompts import load_prompts
 
-        return load_prompts(config, tokenizer)
+        train, evaluation = load_prompts(config, tokenizer)
+        if config.nemo_gym_enabled:
+            nemo_gym.check_rows(config, train, evaluation)
+        return train, evaluation
+
+    def services(self, config: RunConfig) -> AbstractContextManager[None]:
+        if not config.nemo_gym_enabled:
+            return nullcontext()
+        from ebft.nemo_gym.servers import started_servers
+
+        return started_servers(config, config.output_dir)
 
     def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
         """TRL repeats each prompt `num_generations` times and each generation batch `num_iterations` times."""
@@ -251,9 +268,11 @@ class GRPO(Method):
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.structured.reward_funcs import load_reward_funcs
 
+        built_in, agents = nemo_gym.rewards_and_agents(config)
         return self.trainer_class()(
             model=model,
-            reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer),
+            reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer, built_in),
+            agents=agents,
             server_failure=lambda: server.failure if server is not None else None,
             **{name: _load(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))},
             **common,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,6 +88,10 @@ class Method(ABC):
     @abstractmethod
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
         """Rows for training and for evaluation."""
+
+    def services(self, config: RunConfig) -> AbstractContextManager[None]:
+        """Other programs that run together with training: started and stopped with the block."""
+        return nullcontext()
 
     def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
         """Number of optimizer steps per epoch of `rows` rows."""

@@ -65,7 +65,8 @@ def train(config: RunConfig) -> TrainResult:
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     settings = config.server_settings if config.manages_server else None
-    with managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes) as server:
+    managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
+    with config.method.services(config), managed as server:
         return _train(config, checkpoint, server)
 
 

@@ -126,7 +126,7 @@ class VLLMServer:
         self._stopping.set()
         with self._lock:
             if self._process is not None:
-                _end(self._process)
+                end_supervisor(self._process)
             self._process, self._ready = None, None
             watcher, self._watcher = self._watcher, None
         atexit.unregister(self.stop)
@@ -221,11 +221,11 @@ class VLLMServer:
             if self._stopping.is_set():
                 return
             self.failure = failure
-            _end(self._process)
+            end_supervisor(self._process)
         print(f"vLLM is not restarted: {failure}", file=sys.stderr, flush=True)
 
 
-def _end(supervisor: subprocess.Popen) -> None:
+def end_supervisor(supervisor: subprocess.Popen) -> None:
     """Make the supervisor stop its server, and wait for it."""
     supervisor.stdin.close()
     supervisor.terminate()  # forks of this process, such as data loader workers, may keep its standard input open

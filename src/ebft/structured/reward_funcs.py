@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +17,16 @@ from ebft.structured.reward import FeatureMatchingReward
 FEATURE_MATCHING = "feature_matching"
 
 
-def load_reward_funcs(trl: TRLSection, ebft: RewardOptions, model: Any, tokenizer: PreTrainedTokenizerBase) -> list:
+def load_reward_funcs(
+    trl: TRLSection,
+    ebft: RewardOptions,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    built_in: Mapping[str, Any] = MappingProxyType({}),
+) -> list:
     """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models by name.
 
+    `built_in` are other rewards by their names.
     `feature_matching` uses the options of the section `ebft:`; with `rl: ebft`, the trainer adds it itself.
     """
     funcs: list[Any] = []
@@ -33,6 +42,8 @@ def load_reward_funcs(trl: TRLSection, ebft: RewardOptions, model: Any, tokenize
                     **{option: getattr(ebft, option) for option in option_names(RewardOptions)},
                 )
             )
+        elif name in built_in:
+            funcs.append(built_in[name])
         elif "/" in name:
             funcs.append(name)  # TRL loads it as a reward model
         else:

@@ -1,0 +1,147 @@
+"""NeMo Gym with `rl: grpo`: its checks, its rewards, and its agents."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ebft.nemo_gym.keys import NemoGymKeys, path_in
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ebft.config.schema import RunConfig
+    from ebft.nemo_gym.client import GymClient, Servers
+    from ebft.run.checks import Machine
+
+VERIFY, ENVIRONMENT = "nemo_gym_verify", "nemo_gym_env"
+PLUGIN = "axolotl.integrations.nemo_gym.NemoGymPlugin"
+_OTHER_NAMES = {
+    f"axolotl.integrations.nemo_gym.{module}{function}": name
+    for module in ("", "rewards.")
+    for function, name in (("reward_nemo_gym_verify", VERIFY), ("reward_env", ENVIRONMENT))
+}
+# Sampling parameters that the requests of NeMo Gym's agents do not have.
+_NOT_SENT = ("top_k", "min_p", "repetition_penalty", "generation_kwargs", "vllm_guided_decoding_regex")
+
+
+def resolve(config: RunConfig) -> None:
+    """Replace the names that configs for other trainers use, and warn of keys without effect."""
+    if config.trl.reward_funcs:
+        config.trl.reward_funcs = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs]
+    if not config.nemo_gym_enabled and _is_read(config):
+        idle = sorted(set(NemoGymKeys.model_fields) & config.model_fields_set - {"nemo_gym_enabled"})
+        idle += [f"plugins: {PLUGIN}"] if PLUGIN in config.plugins else []
+        if idle:
+            warnings.warn(f"{', '.join(idle)}: no effect without nemo_gym_enabled: true.", stacklevel=2)
+    elif config.nemo_gym_auto_clone:
+        warnings.warn(
+            "nemo_gym_auto_clone: true has no effect: the repository is never downloaded. Clone it to nemo_gym_dir.",
+            stacklevel=2,
+        )
+    config.plugins = [name for name in config.plugins if name != PLUGIN]
+
+
+def conflicts(config: RunConfig) -> Iterator[str]:
+    """Contradictions between keys, one message each."""
+    if config.nemo_gym_enabled and not _is_read(config):
+        yield f"nemo_gym_enabled: true needs rl: grpo. Rows of NeMo Gym have no references for {config.method.name}."
+        return
+    rewards = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs or []]
+    if not config.nemo_gym_enabled:
+        for name in (VERIFY, ENVIRONMENT):
+            if name in rewards:
+                yield f"trl.reward_funcs: {name} needs nemo_gym_enabled: true."
+        return
+    if not config.nemo_gym_datasets:
+        yield "nemo_gym_enabled: true needs nemo_gym_datasets, the files of its rows, each with its path."
+    yield from _other_files(config)
+    wanted, other = (ENVIRONMENT, VERIFY) if config.nemo_gym_multi_turn else (VERIFY, ENVIRONMENT)
+    if other in rewards or wanted not in rewards:
+        yield (
+            f"nemo_gym_multi_turn: {str(config.nemo_gym_multi_turn).lower()} uses the reward {wanted}: add it to "
+            f"trl.reward_funcs{f' in place of {other}' if other in rewards else ''}, or change nemo_gym_multi_turn."
+        )
+    if config.nemo_gym_multi_turn:
+        yield from _agents(config)
+
+
+def _is_read(config: RunConfig) -> bool:
+    return issubclass(config.method.keys, NemoGymKeys)
+
+
+def _other_files(config: RunConfig) -> Iterator[str]:
+    ours = {path_in(config.nemo_gym_dir, entry.path) for entry in config.nemo_gym_datasets}
+    theirs = {path_in(".", entry.path) for entry in config.datasets}
+    if ours and ours != theirs:
+        yield (
+            f"datasets and nemo_gym_datasets list different files: {', '.join(sorted(ours ^ theirs))}. Remove "
+            "datasets, which then lists the same ones."
+        )
+    kinds = {entry.type for entry in config.datasets} - {"nemo_gym", "nemo_gym.transform"}
+    if kinds:
+        yield (
+            f"datasets.type: {', '.join(sorted(kinds))} does not read rows of NeMo Gym. Set type: chat_template with "
+            "field_messages: responses_create_params.input, or remove datasets."
+        )
+
+
+def _agents(config: RunConfig) -> Iterator[str]:
+    if not config.uses_server or config.adapter is None:
+        yield (
+            "nemo_gym_multi_turn: true needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora: "
+            "NeMo Gym's agents sample from an adapter on the vLLM server."
+        )
+    given = [f"trl.{key}" for key in _NOT_SENT if getattr(config.trl, key) is not None]
+    if given:
+        yield (
+            f"{', '.join(given)}: NeMo Gym's agents do not send it to the vLLM server. Remove it; temperature, top_p "
+            "and max_completion_length are sent."
+        )
+
+
+def problems_here(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Requirements that this machine does not meet."""
+    if config.nemo_gym_enabled and config.nemo_gym_multi_turn and machine.processes > 1:
+        yield (
+            "nemo_gym_multi_turn: true is supported in one training process only, because agents request one adapter "
+            "by a fixed name. Launch one process."
+        )
+
+
+def check_rows(config: RunConfig, *datasets: Dataset | None) -> None:
+    """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
+    from ebft.nemo_gym.rollouts import check_agents
+
+    names = sorted({name for rows in datasets if rows is not None for name in rows.unique("nemo_gym_server")})
+    client, servers = connect(config)
+    try:
+        find = servers.agent if config.nemo_gym_multi_turn else servers.resources
+        if config.nemo_gym_multi_turn:
+            check_agents(servers, names)
+        for server in {find(name).name: find(name) for name in names}.values():
+            client.wait_for(server, config.nemo_gym_server_timeout)
+    finally:
+        client.close()
+
+
+def connect(config: RunConfig) -> tuple[GymClient, Servers]:
+    """A client of NeMo Gym, and its servers. Raises RolloutError if the head server does not respond."""
+    from ebft.nemo_gym.client import GymClient
+
+    client = GymClient(config.nemo_gym_head_port, config.nemo_gym_verify_timeout)
+    return client, client.servers(config.nemo_gym_server_timeout)
+
+
+def rewards_and_agents(config: RunConfig) -> tuple[dict[str, Any], Any]:
+    """The reward functions of NeMo Gym by name, and its agents (None unless they hold the conversations)."""
+    if not config.nemo_gym_enabled:
+        return {}, None
+    from ebft.nemo_gym.rewards import EnvironmentReward, VerifyReward
+    from ebft.nemo_gym.rollouts import GymAgents
+
+    client, servers = connect(config)
+    if config.nemo_gym_multi_turn:
+        return {ENVIRONMENT: EnvironmentReward()}, GymAgents(client, servers)
+    return {VERIFY: VerifyReward(client, servers)}, None

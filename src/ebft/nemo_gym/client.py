@@ -1,0 +1,234 @@
+"""HTTP client of NeMo Gym's servers: which servers there are, and many requests at once with retries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from ebft.config.yaml_text import YAMLError, parse_yaml
+from ebft.errors import ConfigError, RolloutError
+from ebft.structured.rollouts.background import BackgroundLoop
+
+HOST = "127.0.0.1"
+CONFIG_PATH = "/global_config_dict_yaml"  # of the head server: the config of all servers
+ATTEMPTS = 4  # for a request that fails with a lost connection or a server error (5xx)
+BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
+_CONNECT_TIMEOUT = 5.0
+_POLL = 0.5  # seconds between checks of servers that are not up
+_CONCURRENT = 256  # requests at the same time
+RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of NeMo Gym: its name and kind in the config, its URL, and its settings there."""
+
+    name: str
+    kind: str
+    url: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers that a head server lists, by name."""
+
+    head: str
+    by_name: dict[str, Server]
+
+    @classmethod
+    def parse(cls, head: str, text: str) -> Servers:
+        """Parse the response of the head server: YAML in which each server is `name: {kind: {type: settings}}`.
+
+        Raises ConfigError if it is something else.
+        """
+        try:
+            config = parse_yaml(text)
+        except YAMLError as error:
+            raise ConfigError(f"The response of {head}{CONFIG_PATH} is not YAML ({error}). Is it NeMo Gym?") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"The response of {head}{CONFIG_PATH} is not a NeMo Gym config. See nemo_gym_head_port.")
+        found = {}
+        for name, kinds in config.items():
+            for kind in (RESOURCES, AGENTS, MODELS):
+                settings = next(iter((_dict(_dict(kinds).get(kind))).values()), None)
+                if isinstance(settings, dict) and settings.get("port") is not None:
+                    host = settings.get("host") or HOST
+                    host = HOST if host == "0.0.0.0" else host  # all interfaces, which is no address to connect to
+                    found[name] = Server(name, kind, f"http://{host}:{settings['port']}", settings)
+        return cls(head, found)
+
+    def resources(self, name: str) -> Server:
+        """The resources server `name`, or that of the agent server `name`. Raises ConfigError if there is none."""
+        server = self._find(name, (RESOURCES, AGENTS))
+        if server.kind == RESOURCES:
+            return server
+        return self._find(_dict(server.settings.get("resources_server")).get("name"), (RESOURCES,), f" of agent {name}")
+
+    def agent(self, name: str) -> Server:
+        """The agent server `name`, or the only one for the resources server `name`. Raises ConfigError otherwise."""
+        server = self._find(name, (RESOURCES, AGENTS))
+        if server.kind == AGENTS:
+            return server
+        agents = [a for a in self._of(AGENTS) if _dict(a.settings.get("resources_server")).get("name") == name]
+        if len(agents) == 1:
+            return agents[0]
+        if agents:
+            names = ", ".join(agent.name for agent in agents)
+            raise ConfigError(
+                f"NeMo Gym has several agents for {name}: {names}. Name one of them in agent_ref or server_name."
+            )
+        raise ConfigError(
+            f"NeMo Gym has no agent for the resources server {name}, which nemo_gym_multi_turn needs. Add an agent "
+            "server (responses_api_agents) to its config, or set nemo_gym_multi_turn: false to train on single replies."
+        )
+
+    def model(self, agent: Server) -> Server | None:
+        """The model server of an agent, None if the config does not name one."""
+        name = _dict(agent.settings.get("model_server")).get("name")
+        return self.by_name.get(name)
+
+    def _find(self, name: Any, kinds: tuple[str, ...], of: str = "") -> Server:
+        server = self.by_name.get(name)
+        if server is None or server.kind not in kinds:
+            known = ", ".join(server.name for kind in kinds for server in self._of(kind)) or "none"
+            raise ConfigError(
+                f"NeMo Gym at {self.head} has no server {name!r}{of}. Servers: {known}. Correct agent_ref or "
+                "server_name, or start NeMo Gym with the config of this server."
+            )
+        return server
+
+    def _of(self, kind: str) -> list[Server]:
+        return [server for server in self.by_name.values() if server.kind == kind]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that failed for good, and why."""
+
+    reason: str
+
+
+class GymClient:
+    """Client of the servers of one head server. Methods block and are thread-safe; `cancel` aborts all requests.
+
+    `timeout` is the time limit in seconds of each attempt of a request.
+    """
+
+    def __init__(self, head_port: int, timeout: float) -> None:
+        self.head, self.timeout = f"http://{HOST}:{head_port}", timeout
+        self._loop = BackgroundLoop("ebft-nemo-gym", f"The connection to NeMo Gym at {self.head} is closed.")
+        self._http = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT),
+            limits=httpx2.Limits(max_connections=_CONCURRENT, max_keepalive_connections=32),
+            trust_env=False,  # ignore proxy settings
+        )
+        weakref.finalize(self, self._loop.close, self._http.aclose, _CONNECT_TIMEOUT)
+
+    def servers(self, timeout: float) -> Servers:
+        """The servers that the head server lists. Waits up to `timeout` seconds for it; then raises RolloutError."""
+        text = self._loop.run(self._wait(f"{self.head}{CONFIG_PATH}", "NeMo Gym's head server", timeout))
+        try:
+            decoded = json.loads(text)  # the head server returns YAML as a JSON string
+        except ValueError:
+            decoded = text
+        return Servers.parse(self.head, decoded if isinstance(decoded, str) else text)
+
+    def is_up(self) -> bool:
+        """Whether a head server responds now."""
+        return self._loop.run(self._answer(f"{self.head}{CONFIG_PATH}"))[0] is not None
+
+    def wait_for(self, server: Server, timeout: float) -> None:
+        """Wait until a server responds, with whatever status. Raises RolloutError after `timeout` seconds."""
+        self._loop.run(self._wait(server.url, f"NeMo Gym's server {server.name}", timeout, any_status=True))
+
+    def post_all(self, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Send JSON bodies to URLs, concurrently, and return the JSON response of each, or a `Failure`.
+
+        Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not.
+        """
+        return self._loop.run(self._post_all(requests))
+
+    def cancel(self) -> None:
+        """Cancel all pending requests; the threads that wait for them raise CancelledError."""
+        self._loop.cancel()
+
+    def close(self) -> None:
+        """Cancel all requests and stop the client's thread; can be called repeatedly."""
+        self._loop.close(self._http.aclose, _CONNECT_TIMEOUT)
+
+    async def _post_all(self, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+        limit = asyncio.Semaphore(_CONCURRENT)
+
+        async def post(url: str, body: dict[str, Any]) -> Any:
+            async with limit:
+                return await self._post(url, body)
+
+        return await asyncio.gather(*(post(url, body) for url, body in requests))
+
+    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
+            try:
+                async with asyncio.timeout(self.timeout):
+                    response = await self._http.post(url, json=body)
+            except TimeoutError:
+                return Failure(f"no response within {self.timeout:g} s (nemo_gym_verify_timeout)")
+            except httpx2.TransportError as error:
+                reason = _described(error)
+                continue
+            if response.status_code == 200:
+                try:
+                    return response.json()
+                except ValueError:
+                    return Failure(f"the response is not JSON: {_shortened(response.text)}")
+            reason = f"status {response.status_code}: {_shortened(response.text)}"
+            if response.status_code < 500:
+                return Failure(reason)
+        return Failure(f"{reason} ({ATTEMPTS} attempts)")
+
+    async def _wait(self, url: str, what: str, timeout: float, any_status: bool = False) -> str:
+        deadline, has_said = time.monotonic() + timeout, False
+        while True:
+            text, reason = await self._answer(url, any_status)
+            if text is not None:
+                return text
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"{what} does not respond at {url} after {timeout:g} s ({reason}). Start NeMo Gym with ng_run, or "
+                    "correct nemo_gym_head_port. To wait longer, increase nemo_gym_server_timeout."
+                )
+            if not has_said:
+                has_said = True
+                print(f"Waiting up to {timeout:g} s for {what} at {url}.", file=sys.stderr)
+            await asyncio.sleep(_POLL)
+
+    async def _answer(self, url: str, any_status: bool = False) -> tuple[str | None, str]:
+        """The text of a response, None if there is none, and the reason."""
+        try:
+            response = await self._http.get(url, timeout=_CONNECT_TIMEOUT)
+        except httpx2.TransportError as error:
+            return None, _described(error)
+        is_good = any_status or response.status_code == 200
+        return (response.text if is_good else None), f"status {response.status_code}"
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,0 +1,147 @@
+"""Small servers that speak the protocol of NeMo Gym on loopback: a head server, resources servers, agent servers.
+
+They follow its source; NeMo Gym itself does not run in these tests.
+"""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import yaml
+
+
+class Endpoint:
+    """A server whose responses are given by `answer(path, body) -> value`, or `(status, value)`; None hangs up.
+
+    `requests` are the bodies received, in order. `stop` closes the port.
+    """
+
+    def __init__(self, answer):
+        self.answer, self.requests, self._lock = answer, [], threading.Lock()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.respond(None)
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with endpoint._lock:
+                    endpoint.requests.append(body)
+                self.respond(body)
+
+            def respond(self, body):
+                found = endpoint.answer(self.path, body)
+                if found is None:
+                    self.connection.close()
+                    return
+                status, value = found if isinstance(found, tuple) else (200, found)
+                data = json.dumps(value).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+                except OSError:  # the client gave up
+                    pass
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Gym:
+    """A head server and the servers that it lists: `gym.resources(name, reward)`, `gym.agent(name, of, run)`."""
+
+    def __init__(self):
+        self.config, self.endpoints = {}, []
+        self.head = self.serve(lambda path, body: self.head_answer(path))
+
+    def serve(self, answer):
+        self.endpoints.append(Endpoint(answer))
+        return self.endpoints[-1]
+
+    def head_answer(self, path):
+        if path != "/global_config_dict_yaml":
+            return 404, {"detail": "Not Found"}
+        return yaml.safe_dump(
+            {"head_server": {"host": "127.0.0.1", "port": self.head.port}, **self.config}, sort_keys=False
+        )
+
+    def resources(self, name, reward):
+        """A resources server; `reward(body)` returns the reward of a request to /verify, or a whole answer."""
+
+        def answer(path, body):
+            if body is None:
+                return 404, {"detail": "Not Found"}
+            assert path == "/verify", path
+            found = reward(body)
+            return {**body, "reward": found} if isinstance(found, int | float) else found
+
+        endpoint = self.serve(answer)
+        self.add(name, "resources_servers", endpoint, domain="math")
+        return endpoint
+
+    def agent(self, name, run, of="tools", model="policy_model"):
+        """An agent server of the resources server `of`; `run(body)` returns the answer of a request to /run."""
+
+        def answer(path, body):
+            if body is None:
+                return 404, {"detail": "Not Found"}
+            assert path == "/run", path
+            return run(body)
+
+        endpoint = self.serve(answer)
+        links = {
+            "resources_server": {"type": "resources_servers", "name": of},
+            "model_server": {"type": "responses_api_models", "name": model},
+        }
+        self.add(name, "responses_api_agents", endpoint, **links)
+        return endpoint
+
+    def model(self, name="policy_model", **settings):
+        """The entry of a model server; agents in these tests sample themselves."""
+        given = {"model": "ebft-policy", "return_token_id_information": True, **settings}
+        self.add(name, "responses_api_models", self.serve(lambda path, body: {}), **given)
+
+    def add(self, name, kind, endpoint, **settings):
+        entry = {"entrypoint": "app.py", "host": "127.0.0.1", "port": endpoint.port, **settings}
+        self.config[name] = {kind: {"implementation": entry}}
+
+    def stop(self):
+        for endpoint in self.endpoints:
+            endpoint.stop()
+
+
+@contextmanager
+def gym():
+    made = Gym()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def text_in(body):
+    """The text of the reply in a request to /verify."""
+    return body["response"]["output"][0]["content"][0]["text"]
+
+
+def slow(seconds, value):
+    time.sleep(seconds)
+    return value
+
+
+def row(text, **columns):
+    return {"responses_create_params": {"input": [{"role": "user", "content": text}]}, **columns}

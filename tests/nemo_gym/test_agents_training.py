@@ -1,0 +1,260 @@
+"""Training on the runs of agents, which sample from the policy's adapter on a (stand-in) vLLM server."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebft import train
+from ebft.config.schema import RunConfig
+from ebft.errors import RolloutError
+from tests.nemo_gym.servers import row
+from tests.nemo_gym.stand_in_vllm import StandInVLLM
+
+TOOL = [7, 8, 9]  # token ids of the result of a tool
+TEMPERATURE = 0.9
+
+
+@pytest.fixture
+def vllm(tiny_llama_dir):
+    made = StandInVLLM(tiny_llama_dir)
+    yield made
+    made.stop()
+
+
+class TwoReplies:
+    """An agent that samples a reply, adds the result of a tool, and samples another one.
+
+    It requests the model that NeMo Gym's config names, not the one of the request. `seen` are the adapter's folder
+    and the requested version of each run.
+    """
+
+    def __init__(self, vllm):
+        self.vllm, self.seen, self.before = vllm, [], lambda body: None
+
+    def __call__(self, body):
+        answer = self.before(body)
+        if answer is not None:
+            return answer
+        params = body["responses_create_params"]
+        self.seen.append((self.vllm.adapters["ebft-policy"], params["model"]))
+        text = params["input"][0]["content"]
+        prompt = self.vllm.tokenizer(text)["input_ids"]
+        first = self.sample(prompt, params)
+        context = prompt + first["generation_token_ids"] + TOOL
+        second = self.sample(context, params)
+        output = [
+            {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1", **first},
+            {"type": "function_call_output", "call_id": "1", "output": "7"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}], **second},
+        ]
+        reward = sum(first["generation_token_ids"]) % 11 / 10
+        return {**body, "response": {"output": output}, "reward": reward}
+
+    def sample(self, prompt, params):
+        request = {
+            "model": "ebft-policy",
+            "prompt": prompt,
+            "max_tokens": params["max_output_tokens"],
+            "temperature": params["temperature"],
+        }
+        found = self.vllm.answer("/v1/completions", request)
+        assert isinstance(found, dict), found
+        [choice] = found["choices"]
+        return {
+            "prompt_token_ids": prompt,
+            "generation_token_ids": choice["token_ids"],
+            "generation_log_probs": choice["logprobs"]["token_logprobs"],
+        }
+
+
+@pytest.fixture
+def agent(gym, vllm):
+    gym.resources("tools", lambda body: 1.0)
+    gym.model()
+    made = TwoReplies(vllm)
+    made.endpoint = gym.agent("tools_simple_agent", made)
+    return made
+
+
+@pytest.fixture
+def make(gym, vllm, write_rows, tiny_llama_dir, tmp_path):
+    def config(trl=None, **changes):
+        path = write_rows([row(f"say {number}", meta={"x": [None, number]}) for number in range(8)])
+        return RunConfig.from_dict(
+            {
+                "base_model": str(tiny_llama_dir),
+                "rl": "grpo",
+                "chat_template": "chatml",
+                "adapter": "lora",
+                "lora_r": 4,
+                "lora_alpha": 64,
+                "lora_target_linear": True,
+                "trl": {
+                    "num_generations": 4,
+                    "max_completion_length": 6,
+                    "temperature": TEMPERATURE,
+                    "reward_funcs": ["nemo_gym_env"],
+                    "log_completions": True,
+                    "use_vllm": True,
+                    "vllm_server_port": vllm.port,
+                    "vllm_server_timeout": 20,
+                    **(trl or {}),
+                },
+                "nemo_gym_enabled": True,
+                "nemo_gym_auto_start": False,
+                "nemo_gym_multi_turn": True,
+                "nemo_gym_server_timeout": 5,
+                "nemo_gym_head_port": gym.head.port,
+                "nemo_gym_datasets": [{"path": str(path), "server_name": "tools"}],
+                "micro_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 3,
+                "learning_rate": 2e-2,
+                "lr_scheduler": "constant",
+                "save_steps": 1,
+                "logging_steps": 1,
+                "sequence_len": 64,
+                "output_dir": str(tmp_path / "out"),
+                **changes,
+            }
+        )
+
+    return config
+
+
+def steps(result):
+    return [entry for entry in result.trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
+def test_every_batch_is_sampled_from_its_version_of_the_policy(agent, make, vllm, ahead):
+    result = train(make({"async_prefetch": ahead}, max_steps=4))
+    # The trainer's log-probabilities under the version of each batch are those that the server reported.
+    assert [entry["rollouts/staleness"] for entry in steps(result)] == ([0, 1, 1, 1] if ahead else [0] * 4)
+    assert max(entry["sampling/logp_diff"] for entry in steps(result)) < 1e-4
+    assert all(Path(folder).name == version for folder, version in agent.seen)
+    assert len({version for _, version in agent.seen}) == (3 if ahead else 4)
+    if ahead:  # outdated weights were in use
+        assert steps(result)[-1]["sampling/sampling_logp_difference/max"] > 1e-3
+    assert vllm.adapters == {}  # also without the fixed name
+    assert all(body["meta"]["x"][0] is None for body in agent.endpoint.requests)
+
+
+def test_tokens_of_tools_are_not_trained_on(agent, make):
+    result = train(make(max_steps=1))
+    trainer = result.trainer
+    expected = {}
+    for rollout in trainer._rollouts:
+        first, second = (len(reply) for reply in rollout.replies)
+        assert rollout.ids[first : first + len(TOOL)] == TOOL
+        expected[tuple(rollout.ids)] = [1] * first + [0] * len(TOOL) + [1] * second
+    seen = 0
+    for batch in trainer.generation_batch:
+        mask = batch["completion_mask"] * batch["tool_mask"]
+        for ids, real, trained in zip(batch["completion_ids"], batch["completion_mask"].bool(), mask):
+            assert trained[real].tolist() == expected[tuple(ids[real].tolist())]
+            assert not trained[~real].any()
+            seen += 1
+    assert seen == 8
+    # The loss does not depend on the log-probabilities of given tokens.
+    batch = dict(trainer.generation_batch[0])
+    batch["advantages"] = torch.ones_like(batch["advantages"])
+    losses = []
+    for shift in (0.0, 3.0):
+        given = (1 - batch["tool_mask"]) * shift
+        changed = batch | {"old_per_token_logps": batch["old_per_token_logps"] + given}
+        losses.append(trainer.compute_loss(trainer.model, changed).item())
+    assert losses[0] == losses[1] != 0
+
+
+def test_advantages_follow_the_rewards_of_the_environment(agent, make, tmp_path):
+    result = train(make({"scale_rewards": False}))
+    for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines():
+        samples = json.loads(line)["samples"]
+        rewards = [sample["rewards"]["nemo_gym_env"] for sample in samples]
+        assert {round(reward, 5) for reward in rewards} <= {number / 10 for number in range(11)}
+        mean = sum(rewards) / len(rewards)
+        assert [sample["advantage"] for sample in samples] == pytest.approx([r - mean for r in rewards], abs=1e-5)
+    assert steps(result)[-1]["rewards/nemo_gym_env/mean"] > 0
+
+
+def test_failed_runs_are_left_out(agent, make):
+    lock, count = threading.Lock(), [0]
+
+    def fails(body):
+        with lock:
+            count[0] += 1
+            return (422, {"detail": "no"}) if count[0] % 4 == 0 else None
+
+    agent.before = fails
+    with pytest.warns(UserWarning, match="2 of 8 requests to NeMo Gym failed, and their completions are left out"):
+        result = train(make(max_steps=2))
+    failed = [rollout for rollout in result.trainer._rollouts if rollout.reward is None]
+    assert len(failed) == 2 and all(sum(rollout.generated) == 0 for rollout in failed)
+    masks = [(batch["completion_mask"] * batch["tool_mask"]).sum(1) for batch in result.trainer.generation_batch]
+    empty = torch.cat(masks) == 0
+    assert empty.sum() == 2
+    assert not torch.cat([batch["advantages"] for batch in result.trainer.generation_batch])[empty].any()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
+def test_agents_that_die_end_the_run_and_the_checkpoint_stays(agent, make, tmp_path, vllm, ahead):
+    agent.before = lambda body: (500, {"detail": "died"}) if len(agent.seen) >= 16 else None
+    with pytest.raises(RolloutError, match="All 8 requests.*tools_simple_agent at http://.*/run: status 500.*resume"):
+        train(make({"async_prefetch": ahead}, max_steps=6))
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    assert (checkpoint / "trainer_state.json").is_file() and vllm.adapters == {}
+    agent.before = lambda body: None
+    result = train(make({"async_prefetch": ahead}, resume_from_checkpoint=str(checkpoint)))
+    assert result.trainer.state.global_step == 3
+
+
+def test_an_interrupt_does_not_wait_for_running_agents(agent, make):
+    def hangs(body):
+        if len(agent.seen) >= 8:  # the second batch, which is prefetched
+            time.sleep(20)
+
+    agent.before = hangs
+    began = time.monotonic()
+    train(make({"async_prefetch": True}, max_steps=1))
+    assert time.monotonic() - began < 15
+
+
+def test_a_model_server_that_requests_the_base_model_is_an_error_before_training(gym, agent, make):
+    from ebft.errors import ConfigError
+
+    gym.model(model="tiny")
+    with pytest.raises(ConfigError, match="requests the model 'tiny', which is not trained. Set model: ebft-policy"):
+        train(make())
+    assert agent.seen == []
+
+
+def test_an_agent_that_samples_from_other_weights_is_noticed(agent, make, vllm):
+    """With the name of the base model in place of the policy's, log-probabilities are those of other weights."""
+    sample = vllm.sample
+    vllm.sample = lambda name, *rest: sample(vllm.folder, *rest)
+    with pytest.raises(RolloutError, match="should have sampled this batch from the adapter"):
+        train(make({"vllm_logp_diff_stop": 0.02}, learning_rate=0.1, max_steps=6))
+
+
+def test_evaluation_runs_agents_too(agent, make):
+    result = train(make(max_steps=1, val_set_size=1, eval_steps=1))
+    assert result.metrics["eval_reward"] > 0 and len(agent.seen) == 8 + 4
+
+
+def test_a_restarted_vllm_server_gets_both_names_again(agent, make, vllm):
+    publish = vllm.v1_load_lora_adapter
+
+    def load(body):
+        found = publish(body)
+        if len(vllm.loaded) == 3:  # the second version has just been loaded: all adapters are lost
+            vllm.adapters = {body["lora_name"]: body["lora_path"]}
+        return found
+
+    vllm.v1_load_lora_adapter = load
+    result = train(make(max_steps=2))
+    assert max(entry["sampling/logp_diff"] for entry in steps(result)) < 1e-4

@@ -1,0 +1,98 @@
+"""Rewards of single replies."""
+
+import json
+
+import pytest
+
+from ebft.errors import RolloutError
+from ebft.nemo_gym.rewards import FAILED, EnvironmentReward, VerifyReward, response_of
+from tests.nemo_gym.servers import row, text_in
+
+
+def call(client, replies, rows, names, **more):
+    reward = VerifyReward(client, client.servers(5.0))
+    completions = [[{"role": "assistant", "content": reply}] for reply in replies]
+    lines = [json.dumps(given) for given in rows]
+    return reward(
+        prompts=replies, completions=completions, nemo_gym_row=lines, nemo_gym_server=names, completion_ids=[], **more
+    )
+
+
+def test_each_row_is_scored_by_its_server(gym, client):
+    math = gym.resources("math", lambda body: float(text_in(body) == body["answer"]))
+    length = gym.resources("length", lambda body: len(text_in(body)) / 10)
+    found = call(
+        client, ["4", "abc", "5"], [row("?", answer="4"), row("?"), row("?", answer="4")], ["math", "length", "math"]
+    )
+    assert found == [1.0, 0.3, 0.0]
+    assert len(math.requests) == 2 and len(length.requests) == 1
+
+
+def test_the_row_arrives_unchanged_with_a_response(gym, client):
+    server = gym.resources("math", lambda body: 1)
+    tools = [{"type": "function", "name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}]
+    given = row(
+        "?", verifier_metadata={"cases": [{"a": None}, {"b": [1, "x"]}], "empty": {}}, agent_ref={"name": "math"}
+    )
+    given["responses_create_params"]["tools"] = tools
+    call(client, ["4"], [given], ["math"])
+    [body] = server.requests
+    response = body.pop("response")
+    assert json.dumps(body) == json.dumps(given)
+    # The fields that the Responses API requires of a response and of a message.
+    assert {"id", "created_at", "model", "object", "output", "parallel_tool_calls", "tool_choice", "tools"} <= set(
+        response
+    )
+    [item] = response["output"]
+    assert item["type"] == "message" and item["role"] == "assistant" and item["status"] == "completed" and item["id"]
+    assert item["content"] == [{"type": "output_text", "text": "4", "annotations": []}]
+
+
+def test_tool_calls_of_a_reply_are_items_of_the_response():
+    function = {"name": "f", "arguments": {"x": 1}}
+    [item] = response_of([{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}])["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", '{"x": 1}')
+    assert [item["type"] for item in response_of("text")["output"]] == ["message"]
+
+
+def test_a_failed_request_gives_no_reward_and_one_warning(gym, client):
+    gym.resources("math", lambda body: (400, {"detail": "bad"}) if text_in(body) == "no" else 1.0)
+    metrics = {}
+    reward = VerifyReward(client, client.servers(5.0))
+    given = {
+        "prompts": [1, 2],
+        "completions": ["yes", "no"],
+        "nemo_gym_row": [json.dumps(row("?"))] * 2,
+        "nemo_gym_server": ["math"] * 2,
+        "log_metric": metrics.__setitem__,
+    }
+    with pytest.warns(
+        UserWarning, match="1 of 2 requests to NeMo Gym failed.*no reward.*math at http.*status 400"
+    ) as caught:
+        assert reward(**given) == [1.0, None]
+        assert reward(**given) == [1.0, None]
+    assert len([w for w in caught if w.category is UserWarning]) == 1 and metrics == {FAILED: 0.5}
+
+
+def test_an_error_if_all_requests_of_a_batch_fail(gym, client):
+    server = gym.resources("math", lambda body: (500, {"detail": "broken"}))
+    with pytest.raises(RolloutError) as error:
+        call(client, ["a", "b"], [row("?")] * 2, ["math"] * 2)
+    address = f"math at http://127.0.0.1:{server.port}/verify"
+    assert "All 2 requests" in str(error.value) and address in str(error.value) and "status 500" in str(error.value)
+
+
+@pytest.mark.parametrize("answer", [{"score": 1}, {"reward": "1"}, {"reward": None}, [1]])
+def test_a_response_without_a_reward(gym, client, answer):
+    gym.resources("math", lambda body: answer)
+    with pytest.raises(RolloutError, match="math at .*/verify has no finite number as `reward`"):
+        call(client, ["a"], [row("?")], ["math"])
+
+
+def test_a_sample_that_the_environment_could_not_measure_has_no_reward(gym, client):
+    gym.resources("math", lambda body: {"reward": 0.0, "mask_sample": True})
+    assert call(client, ["a"], [row("?")], ["math"]) == [None]
+
+
+def test_rewards_of_agents_are_passed_on():
+    assert EnvironmentReward()(prompts=[], completions=[], rollout_reward=[0.5, None]) == [0.5, None]
