@@ -146,6 +146,14 @@ def test_rows_go_to_their_servers(gym, make):
     )
 
 
+def test_tools_without_an_agent_give_a_warning(gym, make):
+    gym.resources("math", lambda body: 1.0)
+    rows = [row("one"), row("two")]
+    rows[1]["responses_create_params"]["tools"] = [{"type": "function", "name": "f"}]
+    with pytest.warns(UserWarning, match="have tools, which are not part of the prompts of single replies"):
+        train(make(rows, max_steps=1))
+
+
 def test_an_unknown_server_is_an_error_before_the_model_is_loaded(gym, make):
     gym.resources("other", lambda body: 1.0)
     from ebft.errors import ConfigError

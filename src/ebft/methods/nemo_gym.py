@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,8 @@ def check_rows(config: RunConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
     from ebft.nemo_gym.rollouts import check_agents
 
+    if not config.nemo_gym_multi_turn:
+        _warn_of_tools(*datasets)
     names = sorted({name for rows in datasets if rows is not None for name in rows.unique("nemo_gym_server")})
     client, servers = connect(config)
     try:
@@ -124,6 +127,16 @@ def check_rows(config: RunConfig, *datasets: Dataset | None) -> None:
             client.wait_for(server, config.nemo_gym_server_timeout)
     finally:
         client.close()
+
+
+def _warn_of_tools(*datasets: Dataset | None) -> None:
+    lines = (line for rows in datasets if rows is not None for line in rows["nemo_gym_row"])
+    if any(json.loads(line)["responses_create_params"].get("tools") for line in lines):
+        warnings.warn(
+            "Some rows of NeMo Gym have tools, which are not part of the prompts of single replies. Set "
+            "nemo_gym_multi_turn: true to let an agent call them.",
+            stacklevel=2,
+        )
 
 
 def connect(config: RunConfig) -> tuple[GymClient, Servers]:

@@ -13,20 +13,20 @@ from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.structured.grpo import REWARD
 
 VERIFY, ENVIRONMENT = "nemo_gym_verify", "nemo_gym_env"  # names in trl.reward_funcs
-FAILED = "nemo_gym/failed"  # metric: fraction of requests that failed for good
+FAILED = "nemo_gym/failed"  # metric: fraction of completions without a reward
 
 
 class Failures:
-    """Reports requests that failed for good: one warning for the first, an error if all of a batch fail."""
+    """Reports requests that failed for good: one warning for the first, an error if all of a batch failed."""
 
     def __init__(self, consequence: str) -> None:
         self._consequence, self._has_warned = consequence, False
 
-    def report(self, answers: list[Any], servers: list[Server], path: str) -> float:
-        """Return the fraction of `answers` that are failures, given the server of each. Raises RolloutError for 1."""
+    def report(self, answers: list[Any], servers: list[Server], path: str) -> None:
+        """Warn of failures among `answers`, given the server of each. Raises RolloutError if all are failures."""
         failed = [(answer, server) for answer, server in zip(answers, servers) if isinstance(answer, Failure)]
         if not failed:
-            return 0.0
+            return
         failure, server = failed[-1]
         last = f"{server.name} at {server.url}{path}: {failure.reason}"
         if len(failed) == len(answers):
@@ -41,7 +41,6 @@ class Failures:
                 f"{last}. This warning is given once; the metric {FAILED} counts failures.",
                 stacklevel=2,
             )
-        return len(failed) / len(answers)
 
 
 class VerifyReward:
@@ -72,10 +71,10 @@ class VerifyReward:
             for row, completion in zip(nemo_gym_row, completions)
         ]
         answers = self._client.post_all([(f"{server.url}/verify", body) for server, body in zip(servers, bodies)])
-        failed = self._failures.report(answers, servers, "/verify")
-        if log_metric is not None:
-            log_metric(FAILED, failed)
-        return [reward_in(answer, server, "/verify") for answer, server in zip(answers, servers)]
+        self._failures.report(answers, servers, "/verify")
+        rewards = [reward_in(answer, server, "/verify") for answer, server in zip(answers, servers)]
+        _log_failed(rewards, log_metric)
+        return rewards
 
 
 class EnvironmentReward:
@@ -83,8 +82,20 @@ class EnvironmentReward:
 
     __name__ = ENVIRONMENT
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        _log_failed(columns[REWARD], log_metric)
         return columns[REWARD]
+
+
+def _log_failed(rewards: list[float | None], log_metric: Callable[[str, float], None] | None) -> None:
+    if log_metric is not None:
+        log_metric(FAILED, rewards.count(None) / len(rewards))
 
 
 def reward_in(answer: Any, server: Server, path: str) -> float | None:

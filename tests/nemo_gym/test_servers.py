@@ -1,0 +1,110 @@
+"""Starting NeMo Gym's servers with training; `ng_run` is a small program of the same name."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, ServerError
+from ebft.nemo_gym.servers import started_servers
+from tests.serving.processes import alive, eventually, free_port
+
+NG_RUN = """
+import http.server, json, os, pathlib, sys
+port = int(next(word for word in sys.argv if word.startswith("+head_server.port=")).partition("=")[2])
+pathlib.Path("started.json").write_text(json.dumps({"arguments": sys.argv[1:], "pid": os.getpid()}))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b'"{}"')
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(program, **keys)`: keys for a folder in which `program` is ng_run, or none."""
+
+    def keys(program=None, **changes):
+        path = tmp_path / "gym" / ".venv" / "bin" / "ng_run"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if program is not None:
+            path.write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
+            path.chmod(0o755)
+        given = {
+            "base_model": "unused",
+            "rl": "grpo",
+            "trl": {"reward_funcs": ["nemo_gym_verify"]},
+            "nemo_gym_enabled": True,
+            "nemo_gym_dir": str(tmp_path / "gym"),
+            "nemo_gym_config_paths": ["a.yaml", "configs/b.yaml"],
+            "nemo_gym_datasets": [{"path": "rows.jsonl"}],
+            "nemo_gym_head_port": free_port(),
+            "nemo_gym_server_timeout": 20,
+        }
+        return RunConfig.from_dict({**given, **changes})
+
+    return keys
+
+
+def started(tmp_path):
+    import json
+
+    return json.loads((tmp_path / "gym" / "started.json").read_text())
+
+
+def test_servers_run_as_long_as_training(make, tmp_path):
+    keys = make(NG_RUN)
+    with started_servers(keys, str(tmp_path)):
+        found = started(tmp_path)
+        assert found["arguments"][:2] == ["+config_paths=[a.yaml,configs/b.yaml]", "+skip_venv_if_present=true"]
+        assert alive({found["pid"]})
+    assert eventually(lambda: not alive({found["pid"]}))
+
+
+def test_servers_that_run_already_are_used(make, tmp_path, gym, capsys):
+    with started_servers(make(nemo_gym_head_port=gym.head.port), str(tmp_path)):
+        assert "Using the NeMo Gym servers that run at" in capsys.readouterr().err
+
+
+def test_no_servers_are_started_unless_asked_for(make, tmp_path):
+    with started_servers(make(NG_RUN, nemo_gym_auto_start=False), str(tmp_path)):
+        assert not (tmp_path / "gym" / "started.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "error", "message"),
+    [
+        (None, {}, ConfigError, "ng_run does not exist. Install NeMo Gym in nemo_gym_dir .*nemo_gym_auto_start: false"),
+        (NG_RUN, {"nemo_gym_config_paths": []}, ConfigError, "nemo_gym_auto_start needs nemo_gym_config_paths"),
+        ("raise SystemExit('no config')", {}, ServerError, "(?s)ng_run exited before NeMo Gym was up.*no config"),
+        ("import time; time.sleep(60)", {"nemo_gym_server_timeout": 1.5}, ServerError, "not up at .* within 1.5 s"),
+    ],
+)
+def test_servers_that_do_not_start(make, tmp_path, program, changes, error, message):
+    began = time.monotonic()
+    with pytest.raises(error, match=message), started_servers(make(program, **changes), str(tmp_path)):
+        raise AssertionError("the block must not run")
+    assert time.monotonic() - began < 15
+
+
+def test_the_servers_end_with_a_process_that_is_killed(make, tmp_path):
+    keys = make(NG_RUN)
+    code = f"""
+        import time
+        from ebft.config.schema import RunConfig
+        from ebft.nemo_gym.servers import started_servers
+        keys = RunConfig.from_dict({keys.model_dump(exclude_unset=True)!r})
+        with started_servers(keys, {str(tmp_path)!r}):
+            print("up", flush=True)
+            time.sleep(60)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    pid = started(tmp_path)["pid"]
+    assert eventually(lambda: not alive({pid}))
