@@ -20,7 +20,7 @@ from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods import nemo_gym
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import EvaluationSampling, Method
-from ebft.nemo_gym.keys import NemoGymKeys
+from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -170,7 +170,7 @@ class GRPO(Method):
                 "always included."
             )
         for name in funcs:
-            if name not in (FEATURE_MATCHING, nemo_gym.VERIFY, nemo_gym.ENVIRONMENT) and "/" not in name:
+            if name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT) and "/" not in name:
                 find_function("trl.reward_funcs", name)
         if weights is not None and len(weights) != len(rewards):
             yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."

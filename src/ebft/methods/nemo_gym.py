@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ebft.nemo_gym.keys import NemoGymKeys, path_in
+from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ebft.nemo_gym.client import GymClient, Servers
     from ebft.run.checks import Machine
 
-VERIFY, ENVIRONMENT = "nemo_gym_verify", "nemo_gym_env"
 PLUGIN = "axolotl.integrations.nemo_gym.NemoGymPlugin"
 _OTHER_NAMES = {
     f"axolotl.integrations.nemo_gym.{module}{function}": name

@@ -12,6 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 MESSAGES = "responses_create_params.input"  # where a row has its messages
 TRANSFORM = "nemo_gym.transform"
+VERIFY, ENVIRONMENT = "nemo_gym_verify", "nemo_gym_env"  # names in trl.reward_funcs
 
 
 class NemoGymDataset(Section):

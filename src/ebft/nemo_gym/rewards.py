@@ -10,9 +10,10 @@ from typing import Any
 
 from ebft.errors import RolloutError
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
+from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 from ebft.structured.grpo import REWARD
+from ebft.structured.rollouts.agents import POLICY
 
-VERIFY, ENVIRONMENT = "nemo_gym_verify", "nemo_gym_env"  # names in trl.reward_funcs
 FAILED = "nemo_gym/failed"  # metric: fraction of completions without a reward
 
 
@@ -148,7 +149,7 @@ def response_of(completion: str | list[dict[str, Any]]) -> dict[str, Any]:
         "id": "resp_ebft",
         "object": "response",
         "created_at": 0,
-        "model": "ebft-policy",
+        "model": POLICY,
         "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
