@@ -140,6 +140,11 @@ def test_datasets_can_be_omitted(tmp_path):
         (SINGLE, {"nemo_gym_head_port": 0}, "nemo_gym_head_port: invalid value 0"),
         (MULTI, {"nemo_gym_multi_turn": False}, "uses the reward nemo_gym_verify"),
         (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
+        (
+            MULTI,
+            {"trl": {**parse_yaml(MULTI)["trl"], "tools": ["json.loads"]}},
+            "trl.tools has no effect with nemo_gym_multi",
+        ),
         (MULTI, {"trl": {**parse_yaml(MULTI)["trl"], "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
         (
             SINGLE,

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ebft.config import rules
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def _agents(config: RunConfig) -> Iterator[str]:
             "nemo_gym_multi_turn: true needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora: "
             "NeMo Gym's agents sample from an adapter on the vLLM server."
         )
+    for key in rules.INTERACTIVE:
+        if getattr(config.trl, key):
+            yield f"trl.{key} has no effect with nemo_gym_multi_turn: true: agents hold the conversations. Remove it."
     given = [f"trl.{key}" for key in _NOT_SENT if getattr(config.trl, key) is not None]
     if given:
         yield (

@@ -5,6 +5,7 @@ An agent requests a model by a fixed name, `POLICY`, under which the server has 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,8 +52,16 @@ class AgentJob:
     backend: VLLMBackend
     max_tokens: int
     weights_step: int  # the optimizer step of the weights used for sampling
+    seconds: float = 0.0  # duration of `run`
 
     def run(self) -> list[Rollout]:
+        started = time.perf_counter()
+        try:
+            return self._run()
+        finally:
+            self.seconds = time.perf_counter() - started
+
+    def _run(self) -> list[Rollout]:
         version, sampling = self.backend.version, self.backend.sampling
         with self.backend.adapters.served_as(POLICY, version):
             return self.agents.run(
