@@ -138,10 +138,10 @@ def test_what_a_server_generates_is_counted_from_its_tokens(chat_tokenizer, tmp_
     model = lora(chat_model(chat_tokenizer))
     trainer = make_structured(model, chat_tokenizer, tmp_path)
     prompts, completions = [[5] * 7] * 4, [[6] * 3, [6] * 2, [6], [6] * 4]
-    trainer._count_completions(prompts, completions, None)
+    trainer.count_completions(prompts, completions, None)
     assert trainer.budget.meter.flops == 0  # generate() is watched
     trainer.use_vllm = True
-    trainer._count_completions(prompts, completions, [[1] * 3, [1, 0], [1], [0] * 4])
+    trainer.count_completions(prompts, completions, [[1] * 3, [1, 0], [1], [0] * 4])
     numbers = sum(weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2)
     head, embedding = 64 * len(chat_tokenizer), 64 * len(chat_tokenizer)
     decoder = numbers - head - embedding

@@ -58,7 +58,7 @@ def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     n, last = trainer.num_generations, [entry for entry in found if entry["step"] == 1]
     assert len(found) == 2 * len(last) and {entry["staleness"] for entry in found} == {0}
     replies = [sample["replies"] for entry in last for sample in entry["samples"]]
-    assert replies == [chat_tokenizer.batch_decode(rollout.replies) for rollout in trainer._rollouts]
+    assert replies == [chat_tokenizer.batch_decode(rollout.replies) for rollout in trainer.rollouts]
     assert [entry for entries, _ in received for entry in entries] == found
     match = trainer.feature_reward.last
     torch.testing.assert_close(received[-1][1], match.rewards.flatten())

@@ -102,7 +102,7 @@ def test_tokens_of_tools_are_not_trained_on(agent, make):
     result = train(make(max_steps=1))
     trainer = result.trainer
     expected = {}
-    for rollout in trainer._rollouts:
+    for rollout in trainer.rollouts:
         first, second = (len(reply) for reply in rollout.replies)
         assert rollout.ids[first : first + len(TOOL)] == TOOL
         expected[tuple(rollout.ids)] = [1] * first + [0] * len(TOOL) + [1] * second
@@ -147,7 +147,7 @@ def test_failed_runs_are_left_out(agent, make):
     agent.before = fails
     with pytest.warns(UserWarning, match="2 of 8 requests to NeMo Gym failed, and their completions are left out"):
         result = train(make(max_steps=2))
-    failed = [rollout for rollout in result.trainer._rollouts if rollout.reward is None]
+    failed = [rollout for rollout in result.trainer.rollouts if rollout.reward is None]
     assert len(failed) == 2 and all(sum(rollout.generated) == 0 for rollout in failed)
     masks = [(batch["completion_mask"] * batch["tool_mask"]).sum(1) for batch in result.trainer.generation_batch]
     empty = torch.cat(masks) == 0

@@ -43,7 +43,7 @@ class Greedy:
 
     def after_inputs(self, rows, inputs):
         if self.model.training:
-            self.sampled = [*getattr(self, "sampled", []), [rollout.ids for rollout in self._rollouts]]
+            self.sampled = [*getattr(self, "sampled", []), [rollout.ids for rollout in self.rollouts]]
         return super().after_inputs(rows, inputs)
 
 

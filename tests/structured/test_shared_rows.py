@@ -114,7 +114,7 @@ def test_without_sharing_rows_and_rollouts_are_those_of_trl(chat_tokenizer, tmp_
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 3
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    assert all(rollout.logps is None for rollout in trainer._rollouts)
+    assert all(rollout.logps is None for rollout in trainer.rollouts)
     counts[:] = [0] * 4
     trainer.compute_loss(trainer.model, inputs)
     rows = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()

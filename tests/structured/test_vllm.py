@@ -255,7 +255,7 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
     trainer.train()
     trainer.model.load_state_dict(policies[0])  # what the second batch was trained with
     batch, base_model = batches[1], AutoModelForCausalLM.from_pretrained(base).eval()
-    for number, rollout in enumerate(trainer._rollouts):
+    for number, rollout in enumerate(trainer.rollouts):
         count = len(rollout.ids)
         ids = batch["prompt_ids"][number][batch["prompt_mask"][number].bool()].tolist()
         completion = batch["completion_ids"][number][batch["completion_mask"][number].bool()].tolist()
@@ -314,7 +314,7 @@ def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
     trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     trainer.train()
     assert max(differences(trainer.state.log_history)) < AGREE
-    assert {2, 3} <= {len(rollout.replies) for rollout in trainer._rollouts}
+    assert {2, 3} <= {len(rollout.replies) for rollout in trainer.rollouts}
 
 
 def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
@@ -463,13 +463,13 @@ def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatc
 
 def test_what_an_earlier_run_left_does_not_matter(base, port, tmp_path):
     first = make(base, arguments(tmp_path, port, max_steps=1))
-    first._server._adapters.close = lambda: None  # as if it had been killed
+    first.server._adapters.close = lambda: None  # as if it had been killed
     first.train()
-    leftovers = {entry["id"] for entry in first._server.client.models()}
+    leftovers = {entry["id"] for entry in first.server.client.models()}
     second = make(base, arguments(tmp_path, port, max_steps=2))
     second.train()
     assert max(differences(second.state.log_history)) < AGREE
-    assert {entry["id"] for entry in second._server.client.models()} == leftovers
+    assert {entry["id"] for entry in second.server.client.models()} == leftovers
 
 
 # Samples from other weights

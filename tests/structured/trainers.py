@@ -56,4 +56,4 @@ def one_step(trainer):
     loss = sum(trainer.compute_loss(trainer.model, inputs) for inputs in trainer._buffered_inputs)
     loss.backward()
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return loss.item(), gradients, trainer._rollouts, batch
+    return loss.item(), gradients, trainer.rollouts, batch

@@ -27,7 +27,8 @@ from ebft.prefix.policy import last_logits
 from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
-from ebft.structured.grpo import RolloutGRPOTrainer, Row
+from ebft.structured.generation import Row
+from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward, held_out_values
 from ebft.structured.rollouts.turns import ReferenceLimit
