@@ -20,7 +20,16 @@ from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 FOLDER = Path(__file__).parent
 # What is logged of time and memory, which no two runs share.
-OF_THE_MACHINE = ("runtime", "per_second", "_per_s", "memory/", "wait_s", "generation_s", "reward_s", "step_time")
+OF_THE_MACHINE = (
+    "runtime",
+    "per_second",
+    "_per_s",
+    "memory/",
+    "wait_s",
+    "generation_s",
+    "rollouts/reward_s",
+    "step_time",
+)
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 WORDS = ["the", "sum", "of", "two", "small", "numbers", "is", "one", "that", "a", "child", "can", "find"]
