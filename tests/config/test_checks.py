@@ -117,9 +117,13 @@ def test_one_sample_becomes_reinforce_without_diversity(make):
 
 @pytest.mark.parametrize("key", IGNORED)
 def test_a_key_without_effect_says_so_once(make, key):
-    value = {"save_safetensors": False, "dataset_prepared_path": "x", "profiler_steps": [1, 2], "local_rank": 1}.get(
-        key, True
-    )
+    value = {
+        "save_safetensors": False,
+        "dataset_prepared_path": "x",
+        "profiler_steps": [1, 2],
+        "local_rank": 1,
+        "fsdp_version": 1,
+    }.get(key, True)
     if key in ("model_type", "tokenizer_type"):
         value = "LlamaForCausalLM"
     _, messages = warned(make, **{key: value})

@@ -85,7 +85,7 @@ def test_missing_keys(write):
         ("lora_rank: 8\n", "'lora_rank'", "Use 'lora_r' instead"),
         ("trl: {max_new_tokens: 8}\n", "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
         ("num_labels: 2\n", "'num_labels'", "Run `ebft config` to list all keys"),
-        ("fsdp_version: 2\n", "'fsdp_version'", "Run `ebft config` to list all keys"),
+        ("fsdp_release: 2\n", "'fsdp_release'", "Run `ebft config` to list all keys"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):

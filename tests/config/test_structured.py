@@ -52,6 +52,10 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ({"trl": {"sync_ref_model": True}}, "sync_ref_model requires a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
         ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "FSDP1 is not supported with full completions"),
+        (
+            {"trl": {"generation_batch_size": 12}},
+            "generation_batch_size: 12 is not a multiple of trl.num_generations: 8",
+        ),
         ({"group_by_length": True}, "group_by_length is incompatible with grouped completions"),
     ],
 )
@@ -72,6 +76,11 @@ def test_full_fine_tuning_cannot_reach_a_server_without_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"torch_compile": True}, "torch_compile: true is set to false in structured mode and GRPO"),
+        (
+            {"trl": {"streaming_partial_batch": True, "reward_num_workers": 2}},
+            "no effect with reward_num_workers above",
+        ),
         ({"trl": {"streaming_min_groups": 2}}, "no effect without streaming_partial_batch"),
         ({"trl": {"use_data_producer": True}}, "use_data_producer has no effect: generation"),
         ({"trl": {"vllm_sync_interval": 2}}, "trl.vllm_sync_interval: no effect without use_vllm: true"),

@@ -90,7 +90,7 @@ def test_a_response_without_a_reward(gym, client, answer):
 
 
 def test_a_sample_that_the_environment_could_not_measure_has_no_reward(gym, client):
-    gym.resources("math", lambda body: {"reward": 0.0, "mask_sample": True})
+    gym.resources("math", lambda body: {"reward": None, "mask_sample": True})
     assert call(client, ["a"], [row("?")], ["math"]) == [None]
 
 

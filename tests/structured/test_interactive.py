@@ -255,6 +255,11 @@ FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": Non
         ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty completion for prompt 7"),
         ({**FINE, "env_mask": [[1, 1]] * 7 + [[1]]}, r"env_mask that do not have one entry per token .*\(prompt 7\)"),
         ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(env_mask of prompt 7"),
+        ({**FINE, "prompt_ids": [[5]] * 7 + [[]]}, "prompt_ids with an empty prompt .prompt 7"),
+        ({**FINE, "completion_ids": [[6, -1]] * 8}, "completion_ids that are not lists of token ids"),
+        ({**FINE, "env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
+        ({**FINE, "answer": [1, 2]}, "answer that is not a list with one entry per prompt"),
+        ({**FINE, "completion_ids": ["text"] * 8}, r"completion_ids that are not lists of token ids \(prompt 0"),
         ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
     ],
 )
@@ -280,6 +285,28 @@ def test_wrong_results_of_a_rollout_function_are_named(tokenizer, tmp_path, resu
 def test_refused(tokenizer, tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         make(tokenizer, tmp_path, **changes)
+
+
+class Quiet:
+    """An environment without a reward."""
+
+    def reset(self, **row):
+        pass
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+def test_environments_that_cannot_be_used_are_named_before_training(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"the environments define no get_reward\(\)"):
+        make(tokenizer, tmp_path, environment_factory=Quiet, reward_funcs=None)
+    several = {"a": Calculator, "b": Quiet}
+    with pytest.raises(DataError, match="train_dataset has no column environment"):
+        make(tokenizer, tmp_path, environment_factory=several)
+    rows = questions().map(lambda row, index: {"environment": "abc"[index % 3]}, with_indices=True)
+    with pytest.raises(DataError, match="unknown environment 'c'. environment_factory has a, b"):
+        make(tokenizer, tmp_path, environment_factory=several, dataset=rows)
 
 
 def test_features_are_not_compared_with_calls(tokenizer, tmp_path):

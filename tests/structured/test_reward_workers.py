@@ -92,7 +92,7 @@ def test_a_group_that_takes_too_long_has_no_reward(workers):
     started = time.monotonic()
     with pytest.warns(UserWarning, match=r"slow_for_some took longer than 2 s \(reward_timeout\)"):
         assert call(prompts=["fast", "fast", "slow", "slow", "fast", "fast"]) == [1, 1, None, None, 1, 1]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 45
     with warnings.catch_warnings(action="error"):  # warned once; the process has been replaced
         assert call(prompts=["slow", "slow", "fast", "fast"]) == [None, None, 1, 1]
 
@@ -194,3 +194,35 @@ def test_the_number_of_groups_changes_what_is_trained(chat_tokenizer, tmp_path, 
     sums = trainer.rewards.view(3, 4).sum(-1)
     assert (sums.abs().max() < 1e-3) == (groups == 1), "rewards are relative to the mean of their chunk"
     assert abs(sums.sum().item()) < 1e-3
+
+
+class Odd(Exception):
+    """Cannot be unpickled: it has more arguments than it passes on."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def raises_timeout(prompts, **columns):
+    raise TimeoutError("the sandbox did not answer")
+
+
+def raises_odd(prompts, **columns):
+    raise Odd("no answer", 3)
+
+
+def generates(prompts, **columns):
+    yield from [1] * len(prompts)
+
+
+def test_errors_of_functions_are_raised_as_they_are():
+    workers = RewardWorkers(1, 30.0, lambda: 2)
+    try:
+        given = {"prompts": ["a"] * 4}
+        with pytest.raises(TimeoutError, match="the sandbox did not answer"):
+            workers.parallel(raises_timeout)(**given)
+        with pytest.raises(RuntimeError, match="(?s)raises_odd raised Odd: no answer.*in raises_odd"):
+            workers.parallel(raises_odd)(**given)
+        assert workers.parallel(generates)(**given) == [1.0] * 4
+    finally:
+        workers.close()

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft import AsyncEBFTConfig, EBFTTrainer
 from ebft.errors import NonFiniteLossError
+from ebft.monitor.console_metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.backend import Completion
 from tests.structured import oracle
@@ -259,3 +260,39 @@ def test_evaluating_does_not_change_training(chat_tokenizer, tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     assert losses(eval_strategy="steps", eval_steps=1) == losses()
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, tmp_path, aggregation):
+    """TRL's advantages of eight rewards of 0.1 are rounding errors, which Adam would scale up."""
+    found = {}
+
+    def some(completions, **columns):
+        return [0.1] * 8 + [float(i) for i in range(8)]
+
+    def none(completions, **columns):
+        return [None] * 16
+
+    trainer = RolloutGRPOTrainer(
+        chat_model(chat_tokenizer),
+        [some, none],
+        arguments(
+            tmp_path,
+            RolloutGRPOConfig,
+            num_generations=8,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=1,
+            multi_objective_aggregation=aggregation,
+            log_completions=True,
+            max_steps=1,
+        ),
+        train_dataset=rows(multi_turn=False).remove_columns("ground_truth"),
+        processing_class=chat_tokenizer,
+        callbacks=[ConsoleMetrics()],
+    )
+    trainer.scored_rollouts.hooks.append(lambda entries, totals: found.update(entries=entries))
+    trainer.train()
+    silent, other = ([sample["advantage"] for sample in entry["samples"]] for entry in found["entries"])
+    assert silent == [0.0] * 8 and max(other) > 0.5
+    lines = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert '"none": null' in lines[0] and "NaN" not in lines[0]

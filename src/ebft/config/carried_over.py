@@ -26,6 +26,7 @@ class CarriedOverKeys(Section):
     dataset_prepared_path: str | None = Field(None, description="No effect: rows are tokenised in every run.")
     activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
+    fsdp_version: int | None = Field(None, description="No effect: fsdp: true is FSDP2.")
     strict: bool = Field(True, description="No effect: unknown keys are always errors.")
     model_type: str | None = Field(
         None,
@@ -64,6 +65,7 @@ IGNORED: dict[str, Ignored] = {
     "dataset_prepared_path": Ignored((), _PREPARED),
     "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
+    "fsdp_version": Ignored((2,), "fsdp: true is FSDP2; the version is that of fsdp_config"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
     "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),

@@ -156,9 +156,9 @@ def single_pass(options: Any, gradient_checkpointing: bool, key: Key) -> str | N
     )
 
 
-def compiled(key: Key) -> str:
+def compiled(key: Key, mode: str = "strided mode") -> str:
     return (
-        f"{key('torch_compile')}: true is set to false in strided mode: the attention layout changes in every batch, "
+        f"{key('torch_compile')}: true is set to false in {mode}: the attention layout changes in every batch, "
         "and recompiling the model for each of them costs more than it saves."
     )
 

@@ -113,8 +113,17 @@ class GRPO(Method):
             if idle:
                 keys = ", ".join(f"trl.{key}" for key in idle)
                 warnings.warn(f"{keys}: no effect without use_vllm: true.", stacklevel=2)
+        if config.torch_compile:
+            config.torch_compile = False
+            warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
         if "streaming_min_groups" in given and not config.trl.streaming_partial_batch:
             warnings.warn("trl.streaming_min_groups has no effect without streaming_partial_batch: true.", stacklevel=2)
+        if config.trl.streaming_partial_batch and config.trl.reward_num_workers > 1:
+            warnings.warn(
+                "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
+                "functions for one prompt at a time.",
+                stacklevel=2,
+            )
         if "prefetch_depth" in given and not config.trl.async_prefetch:
             warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
         self.warn_of_idle_options(config)
@@ -165,15 +174,17 @@ class GRPO(Method):
                 "feature_matching."
             )
         if len(set(rewards)) < len(rewards):
-            yield (
-                f"trl.reward_funcs: {', '.join(rewards)} contains a duplicate. With rl: ebft, feature_matching is "
-                "always included."
-            )
+            always = " With rl: ebft, feature_matching is always included." if self.own_rewards else ""
+            yield f"trl.reward_funcs: {', '.join(rewards)} contains a duplicate. Remove it.{always}"
         for name in funcs:
             if name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT) and "/" not in name:
                 find_function("trl.reward_funcs", name)
         if weights is not None and len(weights) != len(rewards):
-            yield f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards: {', '.join(rewards)}."
+            environments = " The weight of an environment's reward is always 1." if _environments(config) else ""
+            yield (
+                f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards"
+                f"{': ' if rewards else ''}{', '.join(rewards)}. Set one weight per reward function.{environments}"
+            )
 
     def _interaction(self, config: RunConfig) -> Iterator[str]:
         trl = config.trl
@@ -297,6 +308,11 @@ def _batches(config: RunConfig) -> Iterator[str]:
     found = rules.groups(samples, trl.num_generations, rules.in_config)
     if trl.generation_batch_size is None and found:
         yield found
+    if trl.generation_batch_size is not None and trl.generation_batch_size % trl.num_generations:
+        yield (
+            f"trl.generation_batch_size: {trl.generation_batch_size} is not a multiple of trl.num_generations: "
+            f"{trl.num_generations}. Change one of them."
+        )
     per_process = config.eval_batch_size
     if per_process is not None and per_process % trl.num_generations:
         yield (

@@ -39,6 +39,7 @@ class ProgressBar(ProgressCallback):
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
     """Return the console line of a log of training or evaluation, or None for a log without metrics of either."""
+    logs = {name: value for name, value in logs.items() if value is not None}  # TRL: no reward in this interval
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses, has_features = _losses(logs, loss_prefix), bool(terms)

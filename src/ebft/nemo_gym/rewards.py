@@ -106,13 +106,15 @@ def reward_in(answer: Any, server: Server, path: str) -> float | None:
     """
     if isinstance(answer, Failure):
         return None
+    if isinstance(answer, dict) and answer.get("mask_sample") is True:
+        return None
     reward = answer.get("reward") if isinstance(answer, dict) else None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, int | float) or not abs(reward) < math.inf:
         raise RolloutError(
             f"The response of {server.name} at {server.url}{path} has no finite number as `reward`: "
             f"{json.dumps(answer)[:300]}. Is it a server of NeMo Gym?"
         )
-    return None if answer.get("mask_sample") is True else float(reward)
+    return float(reward)
 
 
 def response_of(completion: str | list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
@@ -110,6 +110,8 @@ class GeneratesRollouts(UsesPromptsAgain):
         if its prompt leaves no space. `Completion.logps` are None if `generate()` samples. Raises ConfigError with
         colocated vLLM, and with FSDP2 without a server.
         """
+        if not all(isinstance(ids, list) and ids for ids in prompt_ids):
+            raise RolloutError("trainer.sample takes a list with the token ids of each prompt, each a non-empty list.")
         if self.use_vllm and self.server is None:
             raise ConfigError("trainer.sample is not supported with vllm_mode: colocate. Use vllm_mode: managed.")
         if self.server is not None and not self.model.training:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -125,12 +126,20 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
                 func.num_generations = self._group_size()
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        # TRL's advantages of equal rewards are not exactly 0 but rounding errors, which Adam would scale up.
+        inputs = inputs | {"advantages": inputs["advantages"].masked_fill(self._without_signal(rows), 0.0)}
         if self.server is not None and self.model.training:
             found = self.server.check_samples(inputs, *self.sampled_from, lambda count: self.first_logps(inputs, count))
             self.log_mean("train", "sampling/logp_diff", found.mean)
             self.log_mean("train", "sampling/raw_ratio_mean", found.ratio_mean)
             self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
         return inputs
+
+    def _without_signal(self, rows: list[Row]) -> Tensor:
+        """Return which of this process's completions (B,) are in a group whose rewards are all equal."""
+        first, n = self.accelerator.process_index * len(rows), self._group_size()
+        groups = self.rewards[first : first + len(rows)].nan_to_num(0.0).view(-1, n, self.rewards.shape[-1])
+        return (groups == groups[:, :1]).all(-1).all(-1).repeat_interleave(n)
 
     def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.model.training:
@@ -157,7 +166,10 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
                     {
                         "replies": self.text_tokenizer.batch_decode(self.rollouts[index].replies),
                         "tokens": sum(self.rollouts[index].generated),
-                        "rewards": dict(zip(self.reward_func_names, rewards[index])),
+                        "rewards": {
+                            name: None if math.isnan(value) else value
+                            for name, value in zip(self.reward_func_names, rewards[index])
+                        },
                         **self._terms_of(index),
                         "advantage": advantages[index],
                     }

@@ -26,6 +26,16 @@ def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, An
     found = rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python)
     if found:
         raise ConfigError(found)
+    factories = trainer_kwargs.get("environment_factory")
+    if factories:
+        by_name = factories if isinstance(factories, dict) else {None: factories}
+        if not reward_funcs and not any(hasattr(factory, "get_reward") for factory in by_name.values()):
+            raise ConfigError(
+                "there is no reward: the environments define no get_reward(), and no reward_funcs are given. Add one "
+                "of them."
+            )
+        for name in ("train_dataset", "eval_dataset") if isinstance(factories, dict) else ():
+            _check_environments(name, trainer_kwargs.get(name), list(by_name))
     if given not in ([], ["rollout_func"]):
         for name in ("train_dataset", "eval_dataset"):
             _check_messages(name, trainer_kwargs.get(name), given[0])
@@ -45,6 +55,19 @@ def _check_messages(name: str, dataset: Any, option: str) -> None:
             f"{name} has conversations with remaining_turns, but with {option} the results of tools continue a "
             "conversation. Use a single-turn transform."
         )
+
+
+def _check_environments(name: str, dataset: Any, known: list[str]) -> None:
+    if not isinstance(dataset, Dataset):
+        return
+    if "environment" not in dataset.column_names:
+        raise DataError(
+            f"{name} has no column environment, which selects the environment of each row: {', '.join(known)}. Keep it "
+            "in the transform."
+        )
+    unknown = sorted({repr(value) for value in dataset["environment"]} - {repr(value) for value in known})
+    if unknown:
+        raise DataError(f"{name}: unknown environment {unknown[0]}. environment_factory has {', '.join(known)}.")
 
 
 def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callable[[list[Any], Any], dict[str, Any]]:
@@ -73,8 +96,18 @@ def _problem(found: Any, count: int, use_vllm: bool) -> str | None:
     if found["logprobs"] is None and use_vllm:
         return "no log-probabilities (logprobs: None), which importance sampling with vLLM requires"
     for name in _LISTS:
+        if not isinstance(found[name], list):
+            return f"{name} of type {type(found[name]).__name__} instead of a list"
         if len(found[name]) != count:
             return f"{len(found[name])} {name} for {count} prompts (num_generations prompts per row)"
+    for name, values in found.items():
+        if name not in (*_LISTS, "logprobs", "env_mask") and (not isinstance(values, list) or len(values) != count):
+            return f"{name} that is not a list with one entry per prompt"
+    for index, ids in enumerate([*found["prompt_ids"], *found["completion_ids"]]):
+        if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
+            return f"{_LISTS[index // count]} that are not lists of token ids (prompt {index % count})"
+    if not all(found["prompt_ids"]):
+        return f"prompt_ids with an empty prompt (prompt {found['prompt_ids'].index([])})"
     for index, ids in enumerate(found["completion_ids"]):
         if not ids:
             return f"an empty completion for prompt {index}"
@@ -83,6 +116,8 @@ def _problem(found: Any, count: int, use_vllm: bool) -> str | None:
             if values is not None and (len(values) != count or len(values[index]) != len(ids)):
                 return f"{name} that do not have one entry per token of completion_ids (prompt {index})"
         mask = found.get("env_mask")
+        if mask is not None and not {*mask[index]} <= {0, 1}:
+            return f"env_mask with other values than 0 and 1 (prompt {index})"
         if mask is not None and not any(mask[index]):
             return f"a completion without a sampled token (env_mask of prompt {index} is 0)"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import pickle
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -65,15 +66,15 @@ class RewardWorkers:
         return rewards
 
     def _schedule(self, function: RewardFunction, group: dict[str, list]) -> ProcessFuture:
-        return self._pool.schedule(function, kwargs=group, timeout=self._timeout)
+        return self._pool.schedule(_outcome, args=(function, group), timeout=self._timeout)
 
     def _result(self, function: RewardFunction, group: dict[str, list], future: ProcessFuture) -> list[float | None]:
         size = len(group["prompts"])
         try:
             try:
-                found = list(future.result())
+                found, error = future.result()
             except ProcessExpired:
-                found = list(self._schedule(function, group).result())
+                found, error = self._schedule(function, group).result()
         except TimeoutError:
             return self._without(function, f"took longer than {self._timeout:g} s (reward_timeout)", size)
         except ProcessExpired as error:
@@ -84,9 +85,11 @@ class RewardWorkers:
                     'code with `if __name__ == "__main__":`, since each process imports the script.'
                 ) from error
             return self._without(function, f"ended its process twice (exit code {error.exitcode})", size)
+        self._has_worked = True
+        if error is not None:
+            raise error
         if len(found) != size:
             raise ValueError(f"{function.__qualname__} returned {len(found)} rewards for {size} completions")
-        self._has_worked = True
         return found
 
     def _without(self, function: RewardFunction, reason: str, size: int) -> list[None]:
@@ -98,6 +101,20 @@ class RewardWorkers:
                 stacklevel=2,
             )
         return [None] * size
+
+
+def _outcome(function: RewardFunction, group: dict[str, list]) -> tuple[list[float | None], Exception | None]:
+    """Call the function in a worker, and return its rewards and None, or its exception, in a form that can be sent."""
+    try:
+        return [None if reward is None else float(reward) for reward in function(**group)], None
+    except Exception as error:  # any error of the function: it is raised in the training process
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # exceptions may define arguments or attributes that cannot be pickled
+            lines = "".join(traceback.format_exception(error))
+            return [], RuntimeError(f"{function.__qualname__} raised {type(error).__name__}: {error}\n{lines}")
+        error.add_note(f"Raised by the reward function {function.__qualname__} in another process.")
+        return [], error
 
 
 def run_in_workers(reward_funcs: Any, count: int, timeout: float | None, group_size: Callable[[], int]) -> Any:

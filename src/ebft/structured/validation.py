@@ -9,6 +9,7 @@ from datasets import Dataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ebft.config import rules
 from ebft.data.prompt_rows import RESERVED
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
@@ -18,6 +19,9 @@ def check_arguments(args: Any, config_class: type) -> None:
     """Raise ConfigError for arguments that are not supported in structured mode."""
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
+    if args.torch_compile:
+        args.torch_compile = False
+        warnings.warn(rules.compiled(rules.in_python, "structured mode and GRPO"), stacklevel=3)
     if is_deepspeed_zero3_enabled():
         raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use FSDP2, ZeRO-2 or DDP.")
     if args.use_transformers_continuous_batching:

@@ -1,5 +1,8 @@
 """Decoding of samples that share prompts: a prompt's keys and values are stored once for all of its samples.
 
+Short prompts are copied to the own tokens of their samples instead: one attention over all samples then costs less than
+one for each prompt.
+
 S  prompt tokens     P  tokens of a prompt    N  samples    n  samples of a prompt    U  own tokens of a sample
 H  query heads       K  key/value heads       Q = H / K     D  head dimension
 """
@@ -11,12 +14,14 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass
 from ebft.prefix.attention.suffixes import PromptLayout, SuffixPass
 from ebft.prefix.attention.tiles import Scores
 
 _GROWTH = 64  # own tokens by which the cache grows
+_SHORT = 128  # tokens of the longest prompt up to which prompts are copied
 
 
 class SharedCache:
@@ -29,21 +34,35 @@ class SharedCache:
         layout = prefill.layout
         self.layout: PromptLayout = layout
         self.prompt_of = [number for number, suffixes in enumerate(layout.suffixes) for _ in suffixes]
-        lengths = [length for suffixes in layout.suffixes for length in suffixes]
+        suffixes = [length for suffixes in layout.suffixes for length in suffixes]
+        self._copies = max(layout.prompts) <= _SHORT
+        s, copied = layout.spans[-1][1], [layout.prompts[i] if self._copies else 0 for i in self.prompt_of]
+        lengths = [own + prompt for own, prompt in zip(suffixes, copied)]
         self.lengths = torch.tensor(lengths, device=layout.device)
         self._used = max(lengths)  # number of own tokens of the longest sample
         self._prompts = torch.tensor(layout.prompts, device=layout.device)[self.prompt_of]
+        if self._copies:
+            self._prompts = torch.zeros_like(self._prompts)
         self.prompts: dict[int, tuple[Tensor, ...]] = {}
         self._own: dict[int, tuple[Tensor, ...]] = {}
-        s, capacity = layout.spans[-1][1], self._used + _GROWTH
         rows = torch.arange(len(lengths), device=layout.device).repeat_interleave(self.lengths)
         steps = torch.cat([torch.arange(length, device=layout.device) for length in lengths])
+        source = torch.tensor(self._source(suffixes), dtype=torch.long, device=layout.device)
         for layer, keys_and_values in prefill.cache.items():
-            self.prompts[layer] = tuple(x[:, :s] for x in keys_and_values)
-            own = tuple(x.new_zeros(len(x), len(lengths), capacity, x.shape[-1]) for x in keys_and_values)
+            self.prompts[layer] = tuple(x[:, : 0 if self._copies else s] for x in keys_and_values)
+            own = tuple(x.new_zeros(len(x), len(lengths), self._used + _GROWTH, x.shape[-1]) for x in keys_and_values)
             for padded, x in zip(own, keys_and_values):
-                padded[:, rows, steps] = x[:, s:]
+                padded[:, rows, steps] = x[:, source]
             self._own[layer] = own
+
+    def _source(self, suffixes: list[int]) -> list[int]:
+        """Return the index, in the prefill, of each token that is stored for a sample, given the suffixes' lengths."""
+        found, end = [], self.layout.spans[-1][1]
+        for prompt, length in zip(self.prompt_of, suffixes):
+            found += range(*self.layout.spans[prompt]) if self._copies else ()
+            found += range(end, end + length)
+            end += length
+        return found
 
     def positions(self) -> Tensor:
         """Return the position of every sample's next token: (N,)."""
@@ -72,7 +91,9 @@ class SharedCache:
         self._own = {layer: tuple(x[:, samples] for x in own) for layer, own in self._own.items()}
 
     def groups(self) -> list[tuple[tuple[int, int], slice]]:
-        """Return the span of every prompt that has samples, and the indices of these."""
+        """Return the span of every prompt that has samples, and the indices of these; (0, 0) for all copied prompts."""
+        if self._copies:
+            return [((0, 0), slice(0, len(self.lengths)))]
         found, first = [], 0
         for number, samples in groupby(self.prompt_of):
             stop = first + len(list(samples))
@@ -117,7 +138,14 @@ def _attend(query: Tensor, prompt, own, hidden: Tensor | None, scores: Scores, s
 
     A single softmax, in float32, covers both. Returns (n, H, D).
     """
-    k, q, n, _ = query.shape
+    k, q, n, d = query.shape
+    if prompt[0].shape[1] == 0 and scores.softcap is None and sinks is None:
+        mask = None if hidden is None else ~hidden[:, None, None]
+        rows = query.permute(2, 0, 1, 3).reshape(n, k * q, 1, d).to(own[1].dtype)
+        key, value = (x.transpose(0, 1) for x in own)
+        return F.scaled_dot_product_attention(
+            rows, key.to(rows.dtype), value, mask, scale=scores.scaling, enable_gqa=q > 1
+        ).squeeze(2)
     query = query.transpose(1, 2).to(own[1].dtype)  # (K, n, Q, D)
     of_prompt = (query.flatten(1, 2) @ prompt[0].to(query.dtype).mT).view(k, n, q, -1)
     weights = torch.cat([of_prompt, query @ own[0].to(query.dtype).mT], -1).float() * scores.scaling
