@@ -124,6 +124,7 @@ def test_raw_text_has_no_prompt_to_complete(write_config, models):
 def test_raw_rows_over_several_sources(rows):
     class Entry:
         split, name, revision, data_files, ds_type = "train", None, None, None, None
+        type = "ebft_pretrain.transform"
 
         def __init__(self, path):
             self.path = str(path)

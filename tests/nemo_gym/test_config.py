@@ -1,6 +1,7 @@
 """The keys `nemo_gym_*`: configs of other trainers load, and contradictions are errors."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import parse_yaml
 from ebft.errors import ConfigError
+from ebft.run.checks import check_runnable
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SINGLE = """
 base_model: Qwen/Qwen2.5-0.5B-Instruct
 rl: grpo
@@ -199,3 +202,12 @@ def test_the_vllm_server_of_agents(tmp_path):
     assert slots[1] == slots[0] + 2
     assert ["--override-generation-config" in command for command in flags.values()] == [False, True]
     assert all("--enable-auto-tool-choice" in command for command in flags.values())
+
+
+@pytest.mark.parametrize("name", ["nemo_gym", "nemo_gym_agents"])
+def test_the_examples_are_complete(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(EXAMPLES / f"{name}.yaml")
+    check_runnable(config)
+    assert config.nemo_gym_multi_turn == (name == "nemo_gym_agents")
