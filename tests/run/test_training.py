@@ -269,9 +269,7 @@ def test_a_hub_that_cannot_be_reached_is_told_first(make, monkeypatch):
 
 # Those with tools or servers are trained in tests/structured/test_interactive.py and tests/nemo_gym.
 OTHERS = ("grpo_tools", "nemo_gym", "nemo_gym_agents")
-EXAMPLES = [
-    path for path in sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")) if path.stem not in OTHERS
-]
+EXAMPLES = [path for path in sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")) if path.stem not in OTHERS]
 assert EXAMPLES
 # What the data of the examples looks like.
 PAIR = {"input": "Say hello.", "output": "x = 1\n" * 12}

@@ -164,14 +164,17 @@ def relative_length(completions, **columns):
 def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
     calls = []
 
-    def noted(prompts, answer, log_metric, **columns):
-        assert log_metric == print and len(prompts) == len(answer)
+    def noted(prompts, answer, log_metric, flag, **columns):
+        assert flag == "one for all" and len(prompts) == len(answer)
         calls.append(len(prompts))
+        log_metric("mean", sum(answer) / len(answer))
         return [float(value) for value in answer]
 
     [function] = run_in_chunks([noted], groups, lambda: 4)
-    assert function(prompts=["x"] * 12, answer=list(range(12)), log_metric=print) == list(range(12))
-    assert calls == sizes
+    metrics = {}
+    given = {"prompts": ["x"] * 12, "answer": list(range(12)), "log_metric": metrics.__setitem__}
+    assert function(**given, flag="one for all") == list(range(12))
+    assert calls == sizes and metrics == {"mean": pytest.approx(5.5)}
 
 
 def test_chunks_with_a_wrong_number_of_rewards_are_an_error():

@@ -8,6 +8,7 @@ import pickle
 import traceback
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from typing import Any
@@ -138,11 +139,18 @@ def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int])
 
         def call(**given: Any) -> list[float | None]:
             rewards: list[float | None] = []
+            logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
             for columns, others in _split(given, groups * group_size()):
-                found, size = list(function(**columns, **others)), len(columns["prompts"])
+                size = len(columns["prompts"])
+                if "log_metric" in others:
+                    note = lambda name, value, size=size: logged[name].append((value, size))
+                    others = others | {"log_metric": note}
+                found = list(function(**columns, **others))
                 if len(found) != size:
                     raise ValueError(f"{function.__qualname__} returned {len(found)} rewards for {size} completions")
                 rewards += found
+            for name, values in logged.items():  # one value per batch, as without chunks
+                given["log_metric"](name, sum(v * size for v, size in values) / sum(size for _, size in values))
             return rewards
 
         return update_wrapper(call, function)
