@@ -257,9 +257,13 @@ FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": Non
         ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(env_mask of prompt 7"),
         ({**FINE, "prompt_ids": [[5]] * 7 + [[]]}, "prompt_ids with an empty prompt .prompt 7"),
         ({**FINE, "completion_ids": [[6, -1]] * 8}, "completion_ids that are not lists of token ids"),
+        ({**FINE, "completion_ids": [[6, 99999]] * 8}, "completion_ids that are not lists of token ids of the model"),
         ({**FINE, "env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
         ({**FINE, "answer": [1, 2]}, "answer that is not a list with one entry per prompt"),
-        ({**FINE, "completion_ids": ["text"] * 8}, r"completion_ids that are not lists of token ids \(prompt 0"),
+        (
+            {**FINE, "completion_ids": ["text"] * 8},
+            r"completion_ids that are not lists of token ids of the model \(prompt 0",
+        ),
         ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
     ],
 )

@@ -275,7 +275,7 @@ def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, tmp_path, aggr
 
     trainer = RolloutGRPOTrainer(
         chat_model(chat_tokenizer),
-        [some, none],
+        [some, none, lambda **columns: [0.0] * 16, lambda **columns: [0.5] * 16],
         arguments(
             tmp_path,
             RolloutGRPOConfig,
@@ -296,3 +296,4 @@ def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, tmp_path, aggr
     assert silent == [0.0] * 8 and max(other) > 0.5
     lines = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
     assert '"none": null' in lines[0] and "NaN" not in lines[0]
+    assert '"<lambda>": 0.0, "<lambda> 2": 0.5' in lines[0], "both functions of this name"

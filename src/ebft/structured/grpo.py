@@ -168,7 +168,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
                         "tokens": sum(self.rollouts[index].generated),
                         "rewards": {
                             name: None if math.isnan(value) else value
-                            for name, value in zip(self.reward_func_names, rewards[index])
+                            for name, value in zip(_distinct(self.reward_func_names), rewards[index])
                         },
                         **self._terms_of(index),
                         "advantage": advantages[index],
@@ -267,6 +267,11 @@ def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
         tokens = args[0] if args else kwargs["input_ids"]
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
     return args, kwargs
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return the names, with a number after those that have occurred before."""
+    return [name if name not in names[:i] else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 
 def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:

@@ -78,7 +78,8 @@ def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callabl
 
     def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         found = rollout_func(copy.deepcopy(prompts), trainer)
-        problem = _problem(found, len(prompts), trainer.use_vllm)
+        vocabulary = trainer.model.get_input_embeddings().weight.shape[0]
+        problem = _problem(found, len(prompts), trainer.use_vllm, vocabulary)
         if problem:
             raise RolloutError(f"rollout_func {getattr(rollout_func, '__name__', rollout_func)!r} returned {problem}.")
         return found
@@ -86,7 +87,7 @@ def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callabl
     return update_wrapper(call, rollout_func)
 
 
-def _problem(found: Any, count: int, use_vllm: bool) -> str | None:
+def _problem(found: Any, count: int, use_vllm: bool, vocabulary: int) -> str | None:
     """Return what is wrong with the result of a rollout_func for `count` prompts, or None."""
     if not isinstance(found, dict):
         return f"a {type(found).__name__} instead of a dict"
@@ -104,8 +105,8 @@ def _problem(found: Any, count: int, use_vllm: bool) -> str | None:
         if name not in (*_LISTS, "logprobs", "env_mask") and (not isinstance(values, list) or len(values) != count):
             return f"{name} that is not a list with one entry per prompt"
     for index, ids in enumerate([*found["prompt_ids"], *found["completion_ids"]]):
-        if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-            return f"{_LISTS[index // count]} that are not lists of token ids (prompt {index % count})"
+        if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
+            return f"{_LISTS[index // count]} that are not lists of token ids of the model (prompt {index % count})"
     if not all(found["prompt_ids"]):
         return f"prompt_ids with an empty prompt (prompt {found['prompt_ids'].index([])})"
     for index, ids in enumerate(found["completion_ids"]):
