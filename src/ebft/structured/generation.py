@@ -139,7 +139,10 @@ class GeneratesRollouts(UsesPromptsAgain):
         self._sampling_s += time.perf_counter() - started
         return found
 
-    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
+        if self.use_vllm and self.server is None:
+            return None  # TRL's colocated vLLM
+        self.sync_if_outdated()
         is_first = self._sampling_s == 0
         completions = self.sample(prompt_ids)
         if is_first and not all(completion.ids for completion in completions):

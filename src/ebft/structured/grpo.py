@@ -85,7 +85,6 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
         self.is_interactive = check_interactive(args, reward_funcs, kwargs)
-        self.samples_turns = self.is_interactive and (args.uses_server or not args.use_vllm)
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)

@@ -27,7 +27,6 @@ class OverTRL(GRPOTrainer):
     inputs_of_loss: dict[str, Any] | None = None
     reference_logps: Any = None
     keeps_groups = False
-    samples_turns = False  # whether `sample_turn` samples the turns between which TRL calls tools
 
     # Hooks
 
@@ -46,9 +45,12 @@ class OverTRL(GRPOTrainer):
         """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
         return fields
 
-    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return one completion per prompt and the log-probabilities of their tokens, None if they are not known."""
-        raise NotImplementedError
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
+        """Return one completion per prompt and their log-probabilities, None if unknown; or None to let TRL sample.
+
+        TRL calls tools between such turns.
+        """
+        return None
 
     def before_rewards(self) -> None:
         """Called before the reward functions."""
@@ -79,12 +81,8 @@ class OverTRL(GRPOTrainer):
         return tuple(self.after_generation(list(super()._generate(prompts))))
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        if not self.samples_turns:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if self.use_vllm and self.state.global_step != self._last_loaded_step:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        return self.sample_turn(prompt_ids)
+        sampled = self.sample_turn(prompt_ids)
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs) if sampled is None else sampled
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         self.before_rewards()
@@ -193,6 +191,12 @@ class OverTRL(GRPOTrainer):
     def sync_before_rollouts(self, sampler: Any) -> None:
         """Make TRL synchronise `sampler` before rollouts and apply importance sampling with its log-probabilities."""
         self.use_vllm, self.vllm_generation, self._last_loaded_step = True, sampler, -1
+
+    def sync_if_outdated(self) -> None:
+        """Synchronise the sampler, if there is one, unless that was done in this step."""
+        if self.use_vllm and self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
 
     def sync_anew(self) -> None:
         """Mark the weights of the sampler as outdated."""
