@@ -6,11 +6,13 @@ from their docstrings: LoRA by strided EBFT, on files that are not measured. `ma
     python examples/quickstart.py [--seed 1] [--output outputs/quickstart]
     python examples/quickstart.py --model tiny          # no download: makes its own small model first
     python examples/quickstart.py --model my/model      # another causal LM, by folder or hub id
+    python examples/quickstart.py --method sft          # SFT on the same rows, steps and rate, for comparison
 """
 
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 # Before torch is imported: threads that spin while they wait take the cores from whoever else uses the machine.
@@ -20,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from quickstart.phases import Phases, console  # noqa: E402
 
 DEFAULT_MODEL, TINY = "smollm2", "tiny"
+METHODS = {"ebft": "Energy-based fine-tuning", "sft": "Supervised fine-tuning"}
 LONGEST = 48  # tokens of the completions that are shown
 
 
@@ -27,7 +30,7 @@ def main() -> int:
     """Run the quickstart; returns the exit status."""
     arguments = read_arguments()
     try:
-        quickstart(arguments.model, arguments.output, arguments.seed, arguments.scale)
+        quickstart(arguments.model, arguments.output, arguments.seed, arguments.scale, arguments.method)
     except KeyboardInterrupt as stop:
         console.print(f"\n[yellow]{stop}\nStopped. The phases that finished are kept: run the same command to go on.")
         return 130
@@ -37,8 +40,8 @@ def main() -> int:
     return 0
 
 
-def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
-    """Model and text, measurement, energy-based fine-tuning, measurement, report."""
+def quickstart(model: str, output: Path | None, seed: int, scale: str, method: str = "ebft") -> None:
+    """Model and text, measurement, energy-based fine-tuning (or SFT, with `method` "sft"), measurement, report."""
     console.print("Loading PyTorch ...")
     from quickstart import report, samples, smollm2, tiny
     from quickstart.hardware import keep_freed_memory
@@ -52,13 +55,17 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
     from ebft.models.tokenizer import load_tokenizer
 
     keep_freed_memory()
-    output = output or (tiny.OUTPUT if model == TINY else smollm2.OUTPUT)
-    console.print(f"[bold]Energy-based fine-tuning, seed {seed}.[/] Everything made goes to {output}.")
+    title = METHODS[method]
+    default = tiny.OUTPUT if model == TINY else smollm2.OUTPUT
+    output = output or (default if method == "ebft" else default.with_name(f"{default.name}-{method}"))
+    console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {output}.")
     phases = Phases(count=7 if model == TINY else 6)
     if model == TINY:
         run = tiny.prepare(phases, output, seed, scale)
     else:
         run = smollm2.prepare(phases, output, seed, model, scale)
+    if method == "sft":
+        run = replace(run, overrides=[*run.overrides, "rl="])
     config = load_config(run.config_file, run.overrides)
     tokenizer = load_tokenizer(config)
 
@@ -70,7 +77,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
         before = measure(policy, network, held_out)
         written_before = samples.complete(policy, tokenizer, prompts, LONGEST)
 
-    with phases.phase("ebft", "Energy-based fine-tuning with LoRA"):
+    with phases.phase(method, f"{title} with LoRA"):
         show_command(run.config_file, run.overrides)
         result = train(config)
 
@@ -85,8 +92,8 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str) -> None:
         console.print(report.result_table(before, after))
         samples.save_samples(shown, output / "samples.txt")
         curves = result.trainer.state.log_history
-        report.save_curves(curves, output / "curves.png", f"Energy-based fine-tuning, {model}, seed {seed}")
-    configs = {**run.earlier, "ebft": config}
+        report.save_curves(curves, output / "curves.png", f"{title}, {model}, seed {seed}")
+    configs = {**run.earlier, method: config}
     report.save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
     what_next(output, run, shown[0].prompt)
@@ -100,9 +107,10 @@ def read_arguments() -> argparse.Namespace:
         default=DEFAULT_MODEL,
         help=f"{DEFAULT_MODEL} (default, a download of 95 MB), {TINY} (no download), or a model folder or hub id",
     )
+    parser.add_argument("--method", choices=METHODS, default="ebft", help="method of fine-tuning (default ebft)")
     parser.add_argument("--seed", type=int, default=0, help="seed of fine-tuning and measurement (default 0)")
     parser.add_argument(
-        "--output", type=Path, help="folder (default outputs/quickstart, or outputs/quickstart-tiny for tiny)"
+        "--output", type=Path, help="folder (default outputs/quickstart, with -tiny and -sft where they apply)"
     )
     parser.add_argument("--scale", choices=["full", "test"], default="full", help=argparse.SUPPRESS)
     return parser.parse_args()

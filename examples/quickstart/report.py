@@ -36,6 +36,7 @@ PANELS = (
     ("ebft/mean_reward", "reward (wanted: up)"),
     ("ebft/ce_loss", "cross-entropy (wanted: down)"),
 )
+PANELS_OF_SFT = (("loss", "cross-entropy (wanted: down)"), ("grad_norm", "gradient norm"))
 
 
 def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) -> Table:
@@ -68,15 +69,18 @@ def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> 
     """The training curves of one run: every logged value in grey, their running mean in colour."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
-    for axis, (metric, label) in zip(axes.flat, PANELS):
+    panels = PANELS if any(PANELS[0][0] in entry for entry in log_history) else PANELS_OF_SFT
+    rows = len(panels) // 2
+    shape = {"squeeze": False, "figsize": (10, 3.25 * rows), "sharex": True, "layout": "constrained"}
+    figure, axes = pyplot.subplots(rows, 2, **shape)
+    for axis, (metric, label) in zip(axes.flat, panels):
         logged = [(entry["step"], entry[metric]) for entry in log_history if metric in entry]
         steps, values = zip(*logged)
         axis.plot(steps, values, color="0.75", linewidth=1, label="each log")
         axis.plot(steps, running_mean(values), color="tab:blue", linewidth=2, label="running mean")
         axis.set_title(label, fontsize=11)
         axis.grid(alpha=0.3)
-    for axis in axes[1]:
+    for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
     axes[0, 0].legend(frameon=False)
     figure.suptitle(title)

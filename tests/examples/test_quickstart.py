@@ -115,3 +115,15 @@ def test_base_weights_are_float32_where_bfloat16_is_emulated(monkeypatch):
         seconds[hardware.torch.bfloat16] = slower
         overrides = smollm2.config_overrides(smollm2.OUTPUT, 0, smollm2.NAME)
         assert load_config(smollm2.CONFIG, overrides).torch_dtype == expected
+
+
+def test_sft_on_the_same_rows(run, tiny_llama_dir, tmp_path):
+    output, _ = run
+    arguments = ("--model", str(tiny_llama_dir), "--output", str(tmp_path), "--seed", "3", "--method", "sft")
+    printed = run_quickstart(*arguments)
+    assert "Supervised fine-tuning with LoRA" in printed
+    ebft, sft = (json.loads((folder / "summary.json").read_text()) for folder in (output, tmp_path))
+    assert sft["config"]["sft"].get("rl") is None and ebft["config"]["ebft"]["rl"] == "ebft"
+    for part in ("train", "held_out"):
+        assert rows_of(output / "data" / f"{part}.jsonl") == rows_of(tmp_path / "data" / f"{part}.jsonl")
+    assert sft["before"] == ebft["before"] and sft["after"]["ce_loss"] != ebft["after"]["ce_loss"]
