@@ -29,7 +29,7 @@ $(VLLM_STAMP): constraints-vllm.txt
 # MODEL=tiny needs no download; any other MODEL is a model folder or hub id.
 MODEL = smollm2
 quickstart: $(STAMP)
-	$(BIN)/python examples/quickstart.py --model $(MODEL)
+	$(BIN)/ebft quickstart --model $(MODEL)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile

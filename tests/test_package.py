@@ -25,7 +25,7 @@ ROOMS = (
     "prefix",
     "fetch sft strided structured",
     "nemo_gym",
-    "cli config.checks config.load config.reference config.schema evaluation methods run",
+    "cli config.checks config.load config.reference config.schema evaluation methods quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 
@@ -51,7 +51,7 @@ def test_every_package_that_is_imported_is_declared():
     declared = {line.split(">=")[0].lower().replace("_", "-") for line in lines}
     distributions = packages_distributions()
     for path in (ROOT / "src" / "ebft").rglob("*.py"):
-        for name in imported(path) - {"ebft", "vllm", "deepspeed", "quickstart"} - set(sys.stdlib_module_names):
+        for name in imported(path) - {"ebft", "vllm", "deepspeed"} - set(sys.stdlib_module_names):
             found = {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])}
             assert found & declared, f"{path} imports {name}, which pyproject.toml does not declare"
 

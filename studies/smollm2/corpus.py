@@ -18,10 +18,11 @@ import project
 import python_code
 import sources
 from python_code import Count
-from quickstart.corpus import number_of, part_of
-from quickstart.phases import console
 from rows import Row, read_rows, spread, unique, write_rows
 from scale import Scale
+
+from ebft.quickstart.corpus import number_of, part_of
+from ebft.quickstart.phases import console
 
 PARTS = ("train", "warm", "validation", "test", "long")
 SHARES = {"train": 62, "validation": 10, "test": 28}  # of the Python files, in percent; `warm` is of the first

@@ -21,10 +21,11 @@ import project
 import settings
 import stored
 import torch
-from quickstart.phases import console
 from run_cell import machine_card
 from scale import SCALES
 from torch import Tensor
+
+from ebft.quickstart.phases import console
 
 # Reward -> embed_method, whitening_space (None: unwhitened), advantage_estimator, diversity_coef.
 REWARDS = {

@@ -12,10 +12,11 @@ import stored
 import yaml
 from budget import matched_steps
 from cells import Cell, flops_of
-from quickstart.phases import fingerprint
 from scale import Scale
 from settings import Place
 from sweep import chosen_rate
+
+from ebft.quickstart.phases import fingerprint
 
 MEASUREMENT = 1  # raise it where the code measures something else: all cells are then out of date
 PATH_KEYS = ("base_model", "datasets", "test_datasets", "output_dir")  # of a config, which results do not depend on

@@ -1,4 +1,4 @@
-"""Where the files are; importing it makes the quickstart's parts and the benchmarks' machine card importable."""
+"""Where the files are; importing it makes the benchmarks' machine card importable."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,6 @@ ROOT = HERE.parents[1]
 CONFIGS = HERE / "configs"
 RESULTS = HERE / "results"
 
-for folder in (ROOT, ROOT / "examples", HERE):
+for folder in (ROOT, HERE):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import project  # noqa: F401 (makes the quickstart importable)
 import sources
 import verifiers
-from quickstart.corpus import number_of, standard_library
-from quickstart.functions import function_of, function_text
+
+from ebft.quickstart.corpus import number_of, standard_library
+from ebft.quickstart.functions import function_of, function_text
 
 Count = Callable[[str], int]  # tokens of a text
 

@@ -14,8 +14,9 @@ import stored
 from budget import cost_of
 from filelock import FileLock
 from job import Job, command_of, finished, without_paths
-from quickstart.phases import fingerprint
 from stored import empty_unless
+
+from ebft.quickstart.phases import fingerprint
 
 # Curves of the report.
 LOGGED = ("loss", "reward", "ebft/alignment", "ebft/diversity", "ebft/cfm_loss", "ebft/ce_loss", "entropy")

@@ -15,14 +15,15 @@ import stored
 from cells import TASKS
 from corpus import PARTS, token_counter, write_corpus
 from job import without_paths
-from quickstart.phases import console, fingerprint, make_once
 from rows import read_rows, write_rows
 from scale import Scale
 from settings import Place
 
+from ebft.quickstart.phases import console, fingerprint, make_once
+
 MAKERS = [
     *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "catalogs", "sources", "verifiers")),
-    project.ROOT / "examples" / "quickstart" / "functions.py",
+    project.ROOT / "src" / "ebft" / "quickstart" / "functions.py",
 ]
 
 
@@ -71,7 +72,8 @@ def make_warm(place: Place, scale: Scale, task: str, made_from: dict[str, str]) 
 def make_tiny(place: Place, scale: Scale) -> None:
     """A tokenizer and random weights for `tiny`."""
     from python_code import python_files
-    from quickstart.base_model import save_random_model
+
+    from ebft.quickstart.base_model import save_random_model
 
     texts = place.output / "base" / "texts.jsonl"
     write_rows(texts, [{"text": text} for text in python_files(scale.max_files).values()])

@@ -9,9 +9,9 @@ import ast
 import doctest
 from typing import Any
 
-import project  # noqa: F401 (makes the quickstart importable)
 import sandbox
-from quickstart.functions import function_of, function_text
+
+from ebft.quickstart.functions import function_of, function_text
 
 
 def parses(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:

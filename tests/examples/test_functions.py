@@ -3,7 +3,8 @@
 import textwrap
 
 import pytest
-from quickstart.functions import Function, function_of, function_text, functions, unique, within_tokens
+
+from ebft.quickstart.functions import Function, function_of, function_text, functions, unique, within_tokens
 
 FILE = textwrap.dedent(
     '''

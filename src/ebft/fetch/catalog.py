@@ -73,9 +73,7 @@ def as_folder(gguf: str) -> str:
 def require_gguf(what: str) -> None:
     """Raise ModelError if the package that reads GGUF files, such as `what`, is missing."""
     if find_spec("gguf") is None:
-        raise ModelError(
-            f"{what} is a GGUF file, which requires the package gguf: pip install '.[gguf]' in a clone of ebft"
-        )
+        raise ModelError(f"{what} is a GGUF file, which requires the package gguf: pip install gguf")
 
 
 def nearest_model(name: str) -> str | None:

@@ -9,9 +9,9 @@ from ebft.errors import FetchError
 
 
 def example_files() -> list[Path]:
-    """The configs, and the module with the reward function of one of them."""
+    """The configs, and the modules with the functions that some of them name."""
     folder = Path(str(files("ebft") / "examples"))
-    return sorted([*folder.glob("*.yaml"), folder / "verifier.py"])
+    return sorted([*folder.glob("*.yaml"), *folder.glob("*.py")])
 
 
 def copy_examples(to: Path, force: bool = False) -> list[Path]:

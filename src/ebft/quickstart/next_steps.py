@@ -5,8 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from quickstart.phases import console
-from quickstart.run import Run, command_line
+from ebft.quickstart.phases import console
+from ebft.quickstart.run import Run, command_line
 
 ROWS, TEXT = "ebft_strided_structured.transform", "ebft_pretrain.transform"
 FILES = (

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
-from quickstart.phases import console
+from ebft.quickstart.phases import console
 
-CONFIGS = Path(__file__).parent
+CONFIGS = (Path(__file__).parents[1] / "examples" / "quickstart").resolve()  # a link to the examples, in a clone
 
 
 @dataclass(frozen=True)

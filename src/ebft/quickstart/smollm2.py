@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ebft import load_config
+from ebft.config.load import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.fetch.convert import fetch_model
 from ebft.models.tokenizer import load_tokenizer
-from quickstart.corpus import number_of, part_of, standard_library
-from quickstart.functions import Function, functions, unique, within_tokens
-from quickstart.hardware import bfloat16_is_fast
-from quickstart.phases import Phases, console, make_once
-from quickstart.run import CONFIGS, Run
+from ebft.quickstart.corpus import number_of, part_of, standard_library
+from ebft.quickstart.functions import Function, functions, unique, within_tokens
+from ebft.quickstart.hardware import bfloat16_is_fast
+from ebft.quickstart.phases import Phases, console, make_once
+from ebft.quickstart.run import CONFIGS, Run
 
 NAME = "smollm2"
 OUTPUT = Path("outputs/quickstart")  # what smollm2.yaml names
@@ -63,7 +63,7 @@ def fetch(name: str) -> None:
     try:
         console.print(f"In {fetch_model(name)}")
     except (FetchError, ModelError) as error:
-        raise type(error)(f"{error}\nThe quickstart that needs no download: make quickstart MODEL=tiny") from error
+        raise type(error)(f"{error}\nWithout a download: ebft quickstart --model tiny") from error
 
 
 def config_overrides(output: Path, seed: int, model: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from quickstart.phases import console
+from ebft.quickstart.phases import console
 
 # Tests and tables of characters are left out: they are not on every machine, and hardly anyone writes such code.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}

@@ -10,15 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
-from quickstart.measure import changes, means
-
-matplotlib.use("Agg")
+from ebft.quickstart.measure import changes, means
+from ebft.quickstart.phases import console
 
 # Metric, which way is better ("" where neither is).
 METRICS = (
@@ -67,6 +65,12 @@ def _verdict(change: float, error: float, wanted: str) -> str:
 
 def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> None:
     """The training curves of one run: every logged value in grey, their running mean in colour."""
+    try:
+        import matplotlib
+    except ImportError:
+        console.print("No curves.png, since matplotlib is not installed: pip install 'ebft[plots]'", markup=False)
+        return
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     panels = PANELS if any(PANELS[0][0] in entry for entry in log_history) else PANELS_OF_SFT

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quickstart.phases import console
-from quickstart.scale import Scale
+from ebft.quickstart.phases import console
+from ebft.quickstart.scale import Scale
 
 END, PAD = "<|end|>", "<|pad|>"
 

@@ -7,13 +7,14 @@ the docstrings of files that the base model never saw, and is measured on those 
 import sys
 from pathlib import Path
 
-from ebft import load_config, train
+from ebft.config.load import load_config
 from ebft.config.reference import changed_keys
-from quickstart.base_model import save_random_model
-from quickstart.corpus import PARTS, write_corpus
-from quickstart.phases import Phases, make_once
-from quickstart.run import CONFIGS, Run, show_command
-from quickstart.scale import SCALES, Scale
+from ebft.quickstart.base_model import save_random_model
+from ebft.quickstart.corpus import PARTS, write_corpus
+from ebft.quickstart.phases import Phases, make_once
+from ebft.quickstart.run import CONFIGS, Run, show_command
+from ebft.quickstart.scale import SCALES, Scale
+from ebft.run.training import train
 
 OUTPUT = Path("outputs/quickstart-tiny")  # what the two configs name
 

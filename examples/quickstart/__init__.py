@@ -1,1 +1,0 @@
-"""The parts of examples/quickstart.py: text, base model, measurement, report."""
