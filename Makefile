@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: install install-vllm quickstart test test-vllm test-published lint docs bench study
+.PHONY: install install-vllm quickstart test test-vllm test-published lint docs dist bench study
 
 install: $(STAMP)
 
@@ -56,6 +56,10 @@ bench: $(STAMP) $(VLLM_STAMP)
 # minutes.
 study: $(STAMP)
 	$(BIN)/python studies/smollm2/run.py --scale $(MODEL) $(if $(HOURS),--hours $(HOURS))
+
+# The wheel and the source archive, in dist/.
+dist: $(STAMP)
+	$(BIN)/python -m build --outdir dist .
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

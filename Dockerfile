@@ -1,0 +1,21 @@
+# docker build -t ebft .                            torch from the package index (with CUDA)
+# docker build -t ebft --build-arg TORCH_INDEX=URL .   torch from an index of PyTorch's (CPU only, or another CUDA)
+# docker run --gpus all -v $PWD:/work -w /work ebft train run.yaml
+ARG BASE=ubuntu:24.04
+FROM ${BASE}
+ARG TORCH_INDEX=
+ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PATH=/opt/ebft/bin:$PATH
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 python3-venv git \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/ebft
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src src
+COPY examples examples
+RUN pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "$(grep '^torch==' constraints.txt)" \
+    && pip install -c constraints.txt ".[tensorboard,plots]"
+RUN useradd --create-home ebft
+USER ebft
+WORKDIR /home/ebft
+ENTRYPOINT ["ebft"]

@@ -1,0 +1,41 @@
+"""Files that other programs read: citation, workflows, issue templates, hooks, the container file."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def load(path: str):
+    return YAML(typ="safe").load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_versions_agree():
+    assert load("CITATION.cff")["version"] == PROJECT["version"]
+    assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    assert load(".pre-commit-config.yaml")["repos"][0]["rev"] == f"v{pinned['ruff']}"
+
+
+def test_the_workflow_runs_what_ci_runs():
+    jobs = load(".github/workflows/ci.yml")["jobs"]
+    assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
+    targets = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
+
+
+@pytest.mark.parametrize("name", ["bug", "question"])
+def test_issue_templates_have_what_github_needs(name):
+    template = load(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert template["name"] and template["description"]
+    assert all(part["id"] and part["attributes"]["label"] for part in template["body"])
+
+
+def test_the_container_copies_files_that_exist():
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
