@@ -21,7 +21,7 @@ ROOMS = (
     "keys fetch.catalog",
     "data",
     "models serving",
-    "features monitor scores",
+    "features health monitor scores",
     "prefix",
     "fetch sft strided structured",
     "nemo_gym",
@@ -104,7 +104,9 @@ def test_rooms_import_from_those_below_alone():
         assert not_below(room, path.read_text(encoding="utf-8")) == [], path
 
 
-@pytest.mark.parametrize("room", ["data", "keys", "models", "monitor", "nemo_gym", "serving", "strided", "structured"])
+@pytest.mark.parametrize(
+    "room", ["data", "health", "keys", "models", "monitor", "nemo_gym", "serving", "strided", "structured"]
+)
 def test_a_room_does_not_know_the_run_config(room):
     source = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ebft.config{} import {}\n"
     assert not_below(room, source.format(".schema", "RunConfig")) == ["config.schema.RunConfig"]

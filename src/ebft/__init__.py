@@ -8,6 +8,8 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.config.schema import RunConfig
     from ebft.evaluation.result import Evaluation
     from ebft.evaluation.run import evaluate
+    from ebft.health.callback import HealthCallback
+    from ebft.health.outcome import training_outcome
     from ebft.run.training import TrainResult, train
     from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
     from ebft.structured import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, FeatureMatchingReward
@@ -19,6 +21,8 @@ _EXPORTS = {
     "TrainResult": "ebft.run.training",
     "evaluate": "ebft.evaluation.run",
     "Evaluation": "ebft.evaluation.result",
+    "HealthCallback": "ebft.health.callback",
+    "training_outcome": "ebft.health.outcome",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
     "EBFTTrainer": "ebft.structured",

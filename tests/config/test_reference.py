@@ -3,14 +3,17 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 from ebft.config.reference import option_groups
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_fresh():
-    render = runpy.run_path(str(DOCS / "generate.py"))["render"]
-    assert (DOCS / "options.md").read_text(encoding="utf-8") == render(), "docs/options.md is stale: run make docs"
+@pytest.mark.parametrize("page, render", [("options.md", "render"), ("troubleshooting.md", "render_troubleshooting")])
+def test_the_page_is_fresh(page, render):
+    rendered = runpy.run_path(str(DOCS / "generate.py"))[render]()
+    assert (DOCS / page).read_text(encoding="utf-8") == rendered, f"docs/{page} is stale: run make docs"
 
 
 def test_types_bounds_and_defaults_in_words():

@@ -223,6 +223,9 @@ class GRPO(Method):
             trl.vllm_guided_decoding_regex,
         )
 
+    def samples_per_group(self, config: RunConfig) -> int:
+        return config.trl.num_generations
+
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.prompts import load_prompts
 

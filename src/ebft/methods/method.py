@@ -85,6 +85,10 @@ class Method(ABC):
 
     # Training
 
+    def samples_per_group(self, config: RunConfig) -> int | None:
+        """Number of rollouts per prompt or anchor; None if the method samples none."""
+        return None
+
     @abstractmethod
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
         """Rows for training and for evaluation."""

@@ -81,6 +81,9 @@ class Strided(Method):
     def sampling(self, config: RunConfig) -> EvaluationSampling:
         return EvaluationSampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
 
+    def samples_per_group(self, config: RunConfig) -> int:
+        return config.ebft.n_samples_per_prompt
+
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.load import load_datasets
         from ebft.data.packing import pack_rows

@@ -184,6 +184,11 @@ class ReportingKeys(Section):
     report_to: str | list[str] | None = Field(
         None, description="Names of the trackers in transformers; the use_ keys below add trackers to it."
     )
+    health: bool = Field(
+        True,
+        description="Check the logged metrics for signs of a failing run, such as mode collapse, no signal or "
+        "divergence. Each is reported once, as a warning and in health.jsonl in output_dir, with what to try.",
+    )
     plugins: list[str] = Field(
         [],
         description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, or a class with a "

@@ -14,7 +14,8 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.health.callback import HealthCallback
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
@@ -146,6 +147,8 @@ def build_trainer(
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     trainer.add_callback(SaveRunKeys(config))
+    if config.health:
+        trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
     add_plugins(trainer, config.plugins)
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
@@ -186,6 +189,11 @@ def run(trainer: Trainer, checkpoint: str | None) -> None:
     try:
         with stop.listening(trainer):
             trainer.train(resume_from_checkpoint=checkpoint)
+    except NonFiniteLossError as error:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, HealthCallback):
+                callback.failed(error, trainer.args, trainer.state)
+        raise
     except KeyboardInterrupt:
         raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
     if stop.requested and trainer.state.global_step < trainer.state.max_steps:

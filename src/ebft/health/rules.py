@@ -1,0 +1,221 @@
+"""The rules of the table: each decides from the logged series whether a condition holds.
+
+A rule returns the step since which the condition holds and what was seen, or None. It is called after every entry of
+the log, so it must tolerate the noise of single steps: see `ebft.health.series`.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import correlation, mean, median
+from typing import NamedTuple
+
+from ebft.health.series import PERSISTENT, WINDOW, Log, Series
+
+
+class Sighting(NamedTuple):
+    """What a rule found."""
+
+    since: int
+    saw: str
+
+
+def non_finite(log: Log) -> Sighting | None:
+    """NaN or infinity. A reward function that returned no reward is logged as NaN; fp16 skips infinite gradients."""
+    for name in sorted(log.names):
+        wait = 3 if name == "grad_norm" and log.fp16 else 1
+        since = log[name].all_since(lambda value: not math.isfinite(value), wait)
+        if since is not None and not name.startswith(("rewards/", "eval_rewards/")):
+            return Sighting(since, f"{name} is {log[name].last[-1][1]}")
+    return None
+
+
+def samples_alike(log: Log) -> Sighting | None:
+    """The distance of the diversity to that of identical samples is a third of what it was at the start."""
+    series, ceiling = log["ebft/diversity"], log.diversity_ceiling
+    start = series.start()
+    if ceiling is None or start is None or ceiling - start < 1e-3 * ceiling:
+        return None
+    limit = max(ceiling - (ceiling - start) / 3, start + series.margin())
+    since = series.since(lambda value: value > limit)
+    if since is None:
+        return None
+    now = median(series.recent())
+    return Sighting(
+        since, f"ebft/diversity rose from {start:.3f} to {now:.3f}; it is {ceiling:.3f} if all samples are identical"
+    )
+
+
+def entropy_collapse(log: Log) -> Sighting | None:
+    """The entropy is a tenth of its start, or below 0.01."""
+    series = log["entropy"]
+    start = series.start()
+    if start is None or start < 0.02:
+        return None
+    limit = max(0.1 * start, 0.01)
+    since = series.since(lambda value: value < limit)
+    return None if since is None else Sighting(since, f"entropy fell from {start:.3g} to {median(series.recent()):.3g}")
+
+
+def diversity_dominates(log: Log) -> Sighting | None:
+    """The feature-matching reward stays near -1 or below, without rising."""
+    series = log["ebft/mean_reward"]
+    start = series.start()
+    since = series.since(lambda value: value < -0.9, PERSISTENT)
+    if start is None or since is None or median(series.recent()) > start + 0.1:
+        return None
+    return Sighting(since, f"ebft/mean_reward stays at {median(series.recent(PERSISTENT)):.2f}")
+
+
+def low_alignment(log: Log) -> Sighting | None:
+    """The alignment stays below 0.1."""
+    series = log["ebft/alignment"]
+    since = series.since(lambda value: value < 0.1, PERSISTENT)
+    return (
+        None if since is None else Sighting(since, f"ebft/alignment stays at {median(series.recent(PERSISTENT)):.3f}")
+    )
+
+
+def no_signal(log: Log) -> Sighting | None:
+    """All rewards of each group are equal, the advantages are zero, or there is no gradient."""
+    since = log["frac_reward_zero_std"].all_since(lambda value: value > 0.99, PERSISTENT)
+    if since is not None:
+        return Sighting(since, "the rewards of each prompt's completions are all equal (frac_reward_zero_std is 1)")
+    for name, count in (("ebft/advantages_std", WINDOW), ("grad_norm", PERSISTENT)):
+        since = log[name].all_since(lambda value: abs(value) < 1e-6, count)
+        if since is not None:
+            return Sighting(since, f"{name} is 0")
+    return None
+
+
+def reward_always_zero(log: Log) -> Sighting | None:
+    """One reward function has returned 0 for all completions."""
+    for name in sorted(log.names):
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            since = log[name].all_since(lambda value: value == 0, PERSISTENT)
+            if since is not None and since == log[name].first[0][0]:
+                return Sighting(since, f"{name} has been 0 in every log so far")
+    return None
+
+
+def cross_entropy_diverges(log: Log) -> Sighting | None:
+    """The cross-entropy rose far above that of the base model."""
+    name = log.cross_entropy
+    series = log[name]
+    if series.first:
+        base = series.first[0][1]
+        since = series.all_since(lambda value: value > max(3 * base, base + 3), 3)
+        if since is not None:
+            return Sighting(since, f"{name} rose from {base:.3g} to {series.last[-1][1]:.3g}")
+    start = series.start()
+    if start is not None:
+        limit = start + max(0.3, 0.1 * start, series.margin())
+        since = series.since(lambda value: value > limit)
+        if since is not None:
+            return Sighting(since, f"{name} rose from {start:.3f} to {median(series.recent()):.3f}")
+    return _held_out_rise(log["eval_ce_loss"], "eval_ce_loss", 0.3, 0.1)
+
+
+def cfm_diverges(log: Log) -> Sighting | None:
+    """The feature-matching loss is half as large again as at the start, or above 100."""
+    series = log["ebft/cfm_loss"]
+    since = series.since(lambda value: value > 100)
+    if since is not None:
+        return Sighting(since, f"ebft/cfm_loss is {median(series.recent()):.3g}")
+    start = series.start()
+    if start is not None:
+        limit = max(1.5 * start, start + series.margin())
+        since = series.since(lambda value: value > limit)
+        if since is not None:
+            return Sighting(since, f"ebft/cfm_loss rose from {start:.3f} to {median(series.recent()):.3f}")
+    return _held_out_rise(log["eval_cfm_loss"], "eval_cfm_loss", 0.05, 0.5)
+
+
+def overfitting(log: Log) -> Sighting | None:
+    """The held-out cross-entropy rose in three evaluations while that of training fell."""
+    series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, Series())
+    last, start = series.recent(4), training.start()
+    if not last or start is None or median(training.recent()) > start - training.margin():
+        return None
+    rises = all(b > a for a, b in zip(last, last[1:])) and last[-1] > last[0] + max(0.03, 0.02 * last[0])
+    if not rises:
+        return None
+    step = series.last[-4][0]
+    return Sighting(step, f"eval_ce_loss rose from {last[0]:.3f} to {last[-1]:.3f} while {log.cross_entropy} fell")
+
+
+def unstable_gradient(log: Log) -> Sighting | None:
+    """The gradient norm is above 10, and several times that of the start."""
+    series = log["grad_norm"]
+    start = series.start()
+    if start is None:
+        return None
+    since = series.since(lambda value: value > max(10, 5 * start))
+    return (
+        None if since is None else Sighting(since, f"grad_norm rose from {start:.3g} to {median(series.recent()):.3g}")
+    )
+
+
+def off_policy(log: Log) -> Sighting | None:
+    """The sampler's log-probabilities differ from the trainer's, or many ratios are clipped."""
+    difference = log["sampling/sampling_logp_difference/mean"]
+    since = difference.since(lambda value: value > 1)
+    if since is not None:
+        return Sighting(since, f"sampling/sampling_logp_difference/mean is {median(difference.recent()):.2f}")
+    ratio = log["sampling/importance_sampling_ratio/min"]
+    since = ratio.since(lambda value: value < 0.01)
+    if since is not None and difference.recent() and median(difference.recent()) > 0.1:
+        return Sighting(since, f"sampling/importance_sampling_ratio/min is {median(ratio.recent()):.1g}")
+    clipped = log["clip_ratio/region_mean"]
+    since = clipped.since(lambda value: value > 0.3)
+    return None if since is None else Sighting(since, f"clip_ratio/region_mean is {median(clipped.recent()):.2f}")
+
+
+def far_from_reference(log: Log) -> Sighting | None:
+    """The KL divergence from the reference model is above 2."""
+    series = log["kl"]
+    since = series.since(lambda value: value > 2)
+    return None if since is None else Sighting(since, f"kl is {median(series.recent()):.2f}")
+
+
+def truncation(log: Log) -> Sighting | None:
+    """More than 80% of the completions end at the maximum length."""
+    series = log["completions/clipped_ratio"]
+    since = series.since(lambda value: value > 0.8)
+    return (
+        None
+        if since is None
+        else Sighting(since, f"{mean(series.recent()):.0%} of the completions reach their maximum length")
+    )
+
+
+def length_rewarded(log: Log) -> Sighting | None:
+    """Completions became half as long again, and the reward changes with their length from log to log."""
+    lengths, rewards = log["completions/mean_length"], log["reward"]
+    start = lengths.start()
+    count = min(len(lengths), len(rewards))
+    if start is None or count < 30:
+        return None
+    limit = max(1.5 * start, start + lengths.margin())
+    since = lengths.since(lambda value: value > limit)
+    changes = [[b - a for a, b in zip(values, values[1:])] for values in (lengths.recent(count), rewards.recent(count))]
+    if since is None or any(len(set(values)) < 2 or not all(map(math.isfinite, values)) for values in changes):
+        return None
+    strength = correlation(*changes)
+    if strength < 0.5:
+        return None
+    now = median(lengths.recent())
+    return Sighting(
+        since,
+        f"completions/mean_length grew from {start:.0f} to {now:.0f}, and its changes correlate with those of the "
+        f"reward ({strength:.2f})",
+    )
+
+
+def _held_out_rise(series: Series, name: str, absolute: float, relative: float) -> Sighting | None:
+    """The last two evaluations are above the first one. Evaluations use the same documents, so they vary little."""
+    if len(series) < 3:
+        return None
+    base = series.first[0][1]
+    since = series.all_since(lambda value: value > base + max(absolute, relative * base), 2)
+    return None if since is None else Sighting(since, f"{name} rose from {base:.3f} to {series.last[-1][1]:.3f}")

@@ -1,0 +1,118 @@
+"""Runs that fail are recognised, once; others are silent."""
+
+import json
+import warnings
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ebft import HealthCallback, RunConfig, train
+from ebft.errors import NonFiniteLossError
+from ebft.health.callback import FILE
+from tests.golden.runs import write_inputs
+from tests.monitor.sft_run import plain_trainer
+
+KEYS = ["time", "step", "since", "name", "message", "remedy"]
+
+
+def constant(completions, **columns):
+    """A reward without spread."""
+    return [0.5] * len(completions)
+
+
+def broken(completions, **columns):
+    """An infinite reward."""
+    return [float("inf")] * len(completions)
+
+
+def run(name, folder, **keys):
+    """Train the golden run `name` with other keys; returns its config, its warnings and the lines of health.jsonl."""
+    from ebft.config.load import load_config
+
+    path = write_inputs(name, folder)
+    overrides = {"max_steps": 24, "eval_steps": 1000, "warmup_steps": 0, "lr_scheduler": "constant", **keys}
+    config = load_config(path, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        train(config)
+    return config, [str(warning.message) for warning in caught], lines(folder / "out")
+
+
+def lines(folder):
+    path = folder / FILE
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def test_a_far_too_high_learning_rate(tmp_path):
+    _, said, found = run("sft", tmp_path, learning_rate=1, adapter=None)
+    (line,) = [line for line in found if line["name"] == "cross-entropy diverges"]
+    assert list(line) == KEYS and 2 <= line["since"] <= 4 and line["step"] <= 8
+    assert "loss rose from 5.9" in line["message"] and "learning_rate" in line["remedy"]
+    warned = [text for text in said if "cross-entropy diverges" in text]
+    assert len(warned) == 1 and line["message"] in warned[0] and line["remedy"] in warned[0]
+
+
+def test_a_reward_without_spread(tmp_path):
+    funcs = ["tests.health.test_callback.constant"]
+    _, said, found = run("grpo", tmp_path, **{"trl.reward_funcs": funcs})
+    by_name = {line["name"]: line for line in found}
+    assert by_name["no signal"]["since"] == 1 and by_name["no signal"]["step"] == 20
+    assert len([text for text in said if "no signal" in text]) == 1
+
+
+@pytest.mark.parametrize("name", ["strided_lora", "sft"])
+def test_a_healthy_run_is_silent(name, tmp_path):
+    _, said, found = run(name, tmp_path)
+    assert found == [] and [text for text in said if "health" in text] == []
+
+
+def test_the_checks_can_be_turned_off(tmp_path):
+    _, said, found = run("sft", tmp_path, learning_rate=1, adapter=None, max_steps=8, health=False)
+    assert found == [] and not any("diverges" in text for text in said)
+
+
+def test_a_learning_rate_that_ends_training(tmp_path):
+    with pytest.raises(NonFiniteLossError):
+        run("sft", tmp_path, learning_rate=10, adapter=None)
+    diverged, ended = lines(tmp_path / "out")
+    assert diverged["name"] == "cross-entropy diverges" and ended["name"] == "non-finite values"
+    assert "nan" in ended["message"] and ended["step"] >= diverged["step"]
+
+
+def test_an_infinite_reward(tmp_path):
+    with pytest.raises(NonFiniteLossError):
+        run("grpo", tmp_path, **{"trl.reward_funcs": ["tests.health.test_callback.broken"]})
+    (line,) = lines(tmp_path / "out")
+    assert list(line) == KEYS and line["name"] == "non-finite values" and "is infinite" in line["message"]
+
+
+def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
+    def trained(steps, checkpoint=None, seen=None):
+        trainer = plain_trainer(
+            tmp_path,
+            AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
+            max_steps=steps,
+            learning_rate=1.0,
+            save_strategy="steps",
+            save_steps=4,
+            lr_scheduler_type="constant",
+        )
+        callback = HealthCallback()
+        trainer.add_callback(callback)
+        with warnings.catch_warnings(action="ignore"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        return callback
+
+    assert "cross-entropy diverges" in trained(12).reported
+    first = lines(tmp_path)
+    resumed = trained(14, str(tmp_path / "checkpoint-12"))
+    assert lines(tmp_path) == first and "cross-entropy diverges" in resumed.reported
+    # A checkpoint from before: the values until then are known, so it is recognised at the same step.
+    again = trained(12, str(tmp_path / "checkpoint-4"))
+    assert again.reported and lines(tmp_path)[len(first)]["step"] == first[0]["step"]
+    # A new run in the same folder replaces the file.
+    trained(2)
+    assert lines(tmp_path) == []
+
+
+def test_the_key_is_documented():
+    assert RunConfig.model_fields["health"].default is True

@@ -1,0 +1,215 @@
+"""Every row of the table has a log that it recognises and a similar one that it does not."""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from ebft.config.reference import option_groups
+from ebft.health.series import Log
+from ebft.health.table import CONDITIONS
+
+ROOT = Path(__file__).parents[2]
+NAN = float("nan")
+
+
+def noisy(level, spread=0.0, count=40, seed=0, step=0.0):
+    """`count` values around `level`, which moves by `step`."""
+    random = Random(seed)
+    return [level + step * i + random.gauss(0, spread) for i in range(count)]
+
+
+def entries(**metrics):
+    """Log entries of steps 1, 2, ... with these values; `__` in a name is a slash. None: the metric is not logged."""
+    length = max(map(len, metrics.values()))
+    return [
+        {name.replace("__", "/"): values[i] for name, values in metrics.items() if values[i] is not None}
+        for i in range(length)
+    ]
+
+
+def seen(log_entries, **setting):
+    """The sightings of all conditions in a log, by name, each at its first step."""
+    log, found = Log(**{"samples": 4, "whitened": False, **setting}), {}
+    for step, entry in enumerate(log_entries, start=1):
+        log.add(entry.get("step", step), entry)
+        for condition in CONDITIONS:
+            if condition.name not in found and (sighting := condition.rule(log)) is not None:
+                found[condition.name] = sighting
+    return found
+
+
+lengths = noisy(20, 2, 10) + [20 + 1.2 * i + 3 * (-1) ** i for i in range(35)]
+rewards_of_length = [0.1 * value for value in lengths]
+unrelated_rewards = [0.03 * i + 0.1 * (-1) ** (i // 2) for i in range(45)]
+evaluated = lambda *values: [None] * 19 + [value for pair in zip(values, [None] * len(values)) for value in pair]
+falling_loss = noisy(2, 0.01, 27, step=-0.02)
+
+# name of a condition -> (a log with it, a near miss)
+CASES = {
+    "non-finite values": (
+        entries(loss=[2.0, 2.0, NAN]),
+        entries(loss=noisy(2, 0.1), rewards__sparse__mean=[NAN] * 40),
+    ),
+    "samples become identical": (
+        entries(ebft__diversity=noisy(1.79, 0.02, 10) + noisy(1.97, 0.005, 20)),
+        entries(ebft__diversity=noisy(1.79, 0.02, 10) + noisy(1.85, 0.02, 20)),  # quickstart: 1.79 to 1.84
+    ),
+    "entropy collapse": (
+        entries(entropy=noisy(2, 0.1, 10) + noisy(0.1, 0.02, 20)),
+        entries(entropy=noisy(2, 0.1, 10) + noisy(0.5, 0.1, 20)),
+    ),
+    "diversity term dominates": (
+        entries(ebft__mean_reward=noisy(-1, 0.05)),
+        entries(ebft__mean_reward=noisy(-1.2, 0.05, step=0.02)),
+    ),
+    "low alignment": (entries(ebft__alignment=noisy(0.05, 0.02)), entries(ebft__alignment=noisy(0.2, 0.05))),
+    "no signal": (
+        entries(frac_reward_zero_std=[1.0] * 25, grad_norm=[0.0] * 25),
+        entries(frac_reward_zero_std=[1.0, 1.0, 1.0, 0.5] * 10, grad_norm=[0.0, 0.0, 0.0, 0.3] * 10),
+    ),
+    "reward always zero": (
+        entries(rewards__accuracy__mean=[0.0] * 25),
+        entries(rewards__accuracy__mean=[0.25] + [0.0] * 25),
+    ),
+    "cross-entropy diverges": (
+        entries(ebft__ce_loss=noisy(2, 0.05, 10) + noisy(2.7, 0.05, 20)),
+        entries(ebft__ce_loss=noisy(2, 0.7, 30) + noisy(2.2, 0.7, 300)),
+    ),
+    "feature matching diverges": (
+        entries(ebft__cfm_loss=noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20)),
+        entries(ebft__cfm_loss=noisy(0.2, 0.1, 30) + noisy(0.25, 0.1, 300)),
+    ),
+    "overfitting": (
+        entries(eval_ce_loss=evaluated(2.0, 2.05, 2.1, 2.2), loss=falling_loss),
+        entries(eval_ce_loss=evaluated(2.0, 1.95, 2.0, 1.99), loss=falling_loss),
+    ),
+    "unstable gradient": (
+        entries(grad_norm=noisy(1, 0.1, 10) + noisy(30, 5, 20)),
+        entries(grad_norm=noisy(1, 0.1, 20) + [200.0] + noisy(1, 0.1, 20)),
+    ),
+    "off-policy drift": (
+        entries(sampling__sampling_logp_difference__mean=noisy(1.5, 0.1)),
+        entries(
+            sampling__sampling_logp_difference__mean=noisy(0.05, 0.01),
+            sampling__importance_sampling_ratio__min=[0.005] * 40,
+        ),
+    ),
+    "far from the reference model": (entries(kl=noisy(3, 0.1)), entries(kl=noisy(1, 0.3))),
+    "truncated completions": (
+        entries(completions__clipped_ratio=noisy(0.9, 0.05)),
+        entries(completions__clipped_ratio=noisy(0.6, 0.1)),
+    ),
+    "length is rewarded": (
+        entries(completions__mean_length=lengths, reward=rewards_of_length),
+        entries(completions__mean_length=lengths, reward=unrelated_rewards),
+    ),
+}
+
+
+def test_every_condition_has_its_logs():
+    assert list(CASES) == [condition.name for condition in CONDITIONS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_condition_is_recognised_and_a_near_miss_is_not(name):
+    with_it, near_miss = CASES[name]
+    assert list(seen(with_it)) == [name]
+    assert seen(near_miss) == {}
+
+
+def test_the_first_step_is_that_of_the_change():
+    name = "samples become identical"
+    sighting = seen(CASES[name][0])[name]
+    assert sighting.since == 11 and "from 1.776" in sighting.saw and "2.000" in sighting.saw
+
+
+@pytest.mark.parametrize(
+    "samples, whitened, level, is_collapse",
+    [(4, True, 0.4, True), (8, True, 0.2, True), (8, True, 0.1, False), (4, False, 0.4, False), (4, None, 1.99, False)],
+)
+def test_the_diversity_of_identical_samples_depends_on_the_feature_space(samples, whitened, level, is_collapse):
+    log = entries(ebft__diversity=noisy(0.02, 0.005, 10) + noisy(level, 0.005, 20))
+    assert bool(seen(log, samples=samples, whitened=whitened)) == is_collapse
+
+
+def test_features_that_are_alike_before_training_are_no_collapse():
+    assert seen(entries(ebft__diversity=noisy(1.98, 0.002, 60))) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"loss": noisy(2.4, 0.1, 3) + noisy(40, 10, 10)},  # at once, before there is a start to compare with
+        {"loss": noisy(2.4, 0.05, 10) + noisy(3.2, 0.05, 20)},
+        {"eval_ce_loss": [2.0, 2.5, 2.6]},
+    ],
+)
+def test_other_signs_of_a_diverging_cross_entropy(metrics):
+    assert list(seen(entries(**metrics))) == ["cross-entropy diverges"]
+
+
+def test_the_loss_is_a_cross_entropy_without_rewards_only():
+    assert seen(entries(loss=noisy(0, 0.01, 10) + noisy(4, 0.1, 20), reward=noisy(1, 0.1, 30))) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics, name",
+    [
+        ({"ebft__cfm_loss": [200.0] * 12}, "feature matching diverges"),
+        ({"eval_cfm_loss": [0.1, 0.2, 0.3]}, "feature matching diverges"),
+        ({"ebft__advantages_std": [0.0] * 12}, "no signal"),
+        ({"grad_norm": [0.0] * 22}, "no signal"),
+        ({"clip_ratio__region_mean": [0.4] * 12}, "off-policy drift"),
+        (
+            {
+                "sampling__importance_sampling_ratio__min": [0.001] * 12,
+                "sampling__sampling_logp_difference__mean": [0.3] * 12,
+            },
+            "off-policy drift",
+        ),
+    ],
+)
+def test_other_metrics_of_a_condition(metrics, name):
+    assert list(seen(entries(**metrics))) == [name]
+
+
+def test_infinite_gradients_of_the_fp16_scaler_are_normal():
+    log = entries(grad_norm=[NAN, NAN, 1.0, 2.0, NAN])
+    assert seen(log, fp16=True) == {} and list(seen(log)) == ["non-finite values"]
+    assert list(seen(entries(grad_norm=[NAN] * 3), fp16=True)) == ["non-finite values"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.json")), ids=lambda path: path.stem)
+def test_golden_runs_are_healthy(path):
+    """A random model never ends its completions, so these are cut at their maximum length."""
+    log = json.loads(path.read_text(encoding="utf-8"))["steps"]
+    assert seen(log).keys() <= {"truncated completions"}
+
+
+def test_runs_of_the_study_are_healthy():
+    checked = 0
+    for path in sorted((ROOT / "studies" / "smollm2" / "results").rglob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        logged = content.get("log") if isinstance(content, dict) else None
+        if not logged:
+            continue
+        steps = {}
+        for name, pairs in logged.items():
+            for step, value in pairs:
+                steps.setdefault(step, {"step": step})[name] = value
+        for whitened in (True, False):
+            assert seen([steps[step] for step in sorted(steps)], whitened=whitened) == {}, path
+        checked += 1
+    assert checked >= 6
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.name)
+def test_the_options_of_a_remedy_exist(condition):
+    keys = {option.key for options in option_groups().values() for option in options}
+    named = re.findall(r"\b(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+\b", condition.remedy)
+    used = [name for name in named if name not in ("frac_reward_zero_std", "stop_token_ids")]
+    sections = re.findall(r"\b(?:ebft|trl)\.[a-z_]+", condition.remedy)
+    assert {name.removesuffix(".stop_token_ids") for name in (*used, *sections)} <= keys | {"kwargs.stop_token_ids"}
