@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ebft.cli import config as config_command
+from ebft.cli import env as env_command
 from ebft.cli import evaluate as evaluate_command
 from ebft.cli import fetch as fetch_command
 from ebft.cli import quickstart as quickstart_command
@@ -34,6 +35,7 @@ evaluate_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)
 fetch_command.register(app)
+env_command.register(app)
 
 
 @app.callback()

