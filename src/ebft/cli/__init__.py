@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ebft.cli import config as config_command
+from ebft.cli import doctor as doctor_command
 from ebft.cli import env as env_command
 from ebft.cli import evaluate as evaluate_command
 from ebft.cli import fetch as fetch_command
@@ -36,6 +37,7 @@ vllm_serve_command.register(app)
 config_command.register(app)
 fetch_command.register(app)
 env_command.register(app)
+doctor_command.register(app)
 
 
 @app.callback()

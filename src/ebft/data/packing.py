@@ -24,6 +24,10 @@ class PackedRows(Dataset):
     def __len__(self) -> int:
         return len(self._packs)
 
+    def select(self, indices: list[int]) -> PackedRows:
+        """Return these rows only, in this order."""
+        return PackedRows(self._rows, [self._packs[i] for i in indices], [self.lengths[i] for i in indices])
+
     def __getitem__(self, index: int) -> dict[str, list[dict[str, Any]]]:
         return {"documents": [self._rows[i] for i in self._packs[index]]}
 

