@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ebft.cli import app
 from ebft.cli.train import leave_process_group
 from ebft.config.schema import RunConfig
 from tests.cli.conftest import ENVIRONMENT, plain
@@ -63,6 +64,28 @@ def test_config_can_search(ebft):
 def test_a_search_without_a_match_says_so(ebft):
     result = ebft("config", "strde")
     assert result.exit_code == 2 and "No key contains 'strde'" in plain(result.stderr)
+
+
+@pytest.mark.parametrize("name", [command.name for command in app.registered_commands])
+def test_the_help_of_every_command_has_examples(ebft, name):
+    text = plain(ebft(name, "--help").output)
+    assert f"ebft {name}" in text.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [("ebft tr", {"train"}), ("ebft train run.yaml ebft.str", {"ebft.stride="}), ("ebft config --ch", {"--check"})],
+)
+def test_commands_options_and_keys_are_completed(ebft, words, expected):
+    environment = {**ENVIRONMENT, "_EBFT_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split()) - 1)
+    code = "import sys, ebft.cli; sys.argv = ['ebft']; ebft.cli.app(prog_name='ebft')"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert set(found.stdout.split()) == expected
+
+
+def test_the_script_of_the_completion_is_printed(ebft):
+    assert ebft("--show-completion", "bash").exit_code == 0
 
 
 def test_version(ebft):
@@ -146,10 +169,9 @@ def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_pat
 
 
 def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
-    done = []
-    monkeypatch.setattr(
-        "ebft.run.training.train", lambda config: done.append("train") or SimpleNamespace(output_dir="out")
-    )
+    done, result = [], SimpleNamespace(output_dir="out", outcome="Outcome: it learned.")
+    monkeypatch.setattr("ebft.run.training.train", lambda config: done.append("train") or result)
     monkeypatch.setattr("ebft.cli.train.leave_process_group", lambda: done.append("leave"))
-    assert ebft("train", str(good)).exit_code == 0
+    ended = ebft("train", str(good))
+    assert ended.exit_code == 0 and "Outcome: it learned." in ended.stderr and "Model saved in out" in ended.stdout
     assert done == ["train", "leave"]

@@ -18,7 +18,7 @@ from ebft.cli.console import show_warnings
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,  # does not slow down commands: the shell asks only when the user presses Tab
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

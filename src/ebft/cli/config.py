@@ -15,7 +15,18 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 
-HELP = "List all config keys with their descriptions, or check a config file."
+HELP = """List all config keys with their descriptions, or check a config file.
+
+Examples:
+
+ebft config
+
+ebft config lora
+
+ebft config --check run.yaml learning_rate=1e-5
+
+ebft config --json-schema > ebft.schema.json
+"""
 CHECK_HELP = (
     "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
     "transforms, and whether a block fits in sequence_len. Models, datasets and devices are checked when training "
@@ -25,7 +36,7 @@ CHECK_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("config", help=HELP)(command)
+    app.command("config", help=HELP, short_help="List all config keys, or check a config file.")(command)
 
 
 @polite

@@ -6,7 +6,6 @@ from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
 from ebft.config.load import load_config
-from ebft.health.outcome import training_outcome
 from ebft.run.checks import check_runnable
 
 HELP = """Train a model with the settings of a config.
@@ -47,7 +46,7 @@ def command(
             raise
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
-        typer.echo(training_outcome(result.trainer.state.log_history), err=True)
+        typer.echo(result.outcome, err=True)
         typer.echo(f"Model saved in {result.output_dir}")
     leave_process_group()
 

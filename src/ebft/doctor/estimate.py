@@ -60,6 +60,8 @@ def estimate(config: RunConfig, model_config: Any, tokens: int) -> Estimate:
     text = model_config.get_text_config()
     factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
     activations = tokens * text.hidden_size * text.num_hidden_layers * factor * dtype.itemsize
+    if config.method.rows == "tokens" and not config.method.samples_blocks:
+        activations += 2 * tokens * text.vocab_size * 4  # SFT keeps logits and their gradients in float32
     states = _optimizer_bytes(config.optimizer, trained_bytes) * trained
     copied = config.adapter is None and config.method.compares_features(config) and _on_same_device(config)
     return Estimate(

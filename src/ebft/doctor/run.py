@@ -180,7 +180,8 @@ def _disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
     count = _checkpoints(config, rows)
     total = needed.checkpoint * count + needed.checkpoint
     free, existing = free_disk(config.output_dir)
-    text = f"about {_gib(total)} for {count} checkpoints and the model; {_gib(free)} are free in {existing}"
+    kept = f"{count} checkpoint{'' if count == 1 else 's'}"
+    text = f"about {_gib(total)} for {kept} and the model; {_gib(free)} are free in {existing}"
     if total > free:
         remedy = "Set save_total_limit, save_only_model: true, a larger save_steps, or an output_dir on another disk."
         return Check("error", "disk", f"{text}. {remedy}")

@@ -16,6 +16,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerStat
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
+from ebft.health.outcome import training_outcome
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
@@ -46,6 +47,11 @@ class TrainResult:
     def model(self) -> Any:
         """The trained model, with its adapter if it has one."""
         return self.trainer.model
+
+    @property
+    def outcome(self) -> str:
+        """One paragraph on whether the run learned anything."""
+        return training_outcome(self.trainer.state.log_history)
 
 
 def train(config: RunConfig) -> TrainResult:
