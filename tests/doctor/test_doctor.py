@@ -105,6 +105,7 @@ def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
         (["datasets.0.path=/no/data.jsonl"], "data", "'/no/data.jsonl' does not exist"),
         (["sequence_len=100000"], "model", "positions"),
         (["deepspeed=zero3.json"], "settings", "pip install deepspeed"),
+        (["resume_from_checkpoint=/no/checkpoint"], "checkpoint", "is not a folder"),
         (["optimizer=adamm"], "settings", "not known to transformers"),
         (["adapter=qlora", "load_in_4bit=true"], "packages of this config", "qlora"),
     ],
@@ -119,6 +120,12 @@ def test_one_error_for_each_thing_that_cannot_work(doctor, tmp_path, overrides, 
 def test_a_tracker_that_is_not_installed_is_a_warning(doctor, tmp_path):
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", "use_trackio=true")
     assert code == 0 and "pip install trackio" in found["warning", "packages of this config"]
+
+
+def test_publishing_without_a_login(doctor, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    code, found = doctor(write_inputs("sft", tmp_path), "--no-step", "hub_model_id=me/model")
+    assert code == 1 and "hf auth login" in found["error", "hub"]
 
 
 def test_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
@@ -138,8 +145,8 @@ def test_a_folder_without_weights(doctor, tmp_path):
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     path = write_inputs("strided_full", tmp_path)
-    monkeypatch.setattr("ebft.doctor.run.available_memory", lambda: (2**20, "a small machine"))
-    monkeypatch.setattr("ebft.doctor.run.free_disk", lambda folder: (2**10, tmp_path))
+    monkeypatch.setattr("ebft.doctor.resources.available_memory", lambda: (2**20, "a small machine"))
+    monkeypatch.setattr("ebft.doctor.resources.free_disk", lambda folder: (2**10, tmp_path))
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
     assert "save_total_limit" in found["error", "disk"] and "not run" in found["warning", "step"]

@@ -26,15 +26,15 @@ def broken(completions, **columns):
 
 
 def run(name, folder, **keys):
-    """Train the golden run `name` with other keys; returns its config, its warnings and the lines of health.jsonl."""
+    """Train the golden run `name` with other keys; returns its result, its warnings and the lines of health.jsonl."""
     from ebft.config.load import load_config
 
     path = write_inputs(name, folder)
     overrides = {"max_steps": 24, "eval_steps": 1000, "warmup_steps": 0, "lr_scheduler": "constant", **keys}
     config = load_config(path, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
     with warnings.catch_warnings(record=True, action="always") as caught:
-        train(config)
-    return config, [str(warning.message) for warning in caught], lines(folder / "out")
+        result = train(config)
+    return result, [str(warning.message) for warning in caught], lines(folder / "out")
 
 
 def lines(folder):
@@ -61,7 +61,8 @@ def test_a_reward_without_spread(tmp_path):
 
 @pytest.mark.parametrize("name", ["strided_lora", "sft"])
 def test_a_healthy_run_is_silent(name, tmp_path):
-    _, said, found = run(name, tmp_path)
+    result, said, found = run(name, tmp_path)
+    assert result.outcome.startswith("Outcome: ") and "±" in result.outcome
     assert found == [] and [text for text in said if "health" in text] == []
 
 

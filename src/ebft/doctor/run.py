@@ -12,22 +12,22 @@ import torch
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 from ebft.doctor.check import Attempt, Check
-from ebft.doctor.estimate import Estimate, available_memory, estimate, free_disk, is_writable
-from ebft.doctor.rows import forward_tokens, longest_rows, row_lengths
+from ebft.doctor.estimate import free_disk, is_writable
+from ebft.doctor.resources import disk_check, estimated, exceeds, gib, memory_checks
+from ebft.doctor.rows import row_lengths
 from ebft.doctor.step import measure_step, savings
-from ebft.errors import EBFTError, ModelError
+from ebft.errors import ConfigError, ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
 from ebft.models.base import check_sequence_len, find_base_model, load_model_config
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.quantisation import quantisation_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.arguments import planned_steps
+from ebft.run.checkpoints import find_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.trackers import trackers
 from ebft.run.training import this_machine
 from ebft.serving.interpreter import find_interpreter
 
-_GIB = 2**30
 _SERVER_TIMEOUT = 5.0  # seconds
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -51,22 +51,26 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     server = Attempt("server").run(_check_server, config, ok=lambda found: found)
     if config.uses_server:
         yield from server.checks
+    checkpoint = Attempt("checkpoint").run(find_checkpoint, config, ok=lambda found: found or "a new run")
+    yield from checkpoint.checks
+    if config.hub_model_id:
+        yield from Attempt("hub").run(_check_login, config, ok="logged in").checks
     output = Attempt("output_dir").run(_check_output_dir, config, ok=lambda found: found)
     yield from output.checks
     if model.failed or data is None or data.failed:
         yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
         return
     rows = data.result[0]
-    needed = Attempt("memory", (ValueError, RuntimeError)).run(_estimate, config, model.result[1], rows)
+    needed = Attempt("memory", (ValueError, RuntimeError)).run(estimated, config, model.result[1], rows)
     if needed.failed:
         yield Check("warning", "memory", f"cannot be estimated for this model: {needed.checks[-1].message}")
     else:
-        yield from _memory_checks(config, needed.result)
-        yield _disk_check(config, needed.result, len(rows))
+        yield from memory_checks(config, needed.result)
+        yield disk_check(config, needed.result, len(rows))
     if not step:
         return
     failed = [part for part in (settings, machine, packages, server) if part.failed]
-    if failed or (not needed.failed and _exceeds(needed.result)):
+    if failed or (not needed.failed and exceeds(needed.result)):
         yield Check("warning", "step", "not run, because of the errors above")
         return
     yield from _step_checks(config, tokenizer.result, rows)
@@ -137,74 +141,19 @@ def _check_server(config: RunConfig) -> str:
     return f"{client.address} serves {served.get('root') or served['id']}"
 
 
+def _check_login(config: RunConfig) -> None:
+    """Check that there is a token; the repository is created when training starts."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError(f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`, or remove it.")
+
+
 def _check_output_dir(config: RunConfig) -> str:
     free, existing = free_disk(config.output_dir)
     if not is_writable(existing):
-        raise EBFTError(f"{existing} is not writable. Set output_dir to another folder.")
-    return f"{config.output_dir} is writable, {_gib(free)} free"
-
-
-def _estimate(config: RunConfig, model_config: Any, rows: Any) -> Estimate:
-    return estimate(config, model_config, forward_tokens(config, longest_rows(config, rows)))
-
-
-def _exceeds(needed: Estimate) -> bool:
-    free, _ = available_memory()
-    return free is not None and needed.fixed > free
-
-
-def _memory_checks(config: RunConfig, needed: Estimate) -> Iterator[Check]:
-    free, where = available_memory()
-    parts = {
-        "weights": needed.weights,
-        "feature network": needed.features,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer,
-        "activations (rough)": needed.activations,
-    }
-    shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    text = f"estimated {_gib(needed.total)}: {shown}; {needed.trained:,} of {needed.parameters:,} weights are trained"
-    if free is None:
-        yield Check("ok", "memory", text)
-        return
-    text += f". {_gib(free)} are free on {where}"
-    if _exceeds(needed):
-        yield Check("error", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
-    elif needed.total > 0.9 * free:
-        yield Check("warning", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
-    else:
-        yield Check("ok", "memory", text)
-
-
-def _disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
-    count = _checkpoints(config, rows)
-    total = needed.checkpoint * count + needed.checkpoint
-    free, existing = free_disk(config.output_dir)
-    kept = f"{count} checkpoint{'' if count == 1 else 's'}"
-    text = f"about {_gib(total)} for {kept} and the model; {_gib(free)} are free in {existing}"
-    if total > free:
-        remedy = "Set save_total_limit, save_only_model: true, a larger save_steps, or an output_dir on another disk."
-        return Check("error", "disk", f"{text}. {remedy}")
-    return Check("ok", "disk", text)
-
-
-def _checkpoints(config: RunConfig, rows: int) -> int:
-    """Number of checkpoints that are on the disk at the same time."""
-    machine = this_machine()
-    steps = planned_steps(config, machine, rows)
-    per_epoch = config.method.steps_per_epoch(config, machine, rows)
-    every = config.save_steps
-    if config.saves_per_epoch is not None:
-        every = max(1, per_epoch // config.saves_per_epoch)
-    if config.save_strategy == "no":
-        return 0
-    if every is None or config.save_strategy == "epoch":
-        every = per_epoch
-    elif every < 1:  # a fraction of the steps
-        every = max(1, round(every * steps))
-    count = max(1, -(-steps // int(every)))
-    # The oldest one is deleted after the newest one is saved.
-    return count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
+        raise ConfigError(f"{existing} is not writable. Set output_dir to another folder.")
+    return f"{config.output_dir} is writable, {gib(free)} free"
 
 
 def _step_checks(config: RunConfig, tokenizer: Any, rows: Any) -> Iterator[Check]:
@@ -222,17 +171,11 @@ def _step_checks(config: RunConfig, tokenizer: Any, rows: Any) -> Iterator[Check
     kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
     for name, peak in memory.peaks.items():
         yield Check(
-            "ok", f"peak memory, {name}", _gib(peak) if memory.is_exact else f"{_gib(peak)} (peak of the run so far)"
+            "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
         )
     highest = max(memory.peaks, key=lambda name: memory.peaks[name])
-    yield Check("ok", "peak memory", f"{_gib(memory.peaks[highest])} in {highest} ({kind}). To lower it: {advice}.")
+    yield Check("ok", "peak memory", f"{gib(memory.peaks[highest])} in {highest} ({kind}). To lower it: {advice}.")
 
 
 def _devices() -> str:
     return ", ".join(this_machine().devices)
-
-
-def _gib(size: float) -> str:
-    if size < _GIB:
-        return f"{size / 2**20:.0f} MiB"
-    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"
