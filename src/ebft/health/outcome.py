@@ -59,6 +59,8 @@ def training_outcome(log_history: list[dict[str, Any]]) -> str:
         parts.append(f"First and last fifth of the training logs: {_listed(training)}.")
     if held_out:
         parts.append(f"First and last evaluation: {_listed(held_out)}.")
+    if any(change.error is not None for change in (*held_out, *training)):
+        parts.append("± is one standard error; a change counts from three.")
     if held_out and not is_known:
         parts.append(
             "Fewer than four evaluations do not show how much these metrics vary: `ebft evaluate CONFIG` compares the "
