@@ -40,7 +40,7 @@ def levels(found):
 def test_the_installation_is_consistent(doctor):
     code, found = doctor()
     assert code == 0 and levels(found) == {"ok"}
-    assert "required packages" in found["ok", "packages"] and ("ok", "extra gguf") in found
+    assert "required packages" in found["ok", "packages"] and ("ok", "extra tensorboard") in found
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_a_required_package_that_is_missing_or_too_old(monkeypatch, installed, m
 
 def test_an_extra_with_a_wrong_version_is_a_warning(monkeypatch):
     real = installation.version
-    monkeypatch.setattr(installation, "version", lambda name: "0.1" if name == "gguf" else real(name))
+    monkeypatch.setattr(installation, "version", lambda name: "0.1" if name == "tensorboard" else real(name))
     (warning,) = [check for check in check_installation() if check.level == "warning"]
-    assert warning.name == "extra gguf" and "0.1" in warning.message
+    assert warning.name == "extra tensorboard" and "0.1" in warning.message
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requi
     extras: dict[str, list[Requirement]] = {}
     for extra in metadata(package).get_all("Provides-Extra") or []:
         own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
-        if not any(line.name == package for line in own):
+        if own and not any(line.name == package for line in own):
             extras[extra] = own
     return required, extras
 
