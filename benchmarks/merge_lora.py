@@ -64,7 +64,8 @@ def main() -> None:
             found["peft"] = json.loads(run(PEFT, base, adapter, f"{to}-peft"))
         found["ebft"]["adapter"] = sum(path.stat().st_size for path in Path(adapter).glob("*.safetensors"))
     for name, sizes in found.items():
-        print(f"{name}: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in sizes.items() if key != "shards"))
+        shown = {key: value for key, value in sizes.items() if key != "shards"}
+        print(f"{name}: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in shown.items()))
     print(json.dumps(found))
 
 
