@@ -65,7 +65,7 @@ def test_errors(run, ebft, tmp_path):
     result = ebft("merge-lora", run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules=")
     assert result.exit_code == 2 and "full model, which needs no merging" in result.output.replace("\n", " ")
     assert "Cannot read config file" in ebft("merge-lora", tmp_path / "absent.yaml").output
-    result = ebft("merge-lora", tmp_path / "output", "--base", tmp_path / "absent")
+    result = ebft("merge-lora", tmp_path / "output", "--base-model", tmp_path / "absent")
     assert result.exit_code == 2 and "does not exist" in result.output
 
 

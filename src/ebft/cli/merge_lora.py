@@ -58,7 +58,7 @@ def command(
     base: Annotated[
         str | None,
         typer.Option(
-            "--base",
+            "--base-model",
             metavar="MODEL",
             help="Base model, if it is not where the adapter or the config says.",
             show_default=False,

@@ -213,7 +213,7 @@ def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
     if result.unexpected_keys:
         raise ModelError(
             f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
-            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base)."
+            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base-model)."
         )
 
 

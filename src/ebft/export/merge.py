@@ -110,7 +110,7 @@ def _base_config(base: Path, source: MergeSource) -> Any:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(
             f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
-            "original model, which they were quantised from (--base)."
+            "original model, which they were quantised from (--base-model)."
         )
     return found
 

@@ -145,7 +145,7 @@ class Merge:
         if missing:
             raise ModelError(
                 f"The base model's checkpoint has no weight for {missing[0]}, which the adapter changes, so it is not "
-                "the model that the adapter was trained on. Give that model (--base)."
+                "the model that the adapter was trained on. Give that model (--base-model)."
             )
 
 

@@ -60,7 +60,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
         )
     base = base or config.base_model_name_or_path
     if not base:
-        raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base.")
+        raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
     return MergeSource(folder, lasting_name(base), config.revision, tokenizer=folder)
 
 
