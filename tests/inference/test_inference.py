@@ -17,7 +17,7 @@ from ebft.errors import DataError, ModelError
 from ebft.inference.models import model_in_folder, model_of_run
 from ebft.inference.sampling import Sampler, SamplingOptions
 from ebft.inference.scoring import Scorer
-from ebft.inference.serve import PageServer
+from ebft.inference.serve import PageServer, serve_page
 from ebft.inference.session import Session
 from tests.structured.trainers import USER, rows
 
@@ -197,3 +197,13 @@ def test_the_page(address, sampler):
 def test_requests_that_are_refused(path, body, headers, message, address):
     status, text = post(f"{address}{path}", body, **headers)
     assert status in (400, 404) and message in text
+
+
+def test_ctrl_c_ends_the_page(sampler, monkeypatch):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "serve_forever", interrupted)
+    said = []
+    serve_page(sampler, True, "127.0.0.1", 0, said.append)
+    assert "serves" in said[0] and said[1] == "Stopped."

@@ -21,6 +21,7 @@ from ebft.export.checkpoint import PICKLED, Checkpoint, Reader, base_folder
 from ebft.export.parts import Merge
 from ebft.export.rounding import BitsAndBytesRounding
 from ebft.export.shards import ShardFolder, checksum, parse_size, shard_names, split, write_index, write_text
+from ebft.fetch.catalog import MARK
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,7 +34,18 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_NOT_COPIED = ("*.safetensors", "*.index.json", *PICKLED, "*.gguf", "*.msgpack", "*.h5", "*.onnx", "README.md", ".*")
+_NOT_COPIED = (
+    "*.safetensors",
+    "*.index.json",
+    *PICKLED,
+    "*.gguf",
+    "*.msgpack",
+    "*.h5",
+    "*.onnx",
+    "README.md",
+    MARK,
+    ".*",
+)
 
 
 @dataclass(frozen=True)
