@@ -1,5 +1,6 @@
 """`ebft merge-lora` from a config and from a folder."""
 
+import importlib.util
 import json
 
 import pytest
@@ -74,3 +75,11 @@ def test_the_folder_of_an_adapter_on_quantised_weights_requires_its_config(run, 
     (tmp_path / "output" / "checkpoint-2" / "ebft_run.json").write_text(json.dumps({"adapter": "qlora"}))
     result = ebft("merge-lora", tmp_path / "output")
     assert result.exit_code == 2 and "Give the config of the run" in result.output.replace("\n", " ")
+
+
+def test_after_training_on_quantised_weights_bitsandbytes_is_required(run, ebft, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "bitsandbytes" else find(name, *_))
+    result = ebft("merge-lora", run, "adapter=qlora", "load_in_4bit=true")
+    assert result.exit_code == 2 and "requires the package bitsandbytes" in " ".join(result.output.split())
+    assert not (run.parent / "output" / "merged").exists()
