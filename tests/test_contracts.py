@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 import trl
+from transformers.core_model_loading import revert_weight_conversion
 
 from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
@@ -53,6 +54,7 @@ OF_TRL = {"trl.models": ("unwrap_model_for_generation",), "trl.trainer.utils": (
 OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),
+    (revert_weight_conversion, "_weight_conversions", "the conversions that saving reverts"),
     (transformers.PretrainedConfig, "_attn_implementation", "the name that attention functions are looked up by"),
     (transformers.Trainer, "_load_from_checkpoint", "(folder) loads its weights"),
     (transformers.TrainingArguments, "_n_gpu", "GPUs of one process; 1 keeps DataParallel away"),

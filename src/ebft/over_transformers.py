@@ -6,16 +6,27 @@ tests/test_contracts.py checks both against the installed release.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.masking_utils import causal_mask_function
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import ModelOutput, is_flash_attn_2_available, is_flash_attn_3_available
@@ -30,17 +41,22 @@ __all__ = [
     "OptimizerNames",
     "QuantizationMethod",
     "SchedulerType",
+    "WeightGroup",
     "causal_mask_function",
+    "convert_weights",
     "forget_title",
+    "get_keys_to_not_convert",
     "has_running_state",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",
     "load_weights",
     "override_attn_implementation",
     "read_gguf_metadata",
+    "revert_weights",
     "switch_attention",
     "takes_attention_functions",
     "use_one_gpu",
+    "weight_groups",
 ]
 
 
@@ -88,3 +104,62 @@ def override_attn_implementation(model: PreTrainedModel, implementation: str) ->
         yield
     finally:
         switch_attention(model, before)
+
+
+@dataclass
+class WeightGroup:
+    """Weights of a checkpoint that transformers converts together into weights of the model when it loads them.
+
+    Most groups are one weight, perhaps under another name; experts, for example, are stacked into one weight of the
+    model. `names` is empty if the model has no such weight, which transformers ignores.
+    """
+
+    keys: list[str]  # in the checkpoint
+    names: list[str]  # in the model
+    patterns: list[str] = field(default_factory=list)  # the converter's pattern of each key
+    converter: WeightConverter | None = None
+
+
+def weight_groups(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[WeightGroup]:
+    """Group the weights of a checkpoint (on the meta device) as `from_pretrained` converts them for `model`."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, WeightGroup] = {}
+    for key in sorted(weights, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = rename_source_key(key, [], [], prefix, own)
+        if name not in own:
+            found[f"{key} (not in the model)"] = WeightGroup([key], [])
+        elif pattern is None:
+            found.setdefault(name, WeightGroup([], [name])).keys.append(key)
+        else:
+            group = found.setdefault(name, WeightGroup([], [name], converter=by_pattern[pattern]))
+            group.keys.append(key)
+            group.patterns.append(pattern)
+    model._weight_conversions = [entry for entry in conversions if entry.was_used()]
+    for group in found.values():
+        if group.converter is not None:
+            group.names = list(convert_weights(model, group, weights))
+    return list(found.values())
+
+
+def convert_weights(model: PreTrainedModel, group: WeightGroup, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights, by name, from the checkpoint's weights of a group; views where no conversion is needed."""
+    if group.converter is None:
+        return {name: weights[group.keys[0]] for name in group.names}
+    converter, first = deepcopy(group.converter), group.names[0]
+    for key, pattern in zip(group.keys, group.patterns):
+        converter.add_tensor(first, key, pattern, weights[key])
+    converted = converter.convert(first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def revert_weights(model: PreTrainedModel, group: WeightGroup, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's weights of a group from the model's; needs `weight_groups` of the same model before."""
+    if group.converter is None:
+        return {group.keys[0]: weights[group.names[0]]}
+    return revert_weight_conversion(model, {name: weights[name] for name in group.names})

@@ -31,7 +31,8 @@ class FeatureMatchingReward:
     embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. All sequences are
     token ids. The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of
     the chat template, or one of `stop_token_ids`) is removed, because the reference does not have one.
-    `chat_template_kwargs` must be the ones used to render the prompts.
+    `chat_template_kwargs` must be the ones used to render the prompts. With `copy=False`, a model without adapter is
+    used directly, which requires that it is not trained.
     """
 
     __name__ = "feature_matching"  # the name of the reward in TRL's logs
@@ -44,6 +45,7 @@ class FeatureMatchingReward:
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         stop_token_ids: Iterable[int] = (),
+        copy: bool = True,
         **options: Any,
     ) -> None:
         model = load(model)
@@ -53,7 +55,7 @@ class FeatureMatchingReward:
         self.renderer = Renderer(tokenizer, chat_template_kwargs)
         self.end_ids = end_token_ids(model, self.renderer, stop_token_ids)
         self.network = FeatureNetwork(
-            model, self.options.feature_layers, self.options.embed_method, self.options.feature_device
+            model, self.options.feature_layers, self.options.embed_method, self.options.feature_device, copy=copy
         )
         self.last: FeatureMatch | None = None
 

@@ -1,0 +1,141 @@
+"""`ebft inference CONFIG|FOLDER [key=value ...]`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.cli.arguments import Overrides
+from ebft.cli.console import polite
+from ebft.config.load import load_config
+from ebft.errors import ConfigError, DataError
+
+HELP = """Sample from a trained model, its adapter on or off.
+
+Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal. The
+model answers in its chat format if its tokenizer has a chat template.
+
+Examples:
+
+ebft inference run.yaml
+
+ebft inference outputs/run --prompt "What is a monad?" --compare
+
+ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("inference", help=HELP, short_help="Sample from a trained model.")(command)
+
+
+@polite
+def command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|FOLDER",
+            help="The config of the run, or a folder of a model or adapter.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
+    completion: Annotated[
+        bool, typer.Option("--completion", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
+    base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            metavar="MODEL",
+            help="With a folder: base model, if it is not where the adapter or the model card says.",
+            show_default=False,
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference",
+            metavar="TEXT",
+            help="Show the feature-matching rewards of --samples replies against this text.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, help="Number of replies scored with --reference.")
+    ] = 4,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
+    ] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            min=0.0,
+            help="Sampling temperature; 0 is greedy. Default: the model's generation config.",
+            show_default=False,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling.", show_default=False)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Top-k sampling.", show_default=False)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="Random seed, set before every reply.", show_default=False),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open a web page instead of reading from the terminal.")
+    ] = False,
+    host: Annotated[str, typer.Option("--host", help="Address of the web page.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the web page; 0: a free one.")] = 7860,
+) -> None:
+    """Load the model, and answer prompts."""
+    is_config = Path(source).is_file()
+    if not is_config and overrides:
+        raise ConfigError(f"{source} is not a config file: overrides require one.")
+    if is_config and base_model is not None:
+        raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
+    if reference is not None and not reference.strip():
+        raise ConfigError("--reference: the text is empty.")
+    if reference is not None and samples > 1 and temperature == 0:
+        raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
+    config = load_config(source, overrides or []) if is_config else None
+    asked = None if serve else prompt if prompt is not None else _from_stdin()
+    from ebft.inference.models import model_in_folder, model_of_run  # what follows imports torch
+    from ebft.inference.sampling import Sampler, SamplingOptions
+    from ebft.inference.scoring import Scorer
+    from ebft.inference.session import Session
+
+    loaded = model_in_folder(source, base_model) if config is None else model_of_run(config)
+    if base or compare:
+        with loaded.model(base=True):  # fails now if there is no base model
+            pass
+    sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
+    chats = loaded.tokenizer.chat_template is not None and not completion
+    if serve:
+        from ebft.inference.serve import serve_page
+
+        serve_page(sampler, chats, host, port, typer.echo)
+        return
+    scorer = Scorer(sampler, samples) if reference is not None else None
+    session = Session(sampler, chats, base, compare, scorer, reference)
+    if asked is None:
+        session.run()
+    else:
+        session.answer(asked)
+
+
+def _from_stdin() -> str | None:
+    """The prompt on the standard input, or None if it is a terminal."""
+    if sys.stdin.isatty():
+        return None
+    text = sys.stdin.read().rstrip("\n")
+    if not text.strip():
+        raise DataError("The standard input is empty. Give a prompt with --prompt, or start the command in a terminal.")
+    return text

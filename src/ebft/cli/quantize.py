@@ -1,0 +1,79 @@
+"""`ebft quantize CONFIG|FOLDER --to DIR`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.cli.arguments import Overrides
+from ebft.cli.console import polite
+from ebft.config.load import load_config
+from ebft.errors import ConfigError
+
+HELP = """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
+
+The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora).
+
+Examples:
+
+ebft quantize run.yaml --to outputs/int8
+
+ebft quantize outputs/run/merged --to outputs/int8 --text held-out.txt
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("quantize", help=HELP, short_help="Quantise a trained model.")(command)
+
+
+@polite
+def command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|FOLDER", help="The config of the run, or the folder of a model.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="Folder of the quantised model.", show_default=False)
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--type", metavar="int8|int4", help="Type of the weights; int4 requires a CUDA device.")
+    ] = "int8",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to measure the perplexity on. Default: the held-out data of the config.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens to measure the perplexity on.")
+    ] = 16384,
+) -> None:
+    """Quantise, and print sizes and perplexities."""
+    is_folder = source.is_dir()
+    if to is None:
+        raise ConfigError("--to DIR is required: the folder of the quantised model.")
+    if is_folder and overrides:
+        raise ConfigError(f"{source} is a folder: overrides require a config.")
+    if is_folder and text is None:
+        raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
+    config = None if is_folder else load_config(source, overrides or [])
+    from ebft.export.memory import as_mib
+    from ebft.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
+
+    def sequences(tokenizer):
+        if text is not None:
+            return text_sequences(text, tokenizer, max_tokens)
+        return held_out_sequences(config, tokenizer, max_tokens)
+
+    result = quantize_model(source if is_folder else Path(config.output_dir), to, kind, sequences)
+    typer.echo(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
+    perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
+    typer.echo(f"Perplexity of {result.tokens:,} tokens: {perplexities}")
+    typer.echo(f"Quantised model saved in {result.folder}")

@@ -1,0 +1,1 @@
+"""Models for use after training: adapters merged into their base model, and quantised models."""

@@ -1,0 +1,269 @@
+"""A LoRA adapter on a base model without weights: the base is on the meta device, the adapter in memory.
+
+PEFT's own layers then compute what the adapter adds to a weight, once the weight is put in its place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ebft.errors import ModelError
+from ebft.export.checkpoint import PICKLED
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
+_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
+_NOT_MERGED = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "megatron_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "use_bdlora",
+)
+
+
+@dataclass
+class Adapter:
+    """An adapter and what it changes, by the names of the base model's parameters.
+
+    `owners`: the module and attribute of each parameter. `layers`: PEFT's layers with the parameters that merging
+    each changes. `replaced`: parameters that were trained fully (`modules_to_save`), or saved with the adapter.
+    `base_ties`: parameters of the base model that share their weights with another one, as `{name: the other}`;
+    `ties`: those that still do after merging.
+    """
+
+    model: PeftModel
+    vocab_size: int  # rows of the input embedding, which may have been resized before training
+    owners: dict[str, tuple[nn.Module, str]]
+    layers: list[tuple[LoraLayer, list[str]]] = field(default_factory=list)
+    replaced: dict[str, Tensor] = field(default_factory=dict)
+    base_ties: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+
+def read_adapter_config(folder: Path) -> LoraConfig:
+    """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
+    if not (folder / CONFIG).is_file():
+        raise ModelError(
+            f"{folder} does not contain an adapter (no {CONFIG}). Give the folder of a saved LoRA adapter."
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
+    initial = config.init_lora_weights
+    if isinstance(initial, str) and initial.lower().startswith(_REWRITE_BASE):
+        raise ModelError(
+            f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
+            "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    # PEFT moves or adds such options between releases; an absent one is not set.
+    used = [name for name in _NOT_MERGED if getattr(config, name, None)]
+    if used:
+        raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
+    return config
+
+
+def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
+    """The adapter's weights. Raises ModelError if they are not in safetensors format."""
+    path = folder / WEIGHTS
+    if path.is_file():
+        return load_file(path)
+    pickled = sorted(found.name for pattern in PICKLED for found in folder.glob(f"adapter_model{pattern.lstrip('*')}"))
+    if pickled:
+        raise ModelError(
+            f"{folder} has its weights in {pickled[0]}, a pickle file, which is never read because loading one can run "
+            "any code. Load the adapter once with PEFT and write it with save_pretrained (which writes safetensors)."
+        )
+    raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
+
+
+def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a transformers configuration, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]) -> Adapter:
+    """The adapter on `base`, a model on the meta device, whose embeddings are resized to those of the adapter.
+
+    Raises ModelError if a weight of the adapter belongs to no part of the model or has another shape, or if the adapter
+    has no weights for a part that it should change.
+    """
+    vocab_size = _fit_vocabulary(base, weights)
+    modules = {id(module): name for name, module in base.named_modules()}
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    owners = {name: _owner(base, name) for name in parameters}
+    ties = _ties(base, parameters)
+    config.init_lora_weights = True  # the initial values are replaced
+    config.inference_mode = True
+    try:
+        with warnings.catch_warnings():  # that merging tied weights "can lead to complications", which _end_ties avoids
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            model = get_peft_model(base, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ModelError(f"The adapter does not fit the base model: {error}") from error
+    adapter = Adapter(model, vocab_size, owners, base_ties=ties, ties=dict(ties))
+    _allocate(model, weights)
+    _load(model, weights)
+    for name, (module, attribute) in owners.items():
+        if not (own := getattr(module, attribute)).is_meta:
+            adapter.replaced[name] = own.data
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            prefix = modules[id(module.original_module)]
+            for name, value in module.modules_to_save["default"].state_dict().items():
+                adapter.replaced[f"{prefix}.{name}"] = value
+        elif isinstance(module, AuxiliaryTrainingWrapper | MultiheadAttention):
+            raise ModelError(f"The adapter uses {type(module).__name__} of PEFT, which merge-lora does not support.")
+        elif isinstance(module, LoraLayer):
+            adapter.layers.append((module, _changed(module, modules[id(module.get_base_layer())])))
+    _end_ties(adapter, config)
+    _check_loaded(adapter)
+    return adapter
+
+
+def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], adapter: Adapter) -> None:
+    """Replace the `values` of a layer's parameters `names` by what PEFT's `merge` makes of them."""
+    for name in names:
+        module, attribute = adapter.owners[name]
+        setattr(module, attribute, nn.Parameter(values[name], requires_grad=False))
+    try:
+        layer.merge()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"PEFT cannot merge the adapter into {names[0]}: {error}") from error
+    for name in names:
+        module, attribute = adapter.owners[name]
+        values[name] = getattr(module, attribute).data
+        setattr(module, attribute, nn.Parameter(torch.empty_like(values[name], device="meta"), requires_grad=False))
+    layer.merged_adapters.clear()
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _ties(base: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """The names of parameters that are the same object as another one, the input embedding if it is among them."""
+    embedding = base.get_input_embeddings()
+    first: dict[int, str] = {}
+    for name in sorted(parameters, key=lambda name: _owner(base, name)[0] is not embedding):
+        first.setdefault(id(parameters[name]), name)
+    return {name: first[id(parameter)] for name, parameter in parameters.items() if first[id(parameter)] != name}
+
+
+def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
+    """Resize the embeddings to those saved with the adapter, which has them if tokens were added before training.
+
+    Returns their number of rows.
+    """
+    embedding = base.get_input_embeddings()
+    prefix = next(name for name, module in base.named_modules() if module is embedding)
+    for suffix in (".weight", ".base_layer.weight"):
+        saved = weights.get(f"base_model.model.{prefix}{suffix}")
+        if saved is not None and saved.shape[0] != embedding.num_embeddings:
+            base.resize_token_embeddings(saved.shape[0], mean_resizing=False)
+    return base.get_input_embeddings().num_embeddings
+
+
+def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
+    """Give the adapter's parameters memory, filled with NaN, in float32, as PEFT keeps adapters of 16-bit models, too.
+
+    So are base parameters that are saved with the adapter, such as trained biases and resized embeddings.
+    """
+    saved = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in weights}
+    allocated: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            name = f"{path}.{attribute}"
+            if ".lora_" in name or ".modules_to_save." in name or id(parameter) in saved:
+                if id(parameter) not in allocated:
+                    empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                setattr(module, attribute, allocated[id(parameter)])
+
+
+def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
+    try:
+        result = set_peft_model_state_dict(model, weights)
+    except KeyError as error:
+        raise ModelError(f"The adapter has no weight {error}, although its {CONFIG} requires it.") from error
+    except (RuntimeError, ValueError) as error:  # shapes
+        raise ModelError(f"The adapter does not fit the base model: {error}") from error
+    if result.unexpected_keys:
+        raise ModelError(
+            f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
+            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base-model)."
+        )
+
+
+def _check_loaded(adapter: Adapter) -> None:
+    """Raise ModelError for parameters that still contain the NaN that they were allocated with."""
+    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
+    for layer, names in adapter.layers:
+        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
+            missing += names
+    if missing:
+        raise ModelError(f"The adapter has no weights, or NaN, for {_some(missing)}.")
+
+
+def _changed(layer: LoraLayer, prefix: str) -> list[str]:
+    if isinstance(layer, ParamWrapper):
+        return [f"{prefix}.{layer.parameter_name}"]
+    return [f"{prefix}.weight", *([f"{prefix}.bias"] if any(layer.lora_bias.values()) else [])]
+
+
+def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
+    """Remove the ties of weights that differ after merging, because only one of them is changed.
+
+    Weights of embeddings that were resized without being trained are the same for both, and with `ensure_weight_tying`
+    PEFT trains one change for both, which is merged once.
+    """
+    layers = {name: layer for layer, names in adapter.layers for name in names}
+    for name, source in list(adapter.ties.items()):
+        if config.ensure_weight_tying and _one_change(layers.get(name), layers.get(source)):
+            adapter.layers = [(layer, names) for layer, names in adapter.layers if name not in names]
+            adapter.replaced.pop(name, None)
+        elif {name, source} & layers.keys() or not _same(adapter, name, source):
+            del adapter.ties[name]
+
+
+def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
+    """Whether the layer of an output layer repeats that of the embedding, transposed, or is not saved."""
+    if output is None or embedding is None:
+        return True
+    pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
+    own = [(linear["default"].weight, factor["default"].T) for linear, factor in pairs]
+    return all(one.isnan().all() or torch.equal(one, other) for one, other in own)
+
+
+def _same(adapter: Adapter, name: str, source: str) -> bool:
+    one, other = adapter.replaced.get(name), adapter.replaced.get(source)
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,153 @@
+"""A trained model, its tokenizer and its base model, from a config or from a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ebft.config.options import RewardOptions
+from ebft.config.section import option_names
+from ebft.data.locate import lasting_name
+from ebft.errors import ModelError
+from ebft.evaluation.models import ADAPTER_FILE, placed
+from ebft.models.base import load_base_model
+from ebft.models.keys import ModelSettings
+from ebft.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+OPTION = "--base-model"
+
+
+@dataclass
+class Loaded:
+    """A trained model in eval mode, with its tokenizer; the base model is loaded when it is first needed.
+
+    `reward`: options of `FeatureMatchingReward`; `template`: extra arguments of the chat template.
+    """
+
+    name: str
+    tuned: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    load_base: Callable[[], PreTrainedModel]
+    reward: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] | None = None
+
+    @cached_property
+    def shares_base(self) -> bool:
+        """Whether the model with its adapter disabled is exactly the base model."""
+        if not isinstance(self.tuned, PeftModel):
+            return False
+        config = self.tuned.active_peft_config
+        is_plain = isinstance(config, LoraConfig) and config.init_lora_weights in (True, False, "gaussian")
+        return is_plain and config.bias == "none"  # trained biases are a part of the base model
+
+    @cached_property
+    def base(self) -> PreTrainedModel:
+        """The base model on its own, in eval mode."""
+        return placed(self.load_base()).eval().requires_grad_(False)
+
+    @contextmanager
+    def model(self, base: bool) -> Iterator[nn.Module]:
+        """The trained model, or with `base` the base model, which is the same one without adapter where possible."""
+        if base and self.shares_base:
+            with self.tuned.disable_adapter():
+                yield self.tuned
+        else:
+            yield self.base if base else self.tuned
+
+
+def model_of_run(config: RunConfig) -> Loaded:
+    """The trained model in the `output_dir` of a config. Raises ModelError if there is none."""
+    folder = Path(config.output_dir)
+    if not _is_model(folder):
+        raise ModelError(f"output_dir: {folder} contains no trained model. Train the config first: ebft train CONFIG")
+    tokenizer = load_tokenizer(config)
+    return Loaded(
+        str(folder),
+        _open(config, folder, tokenizer),
+        tokenizer,
+        lambda: load_base_model(config, tokenizer),
+        {name: getattr(config.ebft, name) for name in option_names(RewardOptions)},
+        config.trl.chat_template_kwargs,
+    )
+
+
+def model_in_folder(name: str, base: str | None = None) -> Loaded:
+    """The model or adapter in a folder, or of `ebft fetch`.
+
+    `base` replaces the base model that the adapter, or the card of a full model, names. Raises ModelError if the folder
+    contains no model.
+    """
+    folder = Path(lasting_name(name))
+    if not _is_model(folder):
+        raise ModelError(f"{name} is neither a config file nor a folder with a model or an adapter.")
+    is_adapter = (folder / ADAPTER_FILE).is_file()
+    base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    settings = _settings(base if is_adapter else str(folder), str(folder) if has_tokenizer else None)
+    tokenizer = load_tokenizer(settings)
+
+    def load_base() -> PreTrainedModel:
+        if base is None:
+            raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
+        return load_base_model(_settings(base, None), tokenizer)
+
+    return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / ADAPTER_FILE).is_file() or (
+        (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    )
+
+
+def _settings(base: str, tokenizer: str | None) -> ModelSettings:
+    return ModelSettings(base_model=base, tokenizer_config=tokenizer)
+
+
+def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The model in `folder`; an adapter is attached to the base model of the settings."""
+    if (folder / ADAPTER_FILE).is_file():
+        try:
+            model = PeftModel.from_pretrained(load_base_model(settings, tokenizer), str(folder))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"The adapter in {folder} cannot be loaded on {settings.base_model}: {error}") from error
+    else:
+        own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
+        model = load_base_model(settings.model_copy(update=own), tokenizer)
+    return placed(model).eval().requires_grad_(False)
+
+
+def _base_of_adapter(folder: Path) -> str:
+    try:
+        found = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{folder / ADAPTER_FILE} cannot be read: {error}") from error
+    if not found:
+        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
+    return found
+
+
+def _base_of_model(folder: Path) -> str | None:
+    """The base model that a full model's checkpoint or card names."""
+    if (folder / "ebft_run.json").is_file():
+        return json.loads((folder / "ebft_run.json").read_text(encoding="utf-8")).get("base_model")
+    if not (folder / "README.md").is_file():
+        return None
+    try:
+        found = ModelCard.load(folder / "README.md").data.base_model
+    except ValueError:  # no YAML header
+        return None
+    return found[0] if isinstance(found, list) else found

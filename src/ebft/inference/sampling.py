@@ -1,0 +1,96 @@
+"""Generation of replies with transformers' `generate`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, set_seed
+
+from ebft.data.conversation import Message, Renderer
+from ebft.errors import DataError
+from ebft.inference.models import Loaded
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.structured.reward import end_token_ids
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How replies are sampled. What is None is taken from the generation config of the model; temperature 0 is greedy.
+
+    `seed` is set before every reply, so that the same prompt gives the same reply.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def generation_config(self, model: nn.Module) -> GenerationConfig:
+        """The generation config of a model with these options."""
+        found = copy.deepcopy(unwrap_adapter(model).generation_config)
+        found.max_length = None
+        found.max_new_tokens = self.max_new_tokens
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.temperature == 0:
+            found.do_sample, found.temperature, found.top_p, found.top_k = False, None, None, None
+        elif given:
+            found.do_sample = True
+            found.update(**given)
+        return found
+
+
+class Sampler:
+    """Samples replies to prompts, a text or messages, from a trained model or its base model."""
+
+    def __init__(self, loaded: Loaded, options: SamplingOptions) -> None:
+        self.loaded, self.options = loaded, options
+        self.renderer = Renderer(loaded.tokenizer, loaded.template)
+
+    def reply_ids(
+        self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
+    ) -> list[list[int]]:
+        """The token ids of `samples` replies, each with the token that ended it, if one did.
+
+        Raises DataError if the prompt cannot be rendered, or leaves no position for a reply.
+        """
+        ids = self.renderer.prompt_ids(prompt)
+        with self.loaded.model(base) as model, torch.no_grad():
+            causal_lm = unwrap_adapter(model)
+            ends = sorted(end_token_ids(model, self.renderer))
+            config = self.options.generation_config(model)
+            config.max_new_tokens = min(config.max_new_tokens, _room(causal_lm, len(ids)))
+            config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
+            if samples > 1:
+                config.num_return_sequences, config.do_sample = samples, True
+            if self.options.seed is not None:
+                set_seed(self.options.seed)
+            inputs = torch.tensor([ids], device=causal_lm.device)
+            output = causal_lm.generate(
+                inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=streamer
+            )
+        return [_cut(row[len(ids) :].tolist(), ends) for row in output]
+
+    def text(self, ids: list[int]) -> str:
+        """A reply as text, without special tokens."""
+        return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _room(causal_lm: Any, length: int) -> int:
+    limit = getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
+    if limit is None:
+        return 2**31
+    if length >= limit:
+        raise DataError(f"The prompt has {length} tokens, but the model has {limit} positions. Use a shorter prompt.")
+    return limit - length
+
+
+def _cut(ids: list[int], ends: list[int]) -> list[int]:
+    """The ids up to and including the first end token; what follows is padding."""
+    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: end + 1]

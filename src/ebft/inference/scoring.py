@@ -1,0 +1,57 @@
+"""The reward of sampled replies against a reference, as in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ebft.data.conversation import Message
+from ebft.errors import ConfigError
+from ebft.inference.sampling import Sampler
+from ebft.structured.reward import FeatureMatchingReward
+
+
+@dataclass(frozen=True)
+class ScoredReplies:
+    """Samples of one prompt, with their rewards and the terms of the rewards."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    rewards: list[float]
+    alignment: list[float]  # in the space of the reward: whitened with use_whitening
+    diversity: list[float]
+    cfm: float
+
+
+class Scorer:
+    """Samples replies and scores them with `FeatureMatchingReward`, whose feature network is the base model."""
+
+    def __init__(self, sampler: Sampler, samples: int) -> None:
+        if samples < 1:
+            raise ConfigError(f"--samples: invalid value {samples}; expected at least 1.")
+        self._sampler, self._samples = sampler, samples
+
+    @cached_property
+    def reward(self) -> FeatureMatchingReward:
+        """The reward, with the feature settings of the config, or their defaults."""
+        loaded = self._sampler.loaded
+        model = loaded.tuned if loaded.shares_base else loaded.base
+        options = {**loaded.reward, "feature_device": None}  # the model is where the feature network is
+        return FeatureMatchingReward(
+            model, loaded.tokenizer, self._samples, chat_template_kwargs=loaded.template, copy=False, **options
+        )
+
+    def __call__(self, prompt: str | list[Message], reference: str, base: bool = False) -> ScoredReplies:
+        """Sample replies to a prompt and score them against a reference text."""
+        n = self._samples
+        ids = self._sampler.reply_ids(prompt, base, n)
+        rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
+        match = self.reward.last
+        return ScoredReplies(
+            [self._sampler.text(reply) for reply in ids],
+            ids,
+            rewards,
+            match.alignment.flatten().tolist(),
+            match.diversity.flatten().tolist(),
+            match.cfm.item(),
+        )

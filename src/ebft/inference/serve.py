@@ -1,0 +1,167 @@
+"""A web page for sampling from a trained model, served by the standard library on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+
+from transformers import TextStreamer
+
+from ebft.data.conversation import Message
+from ebft.errors import ConfigError, EBFTError
+from ebft.inference.sampling import Sampler, SamplingOptions
+from ebft.inference.scoring import Scorer
+
+MAX_BODY = 2**20  # bytes
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_OPTIONS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page, and its requests one at a time, since there is one model.
+
+    `GET /`: the page. `POST /reply` with `{"messages" or "text", "base", ...sampling options}`: the reply, streamed as
+    plain text. `POST /score` with `"reference"` and `"samples"` besides: the rewards, as JSON.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, sampler: Sampler, chats: bool, host: str, port: int) -> None:
+        self.sampler, self.chats, self.lock = sampler, chats, Lock()
+        self.page = files("ebft.inference").joinpath("page.html").read_text(encoding="utf-8")
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be listened on ({error.strerror}). Use another --port.") from error
+
+    @property
+    def address(self) -> str:
+        """The address of the page."""
+        return f"http://{self.server_address[0]}:{self.server_address[1]}"
+
+
+def serve_page(sampler: Sampler, chats: bool, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `say` is given its address."""
+    with PageServer(sampler, chats, host, port) as server:
+        say(f"{server.address} serves {sampler.loaded.name}. Ctrl-C ends it.")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("Stopped.")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+
+    def do_GET(self) -> None:
+        if self.path != "/":
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is only the page /.")
+            return
+        about = {"name": self.server.sampler.loaded.name, "chats": self.server.chats}
+        about |= asdict(self.server.sampler.options)
+        text = json.dumps(about).replace("<", "\\u003c")
+        self._send(HTTPStatus.OK, "text/html", self.server.page.replace("{{ABOUT}}", text))
+
+    def do_POST(self) -> None:
+        answer = {"/reply": self._reply, "/score": self._score}.get(self.path)
+        if answer is None:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There are only /reply and /score.")
+            return
+        try:
+            request = self._request()
+            prompt, sampler = self._prompt(request), self._sampler(request)
+            with self.server.lock:
+                answer(request, prompt, sampler)
+        except EBFTError as error:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error))
+        except ConnectionError:  # the page was closed
+            return
+
+    def _reply(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
+        sampler.renderer.prompt_ids(prompt)  # fails before the reply begins
+        streamer = _ToPage(sampler.loaded.tokenizer, self)
+        sampler.reply_ids(prompt, bool(request.get("base")), streamer=streamer)
+
+    def _score(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
+        reference, samples = request.get("reference"), request.get("samples", 4)
+        if not isinstance(reference, str) or not reference.strip() or not isinstance(samples, int):
+            raise ConfigError("reference must be a text, and samples a number.")
+        scored = Scorer(sampler, samples)(prompt, reference, bool(request.get("base")))
+        self._send(HTTPStatus.OK, "application/json", json.dumps(asdict(scored)))
+
+    def _request(self) -> dict[str, Any]:
+        """The JSON object of a request of this page, or of a program; requests of other sites are refused."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_loopback = self.server.server_address[0] in _LOOPBACK
+        if is_loopback and host.rpartition(":")[0] not in _LOOPBACK:  # a name that resolves to this machine
+            raise ConfigError(f"Requests to {host} are not accepted. Use {self.server.address}.")
+        if origin is not None and origin != f"http://{host}":
+            raise ConfigError(f"Requests from {origin} are not accepted.")
+        if self.headers.get_content_type() != "application/json":
+            raise ConfigError("The request must be JSON (Content-Type: application/json).")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MAX_BODY:
+            raise ConfigError(f"The request must have a Content-Length of at most {MAX_BODY} bytes.")
+        try:
+            request = json.loads(self.rfile.read(int(length)))
+        except ValueError as error:
+            raise ConfigError(f"The request is not JSON: {error}") from error
+        if not isinstance(request, dict):
+            raise ConfigError("The request must be a JSON object.")
+        return request
+
+    def _prompt(self, request: dict[str, Any]) -> str | list[Message]:
+        if isinstance(messages := request.get("messages"), list) and self.server.chats:
+            if not all(isinstance(message, dict) for message in messages):
+                raise ConfigError("messages must be objects with role and content.")
+            return messages
+        if isinstance(text := request.get("text"), str):
+            return text
+        raise ConfigError("The request needs text, or messages if the model has a chat template.")
+
+    def _sampler(self, request: dict[str, Any]) -> Sampler:
+        given = {}
+        for name, kind in _OPTIONS.items():
+            if (value := request.get(name)) is not None:
+                if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                    raise ConfigError(f"{name}: invalid value {value!r}; expected a number.")
+                given[name] = kind(value)
+        if given.get("max_new_tokens") == 0 or given.get("top_p", 0) > 1:
+            raise ConfigError("max_new_tokens must be at least 1, and top_p at most 1.")
+        options: SamplingOptions = replace(self.server.sampler.options, **given)
+        return Sampler(self.server.sampler.loaded, options)
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are not logged."""
+
+
+class _ToPage(TextStreamer):
+    """Writes the text of a reply to a response as it is generated; the reply ends with the connection."""
+
+    def __init__(self, tokenizer: Any, handler: _Handler) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._handler, self._has_begun = handler, False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._handler.send_response(HTTPStatus.OK)
+            self._handler.send_header("Content-Type", "text/plain; charset=utf-8")
+            self._handler.send_header("Connection", "close")
+            self._handler.end_headers()
+        self._handler.wfile.write(text.encode())
+        self._handler.wfile.flush()

@@ -1,0 +1,3 @@
+from tests.cli.conftest import ebft
+
+__all__ = ["ebft"]

@@ -1,0 +1,209 @@
+"""Replies are those of `generate`, of the model with or without its adapter, and their rewards those of training."""
+
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ebft import EBFTConfig, EBFTTrainer
+from ebft.config.load import load_config
+from ebft.errors import DataError, ModelError
+from ebft.inference.models import model_in_folder, model_of_run
+from ebft.inference.sampling import Sampler, SamplingOptions
+from ebft.inference.scoring import Scorer
+from ebft.inference.serve import PageServer, serve_page
+from ebft.inference.session import Session
+from tests.structured.trainers import USER, rows
+
+CHAT = [USER("say 3")]
+OPTIONS = SamplingOptions(max_new_tokens=8, temperature=0.8, top_p=0.9, top_k=50, seed=7)
+
+
+@pytest.fixture
+def sampler(folders):
+    return Sampler(model_in_folder(str(folders["adapter"])), OPTIONS)
+
+
+def generated(model, ids, **changes):
+    torch.manual_seed(7)
+    settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 8, **changes}
+    output = model.generate(torch.tensor([ids]), eos_token_id=[1, 3], pad_token_id=0, **settings)
+    return output[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("prompt", [CHAT, "say 3"], ids=["chat", "completion"])
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_the_tokens_are_those_of_generate(prompt, greedy, folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders["base"])
+    ids = (
+        tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    )
+    base = AutoModelForCausalLM.from_pretrained(folders["base"]).eval()
+    changes = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} if greedy else {}
+    options = SamplingOptions(8, 0.0) if greedy else OPTIONS
+    sampler = Sampler(model_in_folder(str(folders["adapter"])), options)
+    of_base = generated(base, ids, **changes)
+    assert sampler.reply_ids(prompt, base=True) == [of_base]
+    tuned = PeftModel.from_pretrained(base, folders["adapter"]).eval()
+    of_tuned = generated(tuned.get_base_model(), ids, **changes)
+    assert sampler.reply_ids(prompt) == [of_tuned] and of_tuned != of_base
+
+
+def test_the_base_of_a_fully_trained_model(folders, config_file, tmp_path):
+    loaded = model_of_run(load_config(config_file("full")))
+    base = Sampler(model_in_folder(str(folders["base"])), OPTIONS).reply_ids(CHAT)
+    assert Sampler(loaded, OPTIONS).reply_ids(CHAT, base=True) == base
+    assert Sampler(loaded, OPTIONS).reply_ids(CHAT) != base
+    with pytest.raises(ModelError, match="Give it with --base-model"):
+        Sampler(model_in_folder(str(folders["full"])), OPTIONS).reply_ids(CHAT, base=True)
+    named = model_in_folder(str(folders["full"]), str(folders["base"]))
+    assert Sampler(named, OPTIONS).reply_ids(CHAT, base=True) == base
+    copy = shutil.copytree(folders["full"], tmp_path / "with-card")
+    (copy / "README.md").write_text(f"---\nbase_model: {folders['base']}\n---\n")
+    assert Sampler(model_in_folder(str(copy)), OPTIONS).reply_ids(CHAT, base=True) == base
+
+
+def test_trained_biases_are_switched_off_with_the_adapter(folders, tmp_path):
+    copy = shutil.copytree(folders["adapter"], tmp_path / "adapter")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
+    loaded = model_in_folder(str(copy))
+    with loaded.model(base=True) as model:
+        assert model is loaded.base and not isinstance(model, PeftModel)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
+    config = load_config(config_file(kind))
+    sampler = Sampler(model_of_run(config), OPTIONS)
+    scored = Scorer(sampler, 4)(CHAT, "it is so 3")
+    base = AutoModelForCausalLM.from_pretrained(folders["base"])
+    policy = PeftModel.from_pretrained(base, folders["adapter"], is_trainable=True) if kind == "adapter" else base
+    args = EBFTConfig(
+        str(tmp_path / "out"), num_generations=4, per_device_train_batch_size=4, use_whitening=True,
+        feature_layers=[0.5], diversity_coef=0.5, report_to="none",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folders["base"])
+    trainer = EBFTTrainer(policy, args, train_dataset=rows(multi_turn=False), processing_class=tokenizer)
+    (reward,) = trainer.reward_funcs
+    expected = reward([CHAT] * 4, completion_ids=scored.ids, ground_truth=["it is so 3"] * 4)
+    assert scored.rewards == pytest.approx(expected, abs=1e-5) and len(set(scored.texts)) > 1
+    assert scored.alignment == pytest.approx(reward.last.alignment.flatten().tolist(), abs=1e-5)
+    assert scored.diversity == pytest.approx(reward.last.diversity.flatten().tolist(), abs=1e-5)
+    assert Scorer(sampler, 4)(CHAT, "it is so 3", base=True).ids != scored.ids
+
+
+def test_a_prompt_that_is_too_long(sampler):
+    limit = sampler.loaded.tuned.config.max_position_embeddings
+    with pytest.raises(DataError, match="positions"):
+        sampler.reply_ids("a" * limit)
+    assert len(sampler.reply_ids("a" * (limit - 2))[0]) <= 2
+
+
+def lines(*given):
+    """A reader of given lines; an exception is raised."""
+    rest = iter(given)
+
+    def read(prompt):
+        line = next(rest, EOFError)
+        if line in (EOFError, KeyboardInterrupt):
+            raise line
+        return line
+
+    return read
+
+
+def test_a_session(sampler, capsys):
+    session = Session(sampler, chats=True)
+    session.run(lines("say 3", "", "/base", "say 3", "/nothing", "/help"))
+    shown = capsys.readouterr().out
+    first = sampler.text(sampler.reply_ids(CHAT)[0])
+    assert first in shown and sampler.text(sampler.reply_ids(CHAT, base=True)[0]) in shown
+    assert "Unknown command /nothing" in shown and "/reset  forget" in shown
+    assert session._messages[False] == [*CHAT, {"role": "assistant", "content": first}]
+    session.run(lines("/tuned", "and 4", "/exit", "not read"))
+    assert [message["role"] for message in session._messages[False]] == ["user", "assistant"] * 2
+    session.run(lines("/reset"))
+    assert session._messages == {False: [], True: []}
+
+
+def test_ctrl_c_ends_a_session_at_the_prompt_and_stops_a_reply(sampler, capsys, monkeypatch):
+    session = Session(sampler, chats=True)
+    session.run(lines(KeyboardInterrupt, "not read"))
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(sampler), "reply_ids", interrupted)
+    session.run(lines("say 3", "say 4"))
+    assert capsys.readouterr().out.count("(stopped)") == 2 and session._messages[False] == []
+
+
+@pytest.fixture
+def address(sampler):
+    with PageServer(sampler, True, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.address
+        server.shutdown()
+        thread.join()
+
+
+def post(url, body, **headers):
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_page(address, sampler):
+    page = urllib.request.urlopen(address).read().decode()
+    assert sampler.loaded.name in page and "{{ABOUT}}" not in page
+    reply = sampler.text(sampler.reply_ids(CHAT)[0])
+    assert post(f"{address}/reply", {"messages": CHAT}) == (200, reply)
+    base = sampler.text(sampler.reply_ids(CHAT, base=True)[0])
+    assert post(f"{address}/reply", {"messages": CHAT, "base": True}) == (200, base)
+    greedy = Sampler(sampler.loaded, SamplingOptions(4, 0.0, seed=7))
+    changed = {"text": "say 3", "temperature": 0, "max_new_tokens": 4}
+    assert post(f"{address}/reply", changed) == (200, greedy.text(greedy.reply_ids("say 3")[0]))
+    status, scored = post(f"{address}/score", {"messages": CHAT, "reference": "it is", "samples": 2})
+    assert status == 200 and json.loads(scored)["rewards"] == pytest.approx(Scorer(sampler, 2)(CHAT, "it is").rewards)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "message"),
+    [
+        ("/reply", {}, {}, "needs text"),
+        ("/reply", [], {}, "JSON object"),
+        ("/reply", {"text": "a", "temperature": -1}, {}, "temperature: invalid value -1"),
+        ("/reply", {"text": "a"}, {"Origin": "http://example.org"}, "Requests from http://example.org"),
+        ("/reply", {"text": "a"}, {"Host": "example.org:80"}, "Requests to example.org"),
+        ("/reply", {"text": "a"}, {"Content-Type": "text/plain"}, "must be JSON"),
+        ("/score", {"text": "a", "reference": " "}, {}, "reference must be a text"),
+        ("/other", {}, {}, "only /reply and /score"),
+    ],
+)
+def test_requests_that_are_refused(path, body, headers, message, address):
+    status, text = post(f"{address}{path}", body, **headers)
+    assert status in (400, 404) and message in text
+
+
+def test_ctrl_c_ends_the_page(sampler, monkeypatch):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "serve_forever", interrupted)
+    said = []
+    serve_page(sampler, True, "127.0.0.1", 0, said.append)
+    assert "serves" in said[0] and said[1] == "Stopped."
