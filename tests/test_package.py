@@ -25,7 +25,8 @@ ROOMS = (
     "prefix",
     "fetch sft strided structured",
     "nemo_gym",
-    "cli config.checks config.load config.reference config.schema doctor evaluation export inference methods quickstart run",
+    "cli config.checks config.load config.reference config.schema doctor evaluation export inference methods preprocess "
+    "quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 

@@ -1,6 +1,7 @@
 """Output of the commands on stderr: errors in red, warnings in yellow, one message each."""
 
 import functools
+import logging
 import os
 import signal
 import warnings
@@ -47,6 +48,9 @@ def show_warnings() -> None:
 
     warnings.showwarning = show
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
+    # transformers imports torchao where it is installed, and torchao logs every CUDA library that a machine cannot load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def is_main_process() -> bool:
