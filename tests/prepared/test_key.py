@@ -116,6 +116,13 @@ def test_a_copy_of_the_tokenizer_elsewhere_keeps_the_key(key_for, tiny_llama_dir
     assert key_for(base_model=str(folder)) != key_for()
 
 
+def test_values_that_are_not_json_are_in_the_key(key_for):
+    from datetime import date
+
+    of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
+    assert of(1) == of(1) != of(2)
+
+
 def test_missing_data_is_an_error(key_for):
     with pytest.raises(DataError, match="the local path './nowhere' does not exist"):
         key_for(datasets=[{"path": "./nowhere", "type": "completion"}])

@@ -61,6 +61,20 @@ def test_a_changed_setting_makes_new_rows_and_keeps_the_old_ones(make, tokenizer
     assert not prepare_rows(make(), tokenizer, base).is_new
 
 
+def test_a_line_names_what_differs_from_the_most_similar_rows(make, tokenizer, base, rows_file, capsys):
+    differing = lambda config: (
+        capsys.readouterr(),
+        prepare_rows(config, tokenizer, base),
+        [line.partition(" differ in ")[2] for line in capsys.readouterr().err.splitlines() if "most similar" in line],
+    )[2]
+    assert differing(make()) == []  # there are no others
+    assert differing(make(sequence_len=20, seed=1)) == ["seed, sequence_len"]
+    assert differing(make(sequence_len=20)) == ["sequence_len"]
+    assert differing(make()) == []  # nothing is prepared
+    rows_file.write_text(rows_file.read_text().replace("answer", "reply"))
+    assert differing(make(train_on_inputs=True)) == ["train_on_inputs, data"]
+
+
 def test_edited_data_makes_new_rows(make, tokenizer, base, rows_file):
     prepare_rows(make(), tokenizer, base)
     rows_file.write_text(rows_file.read_text().replace("answer", "reply"))

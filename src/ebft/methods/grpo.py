@@ -233,7 +233,9 @@ class GRPO(Method):
         from ebft.preview.prompts import PromptView
 
         compares = FEATURE_MATCHING in self._reward_names(config)
-        return PromptView(tokenizer, config.trl.chat_template_kwargs, compares, **self.cross_entropy(config))
+        given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(config.trl, name))
+        note = f"shown without what {given} adds to prompts in training" if given else None
+        return PromptView(tokenizer, config.trl.chat_template_kwargs, compares, note=note, **self.cross_entropy(config))
 
     def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
         """The options of a cross-entropy on references, if the method has one."""

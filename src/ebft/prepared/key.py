@@ -22,12 +22,12 @@ _PLACE = ("is_local", "local_files_only", "name_or_path")
 
 
 def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Everything that determines the rows of a run: settings, data, transforms, tokenizer, code.
+    """Everything that determines the rows of a run, as JSON: settings, data, transforms, tokenizer, code.
 
     Raises DataError if a data source or a transform does not exist.
     """
     sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
-    return {
+    inputs = {
         "format": FORMAT,
         "settings": row_settings(config, sources.values()),
         "data": data_fingerprints(config),
@@ -35,6 +35,7 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "code": own_code(),
     }
+    return json.loads(json.dumps(inputs, default=str))
 
 
 def data_fingerprints(config: RunConfig) -> list[dict[str, Any]]:

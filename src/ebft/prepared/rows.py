@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.schema import RunConfig
 from ebft.data.load import LoadedRows
 from ebft.errors import DataError
+from ebft.prepared.difference import closest_difference
 from ebft.prepared.key import data_fingerprints, key_of, row_inputs
 from ebft.prepared.store import DamagedRows, locked, read_rows, write_rows
 
@@ -55,6 +56,9 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
             _say(f"Prepared rows in {folder} are damaged ({damage}); they are prepared again", of_any_rank=True)
         if rows is not None:
             return Prepared(rows, folder, is_new=False)
+        changed = closest_difference(folder.parent, inputs)
+        if changed:
+            _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
         rows = config.method.load_rows(config, tokenizer)
         if data_fingerprints(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")

@@ -17,7 +17,8 @@ _SHOWN = ("prompt", "remaining_turns")
 class PromptView:
     """Shows a row with `prompt` and, if completions are compared with it, the reference in `ground_truth`.
 
-    `ce_coef` is the weight of the cross-entropy on references, None for methods without it.
+    `ce_coef` is the weight of the cross-entropy on references, None for methods without it; `note` is shown with every
+    prompt.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class PromptView:
         compares: bool,
         ce_coef: float | None = None,
         mask_thinking: bool = False,
+        note: str | None = None,
     ) -> None:
         self.texts, self.renderer = TokenTexts(tokenizer), Renderer(tokenizer, chat_template_kwargs)
         self.compares, self.ce_coef, self.mask_thinking = compares, ce_coef, mask_thinking
+        self.notes = [] if note is None else [("note", note)]
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         reference = row.get("ground_truth")
@@ -39,7 +42,7 @@ class PromptView:
         )
         prompt = conversation.prompt_ids
         kind = "text" if isinstance(row["prompt"], str) else f"{len(row['prompt'])} messages"
-        facts = [("kind", kind), ("tokens", f"{len(prompt):,}")]
+        facts = [("kind", kind), ("tokens", f"{len(prompt):,}"), *self.notes]
         parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts)]
         if compares or len(conversation.turns) > 1:
             parts += self._turns(row, conversation)
