@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.data.fingerprint import file_hash, source_fingerprint
+from ebft.data.file_hash import file_hash
+from ebft.data.fingerprint import source_fingerprint
 from ebft.data.keys import DatasetEntry
 from ebft.data.sources import source_files
 from ebft.errors import DataError

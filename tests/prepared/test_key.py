@@ -59,7 +59,7 @@ def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, ro
 def test_a_large_file_is_compared_by_its_time(key_for, rows_file, monkeypatch):
     import os
 
-    monkeypatch.setattr("ebft.data.fingerprint.LARGEST_HASHED", 10)
+    monkeypatch.setattr("ebft.data.file_hash.LARGEST_HASHED", 10)
     before = key_for()
     assert key_for() == before
     os.utime(rows_file, ns=(1, 1))
@@ -130,3 +130,8 @@ def test_missing_data_is_an_error(key_for):
 
 def test_the_key_is_a_folder_name(key_for):
     assert len(key_for()) == 32 and key_for().isalnum() and key.FORMAT == 1
+
+
+def test_a_gguf_tokenizer_has_a_fingerprint(key_for, tiny_gguf):
+    of = lambda: key_for(base_model=str(tiny_gguf.parent), gguf_file=tiny_gguf.name)
+    assert of() == of()

@@ -1,15 +1,12 @@
 """Fingerprints of data sources: equal if their contents are equal."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from ebft.data.file_hash import file_fingerprint
 from ebft.data.sources import read_source, source_files
-from ebft.errors import DataError
-
-LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run takes too long
 
 
 def source_fingerprint(entry: Any) -> dict[str, Any]:
@@ -21,23 +18,6 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
     if files is None:
         return {"hub": hub_commit(entry)}
     return {"files": [[name, file_fingerprint(path)] for name, path in files]}
-
-
-def file_fingerprint(path: Path) -> str:
-    """The hash of a file's content; of a file above `LARGEST_HASHED` bytes, its path, size and modification time."""
-    try:
-        stat = path.stat()
-        if stat.st_size > LARGEST_HASHED:
-            return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
-        return file_hash(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hub_commit(entry: Any) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.schema import RunConfig
-from ebft.data.fingerprint import file_hash, source_fingerprint
+from ebft.data.file_hash import file_hash
+from ebft.data.fingerprint import source_fingerprint
 from ebft.prepared.code import own_code, transform_sources
 from ebft.prepared.settings import row_settings
 

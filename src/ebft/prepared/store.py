@@ -20,7 +20,7 @@ from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_
 from datasets.utils import are_progress_bars_disabled
 from filelock import FileLock
 
-from ebft.data.fingerprint import file_hash
+from ebft.data.file_hash import file_hash
 from ebft.data.load import LoadedRows
 from ebft.data.report import SectionReport
 from ebft.errors import DataError
