@@ -24,8 +24,8 @@ ROOMS = (
     "features health monitor scores",
     "prefix",
     "fetch sft strided structured",
-    "nemo_gym",
-    "cli config.checks config.load config.reference config.schema doctor evaluation export inference methods preprocess "
+    "nemo_gym preview",
+    "cli config.checks config.load config.reference config.schema doctor evaluation export inference methods prepared "
     "quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}

@@ -119,7 +119,6 @@ def test_one_sample_becomes_reinforce_without_diversity(make):
 def test_a_key_without_effect_says_so_once(make, key):
     value = {
         "save_safetensors": False,
-        "dataset_prepared_path": "x",
         "profiler_steps": [1, 2],
         "local_rank": 1,
         "fsdp_version": 1,

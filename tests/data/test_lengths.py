@@ -1,7 +1,5 @@
 """Which rows are kept, cut or dropped, by hand-made lengths."""
 
-from collections import Counter
-
 import pytest
 from datasets import Dataset
 
@@ -18,6 +16,7 @@ from ebft.data.lengths import (
     cut_and_drop,
     fits_one_block,
 )
+from ebft.data.report import RowCounts
 from ebft.data.tokenise import FEATURES
 
 
@@ -32,7 +31,7 @@ def cut(config, *rows):
         }
         for length, prompt in rows
     ]
-    counts = Counter()
+    counts = RowCounts()
     kept = cut_and_drop(
         Dataset.from_list(table, features=FEATURES), config.sequence_len, config.required_rows.block, counts
     )

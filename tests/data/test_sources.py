@@ -1,6 +1,7 @@
 """Every kind of source: files, folders, saved datasets, formats with data_files, and hub ids without a hub."""
 
 import json
+import os
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -180,3 +181,15 @@ def test_only_empty_fields_of_a_csv_file_are_missing(tmp_path):
     assert read_source(entry(tmp_path / "codes.csv"))["code"][:] == ["NA", "null", None]
     (tmp_path / "CODES.TSV").write_text("country\tcode\nNamibia\tNA\n")
     assert read_source(entry(tmp_path / "CODES.TSV"))["code"][:] == ["NA"]
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_a_changed_file_with_an_unchanged_time_is_read_again(tmp_path, kind):
+    texts = []
+    for text in ("one", "two"):
+        path = tmp_path / f"rows.{kind}"
+        table = Dataset.from_dict({"text": [text]})
+        {"json": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[kind](str(path))
+        os.utime(path, ns=(10**18, 10**18))
+        texts += read_source(entry(path))["text"][:]
+    assert texts == ["one", "two"]

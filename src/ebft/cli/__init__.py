@@ -13,6 +13,7 @@ from ebft.cli import fetch as fetch_command
 from ebft.cli import inference as inference_command
 from ebft.cli import merge_lora as merge_lora_command
 from ebft.cli import quantize as quantize_command
+from ebft.cli import preprocess as preprocess_command
 from ebft.cli import quickstart as quickstart_command
 from ebft.cli import train as train_command
 from ebft.cli import vllm_serve as vllm_serve_command
@@ -35,6 +36,7 @@ def _print_version(asked: bool) -> None:
 
 quickstart_command.register(app)
 train_command.register(app)
+preprocess_command.register(app)
 evaluate_command.register(app)
 inference_command.register(app)
 merge_lora_command.register(app)

@@ -10,7 +10,7 @@ from pydantic import Field
 from ebft.config import rules
 from ebft.config.section import Section
 
-_PREPARED = "rows are tokenised at the start of every run"
+_PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
 _LIGER = "Liger kernels are not used; the model's own layers give the same results"
 
@@ -22,8 +22,7 @@ class CarriedOverKeys(Section):
         None, description="No effect: held-out documents are evaluated individually."
     )
     pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
-    skip_prepare_dataset: bool = Field(False, description="No effect: there is no separate preparation step.")
-    dataset_prepared_path: str | None = Field(None, description="No effect: rows are tokenised in every run.")
+    skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
     activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
     fsdp_version: int | None = Field(None, description="No effect: fsdp: true is FSDP2.")
@@ -33,7 +32,7 @@ class CarriedOverKeys(Section):
         description="No effect: the class is determined by the model's config and must be a causal LM.",
     )
     tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
-    debug: bool = Field(False, description="No effect: there is no debug mode.")
+    debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
     local_rank: int | None = Field(None, description="No effect: the launcher sets the rank of each process.")
     is_llama_derived_model: bool | None = Field(
         None, description="No effect: the model family is determined by the model's config."
@@ -62,14 +61,13 @@ IGNORED: dict[str, Ignored] = {
     "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
-    "dataset_prepared_path": Ignored((), _PREPARED),
     "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "fsdp_version": Ignored((2,), "fsdp: true is FSDP2; the version is that of fsdp_config"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
     "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),
-    "debug": Ignored((False,), "there is no debug mode"),
+    "debug": Ignored((False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
     "local_rank": Ignored((), "the launcher sets the rank of each process"),
     "is_llama_derived_model": Ignored((), "the model family is determined by the model's config"),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),

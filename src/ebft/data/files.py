@@ -1,5 +1,6 @@
 """Local files as datasets: JSON, CSV and Parquet as tables, text and source code with one document per file."""
 
+import hashlib
 import json
 import re
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets, load_dataset
 
 from ebft.data.diagnose import explain
+from ebft.data.file_hash import file_fingerprint
 from ebft.data.splits import DEFAULT_SPLIT
 from ebft.data.text_file import read_text
 from ebft.errors import DataError
@@ -112,8 +114,10 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     if kind == "csv":  # only empty fields are missing: NA and null are texts
         options = {"keep_default_na": False, "na_values": [""]}
         options |= {"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {}
+    # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
+    contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     try:
-        rows = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+        rows = load_dataset(kind, contents, data_files=[str(path) for path in paths], split="train", **options)
         rows.data.validate(full=True)  # the JSON reader accepts bytes that are not UTF-8
         return _with_dates_as_text(rows, paths) if kind == "json" else rows
     except Exception as error:  # builders raise the errors of their parsers

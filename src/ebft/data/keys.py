@@ -103,6 +103,12 @@ class DataKeys(Section):
         description="Documents to hold out of the training data: a fraction if below 1, otherwise a number. They are "
         "selected before unusable documents are dropped, so that every method holds out the same ones.",
     )
+    dataset_prepared_path: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Folder for prepared rows, those of `ebft preprocess` and of earlier runs. Training reads the rows "
+        "that were prepared from the same data, transforms, tokenizer and settings; if there are none, it prepares and "
+        "stores them. If unset, rows are prepared in every run and not stored.",
+    )
     dataset_num_proc: int = Field(1, ge=1, description="Number of processes for preparing the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows after all sources are joined.")
     sequence_len: int = Field(

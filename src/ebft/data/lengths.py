@@ -1,7 +1,9 @@
 """Cutting rows to `sequence_len` and dropping those that cannot be trained on, with a count for each reason."""
 
-from collections import Counter
-from typing import Any
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 from datasets import Dataset
@@ -10,6 +12,9 @@ from ebft.anchors import first_anchor
 from ebft.config.options import EBFTSection
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
+
+if TYPE_CHECKING:
+    from ebft.data.report import RowCounts
 
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
@@ -43,7 +48,7 @@ def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
     return first + ebft.generate_max_len <= length
 
 
-def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: Counter) -> Dataset:
+def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: RowCounts) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
     Text without a prompt is cut into consecutive windows; rows with a prompt are truncated. Rows without room for
@@ -59,6 +64,8 @@ def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, co
         desc="Cutting rows",
     )
     counts.update(step.counts)
+    for reason, documents in step.documents.items():
+        counts.note(reason, documents)
     return kept
 
 
@@ -71,6 +78,7 @@ class _Cutter:
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
         self.counts: Counter = Counter()
+        self.documents: dict[str, list[int]] = defaultdict(list)
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         out: dict[str, list] = {field: [] for field in FEATURES}
@@ -90,31 +98,36 @@ class _Cutter:
         """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
         if length == 0:
-            return self._drop(EMPTY)
+            return self._drop(row, EMPTY)
         if prompt_length >= length or not _learns(row["labels"]):
-            return self._drop(NO_REFERENCE)
+            return self._drop(row, NO_REFERENCE)
         if length > self.sequence_len and prompt_length == 0:
             return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
         if not self.fits(len(cut["input_ids"]), prompt_length) or (self.needs_labels and not _learns(cut["labels"])):
-            return self._drop(PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
-        self.counts[TRUNCATED] += length > self.sequence_len
+            return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
+        if length > self.sequence_len:
+            self._count(row, TRUNCATED)
         return [cut]
 
     def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self.counts[SPLIT] += 1
+        self._count(row, SPLIT)
         kept = []
         for start in range(0, len(row["input_ids"]), self.sequence_len):
             window = _window(row, start, start + self.sequence_len)
             if self.fits(len(window["input_ids"]), 0) and _learns(window["labels"]):
                 kept.append(window)
             else:
-                self.counts[self.tail] += 1
+                self._count(row, self.tail)
         return kept
 
-    def _drop(self, reason: str) -> list[dict[str, Any]]:
-        self.counts[reason] += 1
+    def _drop(self, row: dict[str, Any], reason: str) -> list[dict[str, Any]]:
+        self._count(row, reason)
         return []
+
+    def _count(self, row: dict[str, Any], reason: str) -> None:
+        self.counts[reason] += 1
+        self.documents[reason].append(row["document"])
 
 
 def _learns(labels: list[int]) -> bool:

@@ -2,25 +2,39 @@
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED, SPLIT, TRUNCATED, cut_and_drop
+from ebft.data.lengths import cut_and_drop
+from ebft.data.report import RowCounts, SectionReport, report
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
-LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
+LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
+
+
+class LoadedRows(NamedTuple):
+    """The training rows, the evaluation rows (None if the config holds no data out), and a report per section."""
+
+    train: Dataset
+    evaluation: Dataset | None
+    reports: list[SectionReport]
 
 
 def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+    """The training rows and the evaluation rows of `load_token_rows`."""
+    rows = load_token_rows(config, tokenizer)
+    return rows.train, rows.evaluation
+
+
+def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `input_ids` and `labels` (lists of ints of the same length, at most `sequence_len`, unpadded; labels are
@@ -28,35 +42,37 @@ def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> t
     whole documents, so the windows of one document stay together. Raises DataError if a source cannot be read or no
     usable rows are left.
     """
-    train, evaluation = load_sections(config, token_rows(config, tokenizer), hint(config))
-    return train.remove_columns("document"), None if evaluation is None else evaluation.remove_columns("document")
+    train, evaluation, reports = load_sections(config, token_rows(config, tokenizer), hint(config))
+    evaluation = None if evaluation is None else evaluation.remove_columns("document")
+    return LoadedRows(train.remove_columns("document"), evaluation, reports)
 
 
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)
         return cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts)
 
     return load_entry
 
 
-def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> tuple[Dataset, Dataset | None]:
+def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> LoadedRows:
     """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
 
     `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
     """
-    train, documents = _load_section(config.datasets, "datasets", load_entry, hint)
-    evaluation = None
+    train, of_train = _load_section(config.datasets, "datasets", load_entry, hint)
+    evaluation, reports = None, [of_train]
     if config.test_datasets:
-        evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
+        evaluation, of_evaluation = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
+        reports.append(of_evaluation)
     elif config.val_set_size:
-        train, evaluation = _hold_out(train, documents, config)
+        train, evaluation = _hold_out(train, of_train.documents, config)
     if config.shuffle_merged_datasets:
         seed = config.seed if config.data_seed is None else config.data_seed
         train = train.shuffle(seed=seed, load_from_cache_file=False)
-    return train, evaluation
+    return LoadedRows(train, evaluation, reports)
 
 
 def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str) -> Dataset:
@@ -68,37 +84,25 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str
         return _load_section(config.test_datasets, "test_datasets", load_entry, hint)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    return _hold_out(*_load_section(config.datasets, "datasets", load_entry, hint), config)[1]
+    rows, of_rows = _load_section(config.datasets, "datasets", load_entry, hint)
+    return _hold_out(rows, of_rows.documents, config)[1]
 
 
-def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> tuple[Dataset, int]:
-    """The usable rows of all entries, and the number of documents, usable or not."""
-    parts, counts, documents = [], Counter(), 0
+def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> tuple[Dataset, SectionReport]:
+    """The usable rows of all entries, and the report of all documents, usable or not."""
+    parts, counts, documents, sources = [], RowCounts(), 0, []
     for entry in entries:
         raw = read_source(entry)
+        sources.append((f"{entry.path}, {entry.split}", documents))
         parts.append(load_entry(entry, raw, documents, counts))
         documents += len(raw)
     joined = concatenate_datasets(parts)
-    report = describe(section, documents, len(joined), counts)
+    found = report(section, documents, len(joined), counts, sources)
     if not len(joined):
-        raise DataError(f"{report}. No usable rows are left: {hint}")
+        raise DataError(f"{found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
-        print(report, file=sys.stderr)
-    return joined, documents
-
-
-def describe(section: str, documents: int, rows: int, counts: Counter) -> str:
-    """One line about the documents and rows of a section, with a count for each reason."""
-    notes = [f"{counts[what]:,} {what}" for what in (SPLIT, TRUNCATED) if counts[what]]
-    dropped = [f"{counts[reason]:,} {reason}" for reason in DROPPED if counts[reason]]
-    line = f"{section}: {_counted(documents, 'document')} produced {_counted(rows, 'row')}"
-    if notes:
-        line += f" ({', '.join(notes)})"
-    return f"{line}; dropped {', '.join(dropped)}" if dropped else line
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+        print(found, file=sys.stderr)
+    return joined, found
 
 
 def hint(config: DataSettings) -> str:

@@ -1,7 +1,6 @@
 """Loading prompts with their references from the `datasets:` section, for structured mode and `rl: grpo`."""
 
 import json
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,21 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import apply_transform, named
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED
-from ebft.data.load import LoadEntry, load_sections
+from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.prompt_rows import FEATURES, PromptRow
+from ebft.data.report import RowCounts
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once
 
 
 def load_prompts(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+    """The training rows and the evaluation rows of `load_prompt_rows`."""
+    rows = load_prompt_rows(config, tokenizer)
+    return rows.train, rows.evaluation
+
+
+def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `prompt` (text in all rows, or messages in all rows), `ground_truth` (text; None if `rl: grpo` has none),
@@ -28,23 +34,27 @@ def load_prompts(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tu
     count for each reason. `val_set_size` holds out whole documents, so the turns of one chat stay together. Raises
     DataError if a source cannot be read, sources are incompatible, or no usable rows are left.
     """
-    train, evaluation = load_sections(config, prompt_rows(config, tokenizer), hint(config))
+    train, evaluation, reports = load_sections(config, prompt_rows(config, tokenizer), hint(config))
     columns = _columns(train, evaluation)
-    return _unpacked(train, columns), None if evaluation is None else _unpacked(evaluation, columns)
+    evaluation = None if evaluation is None else _unpacked(evaluation, columns)
+    return LoadedRows(_unpacked(train, columns), evaluation, reports)
 
 
 def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads packed rows of prompts from a source; all sources must have the same kind."""
     sources: dict[str, str] = {}  # the first source of each kind of prompt
 
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: Counter) -> Dataset:
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         check = PromptRow(config, tokenizer)
         rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
         for kind in sorted(set(rows["kind"]) - {""}):
             sources.setdefault(kind, named(entry))
         _refuse_mixture(sources)
         reasons = np.asarray(rows["reason"])
-        counts.update({reason: int((reasons == reason).sum()) for reason in DROPPED})
+        documents = np.asarray(rows["document"])
+        for reason in DROPPED:
+            counts[reason] += int((reasons == reason).sum())
+            counts.note(reason, documents[reasons == reason].tolist())
         return rows.select(np.flatnonzero(reasons == ""))
 
     return load_entry

@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from ebft.data.files import KINDS, read_files, read_folder
+from ebft.data.files import KINDS, files_below, read_files, read_folder
 from ebft.data.locate import locate
 from ebft.data.splits import DEFAULT_SPLIT, take_split
 from ebft.data.text_file import read_text
@@ -19,7 +19,7 @@ def read_source(entry: Any) -> Dataset:
     `path` may be a file, a folder of files, a `save_to_disk` folder, a Hub id, or a format (`json`, `text`)
     with `data_files`. Raises DataError that names the file and row, or the missing path.
     """
-    if entry.path in KINDS and entry.data_files and not Path(entry.path).exists():
+    if _names_a_format(entry):
         return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = locate(entry.path, "dataset", "datasets.path")
     if path is None:
@@ -29,6 +29,27 @@ def read_source(entry: Any) -> Dataset:
     if path.is_dir() and _saved_to_disk(path):
         return _read_saved(path, entry)
     return _read_local(path, entry, kind=entry.ds_type)
+
+
+def source_files(entry: Any) -> list[tuple[str, Path]] | None:
+    """The files that `read_source` reads, in order, with their names within `path`; None for a dataset of the Hub.
+
+    Raises DataError as `read_source` does.
+    """
+    path = Path.cwd() if _names_a_format(entry) else locate(entry.path, "dataset", "datasets.path")
+    if path is None:
+        return None
+    folder = path if path.is_dir() else path.parent
+    if entry.data_files:
+        patterns = entry.data_files.values() if isinstance(entry.data_files, dict) else [entry.data_files]
+        files = [file for given in patterns for file in (_matches(folder, given, entry.path) if given else [path])]
+    else:
+        files = files_below(path) if path.is_dir() else [path]
+    return [(str(file.relative_to(folder) if file.is_relative_to(folder) else file), file) for file in files]
+
+
+def _names_a_format(entry: Any) -> bool:
+    return entry.path in KINDS and bool(entry.data_files) and not Path(entry.path).exists()
 
 
 def _read_lines(path: Path, entry: Any) -> Dataset:

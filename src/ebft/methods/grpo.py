@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+    from ebft.data.load import LoadedRows
+    from ebft.preview.view import RowView
     from ebft.run.checks import Machine
 
 FEATURE_MATCHING = "feature_matching"
@@ -230,13 +232,21 @@ class GRPO(Method):
     def compares_features(self, config: RunConfig) -> bool:
         return FEATURE_MATCHING in self._reward_names(config)
 
-    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-        from ebft.data.prompts import load_prompts
-
-        train, evaluation = load_prompts(config, tokenizer)
+    def check_rows(self, config: RunConfig, rows: LoadedRows) -> None:
         if config.nemo_gym_enabled:
-            nemo_gym.check_rows(config, train, evaluation)
-        return train, evaluation
+            nemo_gym.check_rows(config, rows.train, rows.evaluation)
+
+    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.preview.prompts import PromptView
+
+        compares = self.compares_features(config)
+        given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(config.trl, name))
+        note = f"shown without what {given} adds to prompts in training" if given else None
+        return PromptView(tokenizer, config.trl.chat_template_kwargs, compares, note=note, **self.cross_entropy(config))
+
+    def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
+        """The options of a cross-entropy on references, if the method has one."""
+        return {}
 
     def services(self, config: RunConfig) -> AbstractContextManager[None]:
         if not config.nemo_gym_enabled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
     from ebft.config.schema import RunConfig
+    from ebft.data.load import LoadedRows
+    from ebft.preview.view import RowView
     from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 
@@ -84,7 +86,24 @@ class Method(ABC):
         """How `ebft evaluate` samples."""
         return EvaluationSampling(config.ebft.n_samples_per_prompt)
 
-    # Training
+    # Rows
+
+    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+        """Rows for training and for evaluation, which can be stored and read again."""
+        if self.rows == "prompts":
+            from ebft.data.prompts import load_prompt_rows
+
+            return load_prompt_rows(config, tokenizer)
+        from ebft.data.load import load_token_rows
+
+        return load_token_rows(config, tokenizer)
+
+    def arrange(self, config: RunConfig, train: Dataset) -> Any:
+        """The training rows as the trainer receives them, such as packed. A deterministic function of `train`."""
+        return train
+
+    def check_rows(self, config: RunConfig, rows: LoadedRows) -> None:  # noqa: B027 (there may be nothing to check)
+        """Check, before training, what the rows refer to, such as servers."""
 
     def samples_per_group(self, config: RunConfig) -> int | None:
         """Number of rollouts per prompt or anchor; None if the method samples none."""
@@ -95,8 +114,10 @@ class Method(ABC):
         return False
 
     @abstractmethod
-    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-        """Rows for training and for evaluation."""
+    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        """Return a function that shows a row of `arrange`, or of the evaluation rows, as the trainer reads it."""
+
+    # Training
 
     def services(self, config: RunConfig) -> AbstractContextManager[None]:
         """Other programs that run together with training: started and stopped with the block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ebft.config.options import ThinkingOption
@@ -11,6 +12,7 @@ from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+    from ebft.preview.view import RowView
 
 
 class SFT(Method):
@@ -41,14 +43,17 @@ class SFT(Method):
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("loss", *CROSS_ENTROPY)
 
-    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-        from ebft.data.load import load_datasets
-
+    def arrange(self, config: RunConfig, train: Any) -> Any:
         if config.sample_packing:
             warnings.warn(
                 "sample_packing has no effect without `rl: ebft`: each document is a separate row", stacklevel=3
             )
-        return load_datasets(config, tokenizer)
+        return train
+
+    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.preview.sft import SFTView
+
+        return SFTView(tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         return {"prediction_loss_only": True}

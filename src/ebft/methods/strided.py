@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
@@ -25,6 +25,7 @@ from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Met
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+    from ebft.preview.view import RowView
     from ebft.run.checks import Machine
 
 
@@ -88,13 +89,11 @@ class Strided(Method):
     def compares_features(self, config: RunConfig) -> bool:
         return True
 
-    def load_data(self, config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
-        from ebft.data.load import load_datasets
+    def arrange(self, config: RunConfig, train: Any) -> Any:
         from ebft.data.packing import pack_rows
 
-        train, evaluation = load_datasets(config, tokenizer)
         if not config.sample_packing:
-            return train, evaluation
+            return train
         packed = pack_rows(train, config.sequence_len)
         if os.environ.get("RANK", "0") == "0":
             full = sum(packed.lengths) / (len(packed) * config.sequence_len)
@@ -103,7 +102,12 @@ class Strided(Method):
                 f"({full:.0%} full)",
                 file=sys.stderr,
             )
-        return packed, evaluation
+        return packed
+
+    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.preview.strided import StridedView
+
+        return StridedView(config.ebft, tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         return {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}

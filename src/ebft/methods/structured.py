@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
@@ -61,6 +61,9 @@ class Structured(GRPO):
 
     def sampling(self, config: RunConfig) -> EvaluationSampling:
         return replace(super().sampling(config), by_reference=reference_limit(config))
+
+    def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
+        return {"ce_coef": config.ebft.ce_coef, "mask_thinking": config.ebft.mask_thinking_ce}
 
     def own_options(self) -> list[str]:
         return super().own_options() + option_names(StructuredOptions, FeatureOptions, ThinkingOption)

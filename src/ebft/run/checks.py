@@ -47,7 +47,7 @@ def check_runnable(config: RunConfig) -> None:
     problems = list(config.method.problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
-    _check_types(config)
+    check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))
     _check_deepspeed(config.deepspeed)
@@ -59,7 +59,7 @@ def check_runnable(config: RunConfig) -> None:
         check_plugins(config.plugins)
 
 
-def _check_types(config: RunConfig) -> None:
+def check_types(config: RunConfig) -> None:
     """Check that each transform exists and gives the rows that this run needs; only custom transforms are imported."""
     for entry in (*config.datasets, *config.test_datasets):
         check_transform(entry.type, config.required_rows)

@@ -22,6 +22,7 @@ from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
 from ebft.over_transformers import load_weights, use_one_gpu
+from ebft.prepared.rows import run_rows
 from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.card import write_model_card
 from ebft.run.checkpoints import find_checkpoint, has_optimizer_state, newest_checkpoint, step_of
@@ -82,7 +83,9 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
-    train_data, eval_data = config.method.load_data(config, tokenizer)
+    rows = run_rows(config, tokenizer)
+    config.method.check_rows(config, rows)
+    train_data, eval_data = config.method.arrange(config, rows.train), rows.evaluation
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)

@@ -1,0 +1,97 @@
+"""`ebft preprocess CONFIG [key=value ...]`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ebft.cli.arguments import ConfigFile, Overrides
+from ebft.cli.console import polite
+from ebft.config.load import load_config
+from ebft.errors import DataError
+from ebft.run.checks import check_types
+
+DEFAULT_FOLDER = "last_run_prepared"
+HELP = f"""Prepare the rows of a config and store them, for use by `ebft train`.
+
+Rows are loaded, transformed and tokenised, and stored in dataset_prepared_path (default: {DEFAULT_FOLDER}). Training
+with the same dataset_prepared_path uses them if data, transforms, tokenizer and settings are the same.
+
+Examples:
+
+ebft preprocess run.yaml dataset_prepared_path=prepared
+
+ebft preprocess run.yaml --debug
+
+ebft preprocess run.yaml --debug-num 20 --html rows.html
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("preprocess", help=HELP, short_help="Prepare and show the rows of a config.")(command)
+
+
+@polite
+def command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show rows as they will be trained on, token by token, and what was dropped."),
+    ] = False,
+    debug_num: Annotated[
+        int | None,
+        typer.Option(
+            "--debug-num",
+            metavar="N",
+            min=1,
+            help="Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
+            "is given.",
+            show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the same rows to this HTML file.", show_default=False),
+    ] = None,
+) -> None:
+    """Load the config, prepare or find the rows, and show them."""
+    run_config = load_config(config, overrides or [])
+    check_types(run_config)
+    if html is not None and not html.absolute().parent.is_dir():
+        raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
+    from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
+    from ebft.prepared.rows import describe, prepare_rows
+
+    tokenizer = load_tokenizer(run_config)
+    base = Path(run_config.dataset_prepared_path or DEFAULT_FOLDER)
+    prepared = prepare_rows(run_config, tokenizer, base)
+    if debug or html is not None or debug_num is not None:
+        _show(run_config, tokenizer, prepared.rows, debug_num or 5, debug or html is None, html)
+    typer.echo(describe(prepared))
+    if run_config.dataset_prepared_path is None:
+        typer.echo(f"Train on them with: ebft train {config} dataset_prepared_path={DEFAULT_FOLDER}", err=True)
+
+
+def _show(config, tokenizer, rows, number: int, in_terminal: bool, html: Path | None) -> None:
+    """Show the first rows in the terminal, and write them to an HTML file."""
+    from ebft.preview.page import page
+    from ebft.preview.rows import first_rows
+    from ebft.preview.terminal import legend, show_reports, show_row
+
+    train = config.method.arrange(config, rows.train)
+    shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
+    if in_terminal:
+        console = Console(highlight=False)
+        for line in (*show_reports(rows.reports), legend()):
+            console.print(line)
+        for title, view in shown:
+            console.print(*show_row(title, view), sep="\n")
+    if html is not None:
+        try:
+            html.write_text(page("Prepared rows", rows.reports, shown), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"--html {html}: cannot be written ({error.strerror}). Choose another file.") from error
+        typer.echo(f"Rows written to {html}")

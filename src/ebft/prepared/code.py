@@ -1,0 +1,88 @@
+"""The code that makes rows: this package's data loading, and the modules of custom transforms."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from ebft.data.transform_names import built_in, own_transform
+
+_PACKAGE = Path(__file__).parents[1]
+# Files of this package that rows depend on.
+_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/chat_templates.py", "nemo_gym/keys.py")
+_LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
+
+
+def own_code() -> dict[str, str]:
+    """The hash of the code of this package that makes rows, and the versions of the libraries that it uses."""
+    found = hashlib.sha256()
+    for path in sorted({path for pattern in _OWN for path in _PACKAGE.glob(pattern)}):
+        found.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return {"data loading": found.hexdigest(), **{name: version(name) for name in _LIBRARIES}}
+
+
+def transform_sources(names: list[str]) -> dict[str, str]:
+    """The source of each module that the custom transforms among `names` are defined in or import.
+
+    Modules that are imported by them are included unless they are installed packages, whose changes are not detected.
+    Raises DataError if a transform does not exist.
+    """
+    sources: dict[str, str] = {}
+    for name in names:
+        if built_in(name) is None:
+            function = own_transform(name)
+            for module in {name.rpartition(".")[0], function.__module__}:
+                _collect(module, sources)
+    return sources
+
+
+def _collect(name: str, sources: dict[str, str]) -> None:
+    """Add the source of a module, and of those that it imports, to `sources`."""
+    waiting = [name]
+    while waiting:
+        name = waiting.pop()
+        path = _file_of(name)
+        if name in sources or path is None:
+            continue
+        sources[name] = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix == ".py":
+            waiting += [other for other in _imported(sources[name], name, path) if _is_local(other)]
+
+
+def _file_of(name: str) -> Path | None:
+    loaded = sys.modules.get(name)
+    try:
+        origin = loaded.__file__ if isinstance(loaded, ModuleType) else find_spec(name).origin
+    except (ImportError, AttributeError, ValueError):  # no such module, or one without a file
+        return None
+    path = Path(origin) if origin else None
+    return path if path is not None and path.is_file() else None
+
+
+def _imported(source: str, name: str, path: Path) -> Iterator[str]:
+    """The names of the modules that a source imports; some may be functions."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a module is neither of Python, nor of this package, nor installed."""
+    if name.partition(".")[0] in {*sys.stdlib_module_names, "ebft", ""}:
+        return False
+    path = _file_of(name)
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    return path is not None and not any(path.resolve().is_relative_to(folder) for folder in installed)

@@ -1,0 +1,80 @@
+"""Rows in the terminal: every token as `text(label, id)`, in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ebft.data.report import SectionReport
+from ebft.data.transforms.rows import IGNORE
+from ebft.preview.view import Block, Part, RowView, Token
+
+FIRST_BLOCKS = 8  # blocks of a document that are listed; the anchors of all are marked among its tokens
+LEARNED, IGNORED, SPECIAL, ANCHOR = "green", "dim", "bold magenta", "reverse cyan"
+
+
+def legend() -> Text:
+    """How tokens are written."""
+    return Text.assemble(
+        "Tokens are written as text(label, id): ",
+        ("in the cross-entropy", LEARNED),
+        ", ",
+        (f"not in it ({IGNORE})", IGNORED),
+        ", ",
+        ("special token", SPECIAL),
+        ", ",
+        ("[anchor]", ANCHOR),
+        " before the first token of a block.",
+    )
+
+
+def show_reports(reports: list[SectionReport]) -> Iterator[Text]:
+    """The documents and rows of each section, with some documents for each reason."""
+    for report in reports:
+        yield Text(str(report), style="bold")
+        for reason, count in report.counts.items():
+            examples = report.examples.get(reason, [])
+            more = ", ..." if count > len(examples) else ""
+            yield Text(f"  {count:,} {reason}: {', '.join(examples)}{more}")
+
+
+def show_row(title: str, view: RowView) -> Iterator[RenderableType]:
+    """A row with all of its tokens."""
+    yield Rule(Text(title, style="bold"), align="left")
+    for part in view.parts:
+        facts = [f"{name}: {value}" for name, value in part.facts]
+        yield Text.assemble((part.title, "bold underline"), "  ", ("; ".join(facts), "italic"))
+        yield _tokens(part)
+        if part.blocks:
+            yield _blocks(part.blocks)
+    for name, value in view.columns:
+        yield Text.assemble((f"{name}: ", "bold"), value)
+
+
+def _tokens(part: Part) -> Text:
+    line = Text()
+    for token in part.tokens:
+        if token.anchor is not None:
+            line.append(f"[anchor {token.anchor}]", ANCHOR)
+            line.append(" ")
+        line.append(token.text, _style(token))
+        line.append(f"({token.label}, {token.id}) ", LEARNED if token.label != IGNORE else IGNORED)
+    return line
+
+
+def _style(token: Token) -> str:
+    return SPECIAL if token.special else LEARNED if token.label != IGNORE else IGNORED
+
+
+def _blocks(blocks: list[Block]) -> Table:
+    table = Table("anchor", "after", "reference", title_justify="left", show_edge=False)
+    for block in blocks[:FIRST_BLOCKS]:
+        table.add_row(str(block.anchor), Text(f"...{block.context}"), Text(block.reference, style=LEARNED))
+    left = len(blocks) - FIRST_BLOCKS
+    if left > 0:
+        table.add_row("...", Text(f"{left:,} more blocks, the last at {blocks[-1].anchor}"), "")
+    return table

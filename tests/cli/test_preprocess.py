@@ -1,0 +1,112 @@
+"""`ebft preprocess`: rows are stored, shown, and used by `ebft train`."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from tests.cli.conftest import plain
+
+
+@pytest.fixture
+def run_file(tiny_llama_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": f"question {i} is", "output": f" answer <b>{i}</b> and no other"} for i in range(8)]
+    rows.append({"input": "nothing", "output": ""})
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    config = {
+        "base_model": str(tiny_llama_dir),
+        "special_tokens": {"pad_token": "<|end|>"},
+        "rl": "ebft",
+        "ebft": {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "ce_coef": 0.1},
+        "trl": {"num_generations": 2, "max_completion_length": 4},
+        "datasets": [{"path": "rows.jsonl", "type": "ebft_strided_structured.transform"}],
+        "sequence_len": 64,
+        "val_set_size": 2,
+        "micro_batch_size": 2,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "ddp": True,  # a matter of training
+        "output_dir": "out",
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "run.yaml"
+
+
+def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):
+    result = ebft("preprocess", run_file)
+    assert result.exit_code == 0, result.output
+    [folder] = [path for path in (tmp_path / "last_run_prepared").iterdir() if path.is_dir()]
+    line = f"prepared rows in last_run_prepared/{folder.name}: 6 for training, 2 for evaluation"
+    assert plain(result.stdout).endswith(f"Stored {line}\n")
+    assert f"ebft train {run_file} dataset_prepared_path=last_run_prepared" in plain(result.stderr)
+    result = ebft("train", run_file, "ddp=", "dataset_prepared_path=last_run_prepared", "learning_rate=1e-4")
+    assert result.exit_code == 0, result.output
+    assert f"Using {line}" in plain(result.stderr) and "documents produced" not in result.output
+    result = ebft("preprocess", run_file, "dataset_prepared_path=last_run_prepared")
+    assert plain(result.stdout) == f"Using {line}\n" and "ebft train" not in plain(result.stderr)
+    assert ebft("preprocess", run_file, "dataset_prepared_path=other").exit_code == 0
+    assert (tmp_path / "other" / folder.name).is_dir()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_debug_shows_rows_and_what_was_dropped(ebft, run_file, again):
+    if again:  # the same from stored rows
+        ebft("preprocess", run_file)
+    result = ebft("preprocess", run_file, "--debug", "--debug-num", "1", "--html", "rows.html")
+    text = plain(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert "datasets: 9 documents produced 8 rows; dropped 1 without a reference" in text
+    assert "1 without a reference: rows.jsonl, train, row 8" in text
+    assert "row 1 of 6 for training" in text and "row 1 of 2 for evaluation" in text and "row 2 of" not in text
+    assert "<|begin|>(-100, 0)" in text and "<|end|>(1, 1)" in text and "[anchor " in text
+    html = run_file.with_name("rows.html").read_text()
+    assert "<b>" not in html.partition("<h2>")[2] and "&lt;" in html and "anchor " in html
+    assert "Rows written to rows.html" in text
+
+
+def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_file):
+    assert "row 1 of 6" in plain(ebft("preprocess", run_file, "--debug-num", "1").stdout)
+    text = plain(ebft("preprocess", run_file, "--html", "rows.html").stdout)
+    assert "row 1 of 6" not in text and "Rows written to rows.html" in text
+    assert "row 5 of 6 for training" in run_file.with_name("rows.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
+        (["sample_packing=true"], r"\ndocument 2 of \d+  prompt: "),
+        (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
+        (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
+    ],
+)
+def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
+    result = ebft("preprocess", run_file, *overrides, "--debug")
+    assert result.exit_code == 0, result.output
+    assert re.search(expected, plain(result.stdout))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
+        (["datasets.0.type=nothing.at_all"], "was not found"),
+        (["sequence_len=6"], "No usable rows are left"),
+        (["val_set_size=9"], "leaves 0 usable documents for training"),
+        (["--html", "no/such/folder.html"], "the folder no/such does not exist"),
+        (["learning_rte=1"], "learning_rate"),
+    ],
+)
+def test_errors_are_one_message_and_leave_no_rows(ebft, run_file, tmp_path, arguments, message):
+    result = ebft("preprocess", run_file, *arguments)
+    assert result.exit_code == 2 and plain(result.stderr).count("Error: ") == 1 and message in plain(result.stderr)
+    base = tmp_path / "last_run_prepared"
+    assert not base.exists() or not [path for path in base.iterdir() if path.is_dir()]
+
+
+def test_help_has_examples(ebft):
+    text = plain(ebft("preprocess", "--help").output)
+    assert "ebft preprocess run.yaml --debug" in text and "last_run_prepared" in text and "--html" in text
+    assert "preprocess" in plain(ebft("--help").output)

@@ -1,0 +1,94 @@
+"""One dataset for every method, with rows that are dropped, and a config for it."""
+
+import json
+import warnings
+
+import pytest
+
+from ebft.config.schema import RunConfig
+
+METHODS = {
+    "sft": {"rl": None},
+    "strided": {},
+    "packed": {"sample_packing": True},
+    "text": {"type": "ebft_pretrain.transform"},
+    "structured": {"mode": "structured"},
+    "grpo": {"rl": "grpo", "trl": {"num_generations": 2, "reward_funcs": ["feature_matching"]}},
+}
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    rows = [{"input": f"question {i} is", "output": f" the answer to it is {i}, and no other"} for i in range(10)]
+    rows += [{"input": "without", "output": ""}, {"input": "long", "output": " word" * 90}]
+    rows = [{**row, "text": row["input"] + row["output"]} for row in rows]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def make(rows_file, tiny_llama_dir, tmp_path):
+    """`make(method, **keys)`: a config; `type` and `mode` are those of the dataset and of `ebft:`."""
+
+    def config(method="strided", **keys):
+        keys = {**METHODS[method], **keys}
+        ebft = {"context_length": 4, "stride": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
+        trl = {"num_generations": 2, "max_completion_length": 4}
+        values = {
+            "base_model": str(tiny_llama_dir),
+            "special_tokens": {"pad_token": "<|end|>"},
+            "rl": "ebft",
+            "ebft": {"mode": keys.pop("mode", "strided"), **ebft, **keys.pop("ebft", {})},
+            "trl": {**trl, **keys.pop("trl", {})},
+            "datasets": [{"path": str(rows_file), "type": keys.pop("type", "ebft_strided_structured.transform")}],
+            "sequence_len": 64,
+            "val_set_size": 2,
+            "micro_batch_size": 2,
+            "max_steps": 2,
+            "learning_rate": 1e-3,
+            "save_strategy": "no",
+            "output_dir": str(tmp_path / "out"),
+            **keys,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return RunConfig.from_dict({key: value for key, value in values.items() if value is not None})
+
+    return config
+
+
+@pytest.fixture
+def tokenizer(make):
+    from ebft.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(make())
+
+
+@pytest.fixture
+def own_transform(tmp_path, monkeypatch, request):
+    """`own_transform(answer, helper)`: writes modules with a transform and what it imports; returns its `type`."""
+    import importlib
+    import sys
+
+    name = f"own_{abs(hash(request.node.nodeid))}"
+
+    def write(answer="example['output']", helper="SUFFIX = '!'"):
+        (tmp_path / f"{name}_helper.py").write_text(helper + "\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"from {name}_helper import SUFFIX\n\n\n"
+            "def transform(cfg, **kwargs):\n"
+            "    def transform_fn(example, tokenizer=None):\n"
+            f"        ids = tokenizer(example['input'] + {answer} + SUFFIX)['input_ids']\n"
+            "        return {'input_ids': ids, 'labels': ids, 'prompt_length': 0}\n\n"
+            "    return transform_fn, {'remove_columns': '__all__'}\n"
+        )
+        for module in (name, f"{name}_helper"):
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        return f"{name}.transform"
+
+    monkeypatch.chdir(tmp_path)
+    yield write
+    for module in (name, f"{name}_helper"):
+        sys.modules.pop(module, None)

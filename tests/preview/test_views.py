@@ -1,0 +1,161 @@
+"""Rows written out by hand: which tokens have labels, where the anchors are, what the references are."""
+
+import pytest
+
+from ebft.config.options import EBFTSection
+from ebft.data.packing import pack_rows
+from ebft.preview.prompts import PromptView
+from ebft.preview.rows import first_rows
+from ebft.preview.sft import SFTView
+from ebft.preview.strided import StridedView
+from ebft.preview.view import TokenTexts, printable
+from tests.structured.conftest import make_chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per byte."""
+    return make_chat_tokenizer()
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def row(tokenizer, prompt, completion, masked=()):
+    prompt, completion = ids(tokenizer, prompt), ids(tokenizer, completion)
+    labels = [-100] * len(prompt) + completion
+    labels = [-100 if index in masked else label for index, label in enumerate(labels)]
+    return {"input_ids": prompt + completion, "labels": labels, "prompt_length": len(prompt)}
+
+
+def learned(part):
+    return "".join(token.text if token.label == token.id else "_" for token in part.tokens)
+
+
+def options(**given):
+    blocks = {"context_length": 2, "min_completion_prefix": 1, "stride": 2, "generate_max_len": 2}
+    return EBFTSection(mode="strided", n_samples_per_prompt=3, **{**blocks, **given})
+
+
+def test_a_document_with_a_prompt(tokenizer):
+    """a_0 = max(3 + 1, 2) = 4; 9 tokens have room for anchors 4 and 6."""
+    [part] = StridedView(options(ce_coef=0.1), tokenizer)(row(tokenizer, "abc", "defghi", masked=[5])).parts
+    assert part.title == "document" and learned(part) == "___de_ghi"
+    assert [token.anchor for token in part.tokens] == [None, None, None, None, 4, None, 6, None, None]
+    assert [(block.anchor, block.context, block.reference) for block in part.blocks] == [
+        (4, "abcd", "ef"),
+        (6, "abcdef", "gh"),
+    ]
+    facts = dict(part.facts)
+    assert facts["prompt"] == "3 tokens" and facts["first anchor"] == "4"
+    assert facts["blocks"] == "2, stride 2, 2 tokens each" and facts["sampled"].startswith("12 tokens")
+    assert facts["in the cross-entropy"] == "5 of 9 tokens" and "ebft.ce_coef" not in facts
+
+
+def test_raw_text_starts_at_the_context_length_and_its_first_token_is_not_predicted(tokenizer):
+    [part] = StridedView(options(), tokenizer)(row(tokenizer, "", "abcdef")).parts
+    assert learned(part) == "_bcdef" and [token.anchor for token in part.tokens if token.anchor] == [2, 4]
+    assert dict(part.facts)["prompt"] == "none" and dict(part.facts)["ebft.ce_coef"].startswith("0:")
+
+
+def test_a_packed_row_has_its_documents(tokenizer):
+    packed = pack_rows([row(tokenizer, "", "abcdef"), row(tokenizer, "x", "yzuvw")], 16)
+    first, second = StridedView(options(), tokenizer)(packed[0]).parts
+    assert [first.title, second.title] == ["document 1 of 2", "document 2 of 2"]
+    assert learned(first) == "_bcdef" and learned(second) == "_yzuvw"
+    assert [[block.anchor for block in part.blocks] for part in (first, second)] == [[2, 4], [2, 4]]
+    assert [block.reference for block in second.blocks] == ["zu", "vw"]
+
+
+def test_sft_learns_labels_except_at_the_first_token(tokenizer):
+    [part] = SFTView(tokenizer)(row(tokenizer, "", "abcd", masked=[2])).parts
+    assert learned(part) == "_b_d"
+    [part] = SFTView(tokenizer)(row(tokenizer, "ab", "cd")).parts
+    assert learned(part) == "__cd" and dict(part.facts)["prompt"] == "2 tokens"
+
+
+TALK = {
+    "prompt": [{"role": "user", "content": "hi"}],
+    "ground_truth": "<think>q</think>ab",
+    "remaining_turns": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
+    "level": 3,
+}
+
+
+def test_a_conversation_in_structured_mode(tokenizer):
+    view = PromptView(tokenizer, None, True, ce_coef=0.5, mask_thinking=True)(TALK)
+    texts = ["".join(token.text for token in part.tokens) for part in view.parts]
+    assert [part.title for part in view.parts] == [
+        "prompt",
+        "reference of turn 1",
+        "given before turn 2",
+        "reference of turn 2",
+    ]
+    assert texts == [
+        r"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "<think>q</think>ab",
+        r"<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
+        "d<|im_end|>",
+    ]
+    assert set(learned(view.parts[0])) == {"_"}
+    assert learned(view.parts[1]) == "_" * 16 + "ab"
+    assert learned(view.parts[2]).strip("_") == "<|im_end|>"  # of the first reply
+    assert learned(view.parts[3]) == "d<|im_end|>"
+    assert [token.special for token in view.parts[3].tokens] == [False, True]
+    assert view.columns == [("level", "3")]
+
+
+def test_a_reference_of_grpo_has_no_labels(tokenizer):
+    view = PromptView(tokenizer, None, True)({"prompt": "ab", "ground_truth": "cd"})
+    assert [learned(part) for part in view.parts] == ["__", "___"]
+    assert dict(view.parts[1].facts)["cross-entropy"] == "none with this method"
+
+
+def test_a_ground_truth_that_is_not_compared_is_a_column(tokenizer):
+    view = PromptView(tokenizer, None, False)({"prompt": "ab", "ground_truth": {"value": 5}})
+    assert [part.title for part in view.parts] == ["prompt"] and view.columns == [("ground_truth", "{'value': 5}")]
+
+
+def test_labels_are_those_of_the_trainers(tokenizer):
+    """The masks that `Documents` and `labelled_reference` give, for a longer row."""
+    from ebft.data.collator import DocumentCollator
+    from ebft.strided.layout import Documents
+
+    given = row(tokenizer, "a prompt", " and its completion", masked=[12, 13])
+    [part] = StridedView(options(), tokenizer)(given).parts
+    mask = Documents.from_inputs(DocumentCollator(0)([given])).ce_mask
+    assert [token.label != -100 for token in part.tokens] == mask.tolist()
+
+
+def test_texts_are_printable_and_keep_spaces(tokenizer):
+    texts = TokenTexts(tokenizer)
+    assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
+    assert texts.texts(ids(tokenizer, "é")) == ["Ã", "©"]  # as the tokenizer spells bytes
+    assert printable("\x1b[31m") == "\\x1b[31m" and printable({"a": "\n"}) == "{'a': '\\n'}"
+
+
+def test_a_tokenizer_that_drops_leading_spaces():
+    """As those of SentencePiece do: the first token that is decoded loses its space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert TokenTexts(tokenizer).texts(tokenizer("a b")["input_ids"]) == ["a", " b"]
+
+
+def test_the_first_rows_of_both_splits():
+    shown = list(first_rows(2, str, [10, 11, 12], [20]))
+    assert shown == [
+        ("row 1 of 3 for training", "10"),
+        ("row 2 of 3 for training", "11"),
+        ("row 1 of 1 for evaluation", "20"),
+    ]
+    assert list(first_rows(1, str, [10], None)) == [("row 1 of 1 for training", "10")]
+
+
+def test_what_the_users_code_adds_to_a_prompt_is_noted(tokenizer):
+    view = PromptView(tokenizer, None, False, note="tools are added")({"prompt": "ab", "ground_truth": None})
+    assert dict(view.parts[0].facts)["note"] == "tools are added"
