@@ -11,6 +11,7 @@ from ebft.cli import fetch as fetch_command
 from ebft.cli import quickstart as quickstart_command
 from ebft.cli import show as show_command
 from ebft.cli import train as train_command
+from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_warnings
 
@@ -33,6 +34,7 @@ quickstart_command.register(app)
 train_command.register(app)
 evaluate_command.register(app)
 show_command.register(app)
+tui_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)
 fetch_command.register(app)

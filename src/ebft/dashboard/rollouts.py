@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebft.dashboard.files import ROLLOUTS, JsonTail, read_all, rollout_files
+from ebft.dashboard.metrics import is_number
 
 LENGTH, REWARD = "length", "reward"
 ORDERS = ("best", "worst", "newest")
@@ -132,12 +132,8 @@ def _terms(sample: dict[str, Any]) -> dict[str, float]:
         values[REWARD] = sum(value for value in parts.values() if value is not None)
     if list(parts) != ["feature_matching"]:
         values |= {f"rewards/{name}": value for name, value in parts.items()}
-    numbers = {name: value for name, value in values.items() if _is_number(value)}
+    numbers = {name: value for name, value in values.items() if is_number(value)}
     return {name: numbers[name] for name in (*_FIRST, *numbers) if name in numbers}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _text(value: Any) -> str:

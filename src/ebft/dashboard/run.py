@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,3 @@ def is_alive(pid: Any) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
         return True
-
-
-def seconds_since_update(run: dict[str, Any]) -> float | None:
-    """Seconds since run.json was written, or None if unknown."""
-    updated = run.get("updated")
-    return max(0.0, time.time() - updated) if isinstance(updated, int | float) else None

@@ -23,15 +23,17 @@ def _visible(character: str) -> str:
     return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
 
 
-def term(name: str, value: float) -> str:
-    """A term of a reward with its value."""
-    return f"{name} {value:.0f}" if name in _INTEGERS else f"{name} {round(value, 3) + 0.0:+.3f}"
+def value_text(name: str, value: float | None) -> str:
+    """The value of a term; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if name in _INTEGERS else f"{round(value, 3) + 0.0:+.3f}"
 
 
 def heading(sample: Sample) -> str:
     """One line: the step, the place and the terms of a sample."""
     where = f"step {sample.step}" + (f", {sample.place}" if sample.place else "")
-    return "  ".join([where, *(term(name, value) for name, value in sample.terms.items())])
+    return "  ".join([where, *(f"{name} {value_text(name, value)}" for name, value in sample.terms.items())])
 
 
 def sample_text(sample: Sample, full: bool = False) -> Text:
