@@ -33,7 +33,7 @@ def dashboard(folder, body, size=(80, 24), make=Dashboard, **arguments):
 
     async def run():
         app = make(folder, **arguments, interval=0.02)
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=size, notifications=True) as pilot:
             await body(app, pilot)
         return app
 
@@ -200,7 +200,7 @@ class Process:
     """A training process as the dashboard sees it."""
 
     def __init__(self, is_running=True):
-        self.runs, self.interrupts = is_running, 0
+        self.runs, self.interrupts, self.pid = is_running, 0, 1
 
     def is_running(self):
         return self.runs

@@ -9,6 +9,7 @@ from ebft.cli import config as config_command
 from ebft.cli import evaluate as evaluate_command
 from ebft.cli import fetch as fetch_command
 from ebft.cli import quickstart as quickstart_command
+from ebft.cli import report as report_command
 from ebft.cli import show as show_command
 from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
@@ -34,6 +35,7 @@ quickstart_command.register(app)
 train_command.register(app)
 evaluate_command.register(app)
 show_command.register(app)
+report_command.register(app)
 tui_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)

@@ -72,7 +72,7 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
             f"`ebft tui {folder}`, stop it with `kill -INT {training.pid}`."
         )
         return 0
-    if training.is_running():
+    if training.is_running() and result is None:
         typer.echo(f"The dashboard ended. Waiting for training (process {training.pid}, output in {training.log}).")
     status = training.wait()
     for line in training.output(1 if status == 0 else _OUTPUT_LINES):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
-from ebft.monitor.run_files import RunFiles
+from ebft.dashboard.report import write_report
+from ebft.monitor.run_files import RunFiles, State
 from ebft.run.checkpoints import step_of
 
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
@@ -35,12 +38,22 @@ def recorded(config: RunConfig, checkpoint: str | None) -> Iterator[RunFiles | N
     try:
         yield files
     except KeyboardInterrupt:
-        files.end("stopped")
+        _end(config, files, "stopped")
         raise
     except BaseException as error:
-        files.end("failed", f"{type(error).__name__}: {error}")
+        _end(config, files, "failed", f"{type(error).__name__}: {error}")
         raise
-    files.end("finished")
+    _end(config, files, "finished")
+
+
+def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = None) -> None:
+    """Write the final state and the report; a report that fails is a warning."""
+    if not files.end(state, error):
+        return
+    try:
+        write_report(Path(config.output_dir))
+    except Exception as failure:  # the report must not change how the run ends
+        warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
 
 
 def description(config: RunConfig) -> dict[str, Any]:

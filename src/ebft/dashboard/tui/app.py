@@ -147,7 +147,7 @@ class TrainingDashboard(Dashboard):
 
     def action_interrupt(self) -> None:
         """Stop training after its step, or at once the second time; close if it has ended."""
-        if not self.training.is_running():
+        if self._has_ended():
             self.exit("closed")
             return
         self.training.interrupt()
@@ -159,10 +159,15 @@ class TrainingDashboard(Dashboard):
 
     def action_close(self) -> None:
         """Close; while the training process runs, ask what becomes of it."""
-        if self.training.is_running():
-            self.push_screen(LeaveDialog(), self._decide)
-        else:
+        if self._has_ended():
             self.exit("closed")
+        else:
+            self.push_screen(LeaveDialog(), self._decide)
+
+    def _has_ended(self) -> bool:
+        """Whether training has ended, also if its process has not exited yet."""
+        is_own = self.live.run.get("pid") == self.training.pid
+        return not self.training.is_running() or (is_own and self.live.state not in ("running", "lost"))
 
     def _decide(self, choice: str | None) -> None:
         if choice == "leave":
