@@ -60,6 +60,12 @@ class Terminal:
     def press(self, keys):
         os.write(self._ours, keys.encode())
 
+    def close(self):
+        """End the command if it runs, for tests that fail."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def end(self):
         """Read until the command ends; returns its exit status."""
         end = time.monotonic() + LIMIT

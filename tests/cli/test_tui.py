@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from ebft.cli import tui
-from ebft.dashboard.run import is_alive
+from ebft.dashboard.run import is_alive, read_run
 from ebft.dashboard.training import Training
 from ebft.errors import RunError
 from tests.cli.conftest import plain
@@ -19,11 +19,28 @@ __all__ = ["run_file"]
 LONG = ("rl=", "max_steps=100000", "save_steps=100000", "save_strategy=steps", "eval_strategy=no", "logging_steps=1")
 
 
-def test_a_finished_run_in_a_terminal(tmp_path):
+@pytest.fixture
+def in_terminal(tmp_path):
+    """`in_terminal("tui", folder)`: a command in a terminal; at the end of the test, nothing of it is left running."""
+    started = []
+
+    def start(*arguments):
+        started.append(Terminal(ebft_command(*map(str, arguments))))
+        return started[-1]
+
+    yield start
+    for terminal in started:
+        terminal.close()
+    run = read_run(tmp_path / "out")
+    if run.get("pid", os.getpid()) != os.getpid() and is_alive(run["pid"]):
+        os.kill(run["pid"], signal.SIGKILL)
+
+
+def test_a_finished_run_in_a_terminal(in_terminal, tmp_path):
     folder = tmp_path / "run"
     write_run(folder, "finished", step=100)
     append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, 101)))
-    terminal = Terminal(ebft_command("tui", str(folder)))
+    terminal = in_terminal("tui", folder)
     terminal.wait_for(lambda screen: "finished" in screen and "step 100/100" in screen and "alignment" in screen)
     terminal.press("5")
     terminal.wait_for(lambda screen: "some/model" in screen)
@@ -52,8 +69,8 @@ def test_a_folder_that_is_no_run(ebft, tmp_path, monkeypatch):
     assert result.exit_code == 2 and "is not a folder" in plain(result.stderr)
 
 
-def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(run_file, tmp_path):
-    terminal = Terminal(ebft_command("train", str(run_file), "--tui", *LONG))
+def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_file, tmp_path):
+    terminal = in_terminal("train", run_file, "--tui", *LONG)
     terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
     terminal.press("\x03")
     terminal.wait_for(lambda screen: "stopped" in screen)
@@ -64,14 +81,14 @@ def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(run_file, tmp_path
     assert "Resume with" in terminal.output.decode() and "Resume with" in (tmp_path / "out" / "train.log").read_text()
 
 
-def test_training_goes_on_if_the_dashboard_is_killed(run_file, tmp_path):
-    terminal = Terminal(ebft_command("train", str(run_file), "--tui", *LONG))
+def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_path):
+    terminal = in_terminal("train", run_file, "--tui", *LONG)
     terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     os.kill(terminal.process.pid, signal.SIGKILL)
     terminal.end()
     assert is_alive(run["pid"])
-    second = Terminal(ebft_command("tui", str(tmp_path / "out")))
+    second = in_terminal("tui", tmp_path / "out")
     second.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
     os.kill(run["pid"], signal.SIGKILL)
     second.wait_for(lambda screen: "ended without a final state" in screen)
