@@ -74,8 +74,8 @@ def test_the_curves_of_reward_functions():
 @pytest.mark.parametrize(
     ("title", "config", "expected"),
     [
-        ("grad_norm", {"rl": None}, (0.1, 10.0)),
-        ("grad_norm", {"rl": "grpo"}, (0.001, 1.0)),
+        ("grad_norm", {"rl": None}, (None, 10.0)),
+        ("grad_norm", {"rl": "grpo"}, (None, 1.0)),
         ("alignment", {"rl": "ebft", "ebft": {"use_whitening": False}}, None),
         ("diversity", STRIDED, (None, 0.1)),
         ("loss", STRIDED, None),

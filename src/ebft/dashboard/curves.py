@@ -75,7 +75,7 @@ def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
     """
     method, ebft = config.get("rl"), config.get("ebft") or {}
     if title == "grad_norm":
-        return {"ebft": (0.1, 3.0), "grpo": (0.001, 1.0)}.get(method, (0.1, 10.0))
+        return {"ebft": (None, 3.0), "grpo": (None, 1.0)}.get(method, (None, 10.0))
     if method == "ebft" and ebft.get("use_whitening"):
         found = {"alignment": (0.3, 0.9), "diversity": (None, 0.1)}.get(title)
         if found:
