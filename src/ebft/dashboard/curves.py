@@ -30,10 +30,12 @@ _CURVES: tuple[tuple[str, dict[str, str], str], ...] = (
     ("diversity", {"ebft/diversity": ""}, "v"),
     ("reward", {"ebft/mean_reward": ""}, "^"),
     ("total reward", {"reward": ""}, "^"),
-    ("loss", {"loss": "", "ebft/rl_loss": "rl", "ebft/ce_loss": "ce"}, ""),
+    ("loss", {"loss": ""}, ""),
     ("cfm_loss", {"ebft/cfm_loss": ""}, "v"),
     ("grad_norm", {"grad_norm": ""}, ""),
     ("grad norms of terms", {"ebft/rl_grad_norm": "rl", "ebft/ce_grad_norm": "ce"}, ""),
+    ("ce_loss", {"ebft/ce_loss": ""}, "v"),
+    ("rl_loss", {"ebft/rl_loss": ""}, ""),
     ("held-out cfm_loss", {"eval_cfm_loss": ""}, "v"),
     ("held-out ce_loss", {"eval_ce_loss": ""}, "v"),
     ("held-out loss", {"eval_loss": ""}, "v"),
@@ -50,7 +52,7 @@ _CURVES: tuple[tuple[str, dict[str, str], str], ...] = (
 
 
 def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
-    """The curves for the metrics that the run has; parts of a total reward and losses of terms share a plot."""
+    """The curves for the metrics that the run has; parts of a total reward share a plot."""
     found = []
     for title, labels, wanted in _CURVES:
         series = {label or title: metrics.series[name] for name, label in labels.items() if name in metrics.series}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ebft.dashboard.files import REPORT
 from ebft.dashboard.live import LiveRun
 from ebft.dashboard.rollouts import first_and_last
 from ebft.dashboard.svg import figure
-from ebft.dashboard.text import duration
+from ebft.dashboard.text import duration, html_text
 
 EVALUATION = "evaluation.json"  # in the folder of the run: the --output of `ebft evaluate`
 _SAMPLES = 4  # before and after
@@ -63,7 +62,7 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         _section("Environment", sections.table(_environment(live), "")),
         _section("Evaluation", sections.evaluation(live, evaluation or folder / EVALUATION)),
     ]
-    title, body = escape(folder.absolute().name), "\n".join(filter(None, parts))
+    title, body = html_text(folder.absolute().name), "\n".join(filter(None, parts))
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>'
     return f'<!doctype html>\n<html lang="en">{head}\n<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n'
 
@@ -76,11 +75,11 @@ def _summary(live: LiveRun) -> str:
     steps = f"step {live.step:g}" + (f" of {live.max_steps}" if live.max_steps else "")
     seconds = live.seconds_run()
     facts = [live.state, steps, "" if seconds is None else duration(seconds)]
-    model, method = (escape(str(live.run.get(key) or "")) for key in ("model", "method"))
+    model, method = (html_text(live.run.get(key)) for key in ("model", "method"))
     of = " of " if method and model else ""
-    lines = [f"<p>{method}{of}<b>{model}</b>: {escape(', '.join(filter(None, facts)))}.</p>"]
+    lines = [f"<p>{method}{of}<b>{model}</b>: {html_text(', '.join(filter(None, facts)))}.</p>"]
     if live.run.get("error"):
-        lines.append(f'<p class="failed">{escape(str(live.run["error"]))}</p>')
+        lines.append(f'<p class="failed">{html_text(live.run["error"])}</p>')
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def state_of(run: dict[str, Any]) -> str:
 
     A process on another machine cannot be checked, so it is assumed to run.
     """
-    state = run.get("state", "unknown")
+    state = str(run.get("state", "unknown"))
     if state == "running" and run.get("host") == socket.gethostname() and not is_alive(run.get("pid")):
         return "lost"
     return state

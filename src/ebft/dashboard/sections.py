@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from ebft.dashboard.files import read_object
 from ebft.dashboard.live import LiveRun, clock
 from ebft.dashboard.metrics import evaluation_changes, is_number
 from ebft.dashboard.rollouts import Sample
-from ebft.dashboard.text import PROMPT_CHARACTERS, heading, printable
+from ebft.dashboard.text import PROMPT_CHARACTERS, heading, html_text
 
 _COMPLETION_CHARACTERS = 2000
 
@@ -19,7 +18,7 @@ def table(values: Any, introduction: str) -> str:
     """A table of names and values; empty if there are none."""
     if not isinstance(values, dict) or not values:
         return ""
-    rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in values.items())
+    rows = "".join(f"<tr><th>{html_text(key)}</th><td>{html_text(value)}</td></tr>" for key, value in values.items())
     return (f"<p>{introduction}</p>" if introduction else "") + f"<table>{rows}</table>"
 
 
@@ -28,9 +27,9 @@ def health(live: LiveRun) -> str:
     found = []
     for message in live.health:
         when = f"{clock(message.get('time'))} step {message.get('step')}"
-        remedy = f"<br><i>{_text(message['remedy'])}</i>" if message.get("remedy") else ""
-        text = f"<b>{_text(message.get('name'))}</b> {_text(message.get('message'))}{remedy}"
-        found.append(f'<li><span class="dim">{_text(when)}</span> {text}</li>')
+        remedy = f"<br><i>{html_text(message['remedy'])}</i>" if message.get("remedy") else ""
+        text = f"<b>{html_text(message.get('name'))}</b> {html_text(message.get('message'))}{remedy}"
+        found.append(f'<li><span class="dim">{html_text(when)}</span> {text}</li>')
     return f"<ul>{''.join(found)}</ul>" if found else ""
 
 
@@ -44,11 +43,11 @@ def samples(title: str, found: list[Sample]) -> str:
             "completion": sample.completion,
         }
         texts = "".join(
-            f'<pre class="{name}">{_text(value[:_COMPLETION_CHARACTERS])}</pre>'
+            f'<pre class="{name}">{html_text(value[:_COMPLETION_CHARACTERS])}</pre>'
             for name, value in parts.items()
             if value is not None
         )
-        blocks.append(f'<div class="sample"><b>{_text(heading(sample))}</b>{texts}</div>')
+        blocks.append(f'<div class="sample"><b>{html_text(heading(sample))}</b>{texts}</div>')
     legend = '<p>Prompt, <span class="reference">reference</span>, <span class="completion">completion</span>.</p>'
     return f"<h3>{title}</h3>{legend}{''.join(blocks)}" if blocks else ""
 
@@ -59,7 +58,7 @@ def evaluation(live: LiveRun, path: Path) -> str:
     parts = []
     if changes:
         rows = "".join(
-            f'<tr><th>{_text(name.removeprefix("eval_"))}</th><td class="number">{first:.4g}</td>'
+            f'<tr><th>{html_text(name.removeprefix("eval_"))}</th><td class="number">{first:.4g}</td>'
             f'<td class="number">{last:.4g}</td><td class="number">{last - first:+.4g}</td></tr>'
             for name, first, last in changes
         )
@@ -88,17 +87,14 @@ def _comparison(base: dict[str, Any], model: dict[str, Any], compared: dict[str,
         error = f"[{bounds[0]:+.4g}, {bounds[1]:+.4g}]" if known else ""
         cells = (f"{values[0]:.4g}", f"{values[1]:.4g}", f"{difference:+.4g}", error)
         columns = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><th>{_text(name)}</th>{columns}</tr>")
+        rows.append(f"<tr><th>{html_text(name)}</th>{columns}</tr>")
     if not rows:
         return ""
     confidence = settings.get("confidence")
     interval = f"{confidence:.0%} interval" if is_number(confidence) else "interval"
     return (
-        f"<p>{_text(model.get('model'))} compared with {_text(base.get('model'))} on the same held-out documents.</p>"
+        f"<p>{html_text(model.get('model'))} compared with {html_text(base.get('model'))} on the same held-out "
+        "documents.</p>"
         "<table><tr><th>metric</th><th>before</th><th>after</th><th>change</th>"
         f"<th>{interval} of the change</th></tr>{''.join(rows)}</table>"
     )
-
-
-def _text(value: Any) -> str:
-    return escape(printable("" if value is None else str(value)))

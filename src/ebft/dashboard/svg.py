@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from ebft.dashboard.axes import band, limits, number
 from ebft.dashboard.braille import columns_of
 from ebft.dashboard.curves import Curve, range_text
+from ebft.dashboard.text import html_text
 
 COLORS = ("#0b7285", "#ae3ec9", "#e67700", "#2b8a3e", "#c92a2a", "#1864ab")
 _WIDTH, _HEIGHT = 420, 180
@@ -33,11 +32,11 @@ def figure(curve: Curve) -> str:
 def _caption(curve: Curve) -> str:
     values = []
     for index, (label, value) in enumerate(curve.values().items()):
-        name = "" if label == curve.title else f"{escape(label)} "
+        name = "" if label == curve.title else f"{html_text(label)} "
         values.append(f'<span style="color:{COLORS[index % len(COLORS)]}">{name}{number(value)}</span>')
     wanted = {"^": " (higher is better)", "v": " (lower is better)"}.get(curve.wanted, "")
-    healthy = f", healthy {escape(range_text(curve.healthy))}" if curve.healthy is not None else ""
-    return f"<figcaption><b>{escape(curve.title)}</b> {' '.join(values)}{wanted}{healthy}</figcaption>"
+    healthy = f", healthy {html_text(range_text(curve.healthy))}" if curve.healthy is not None else ""
+    return f"<figcaption><b>{html_text(curve.title)}</b> {' '.join(values)}{wanted}{healthy}</figcaption>"
 
 
 def _x(fraction: float) -> float:

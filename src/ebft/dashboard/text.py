@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from rich.text import Text
 
 from ebft.dashboard.rollouts import Sample
@@ -14,6 +16,11 @@ _INTEGERS = ("length",)
 def printable(text: str) -> str:
     """Return `text` with control characters as visible symbols; a completion must not control the terminal."""
     return "".join(_visible(character) for character in text)
+
+
+def html_text(value: object) -> str:
+    """Any value as text in HTML, escaped, with control characters as visible symbols; empty for None."""
+    return escape(printable("" if value is None else str(value)))
 
 
 def _visible(character: str) -> str:

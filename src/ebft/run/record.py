@@ -59,7 +59,7 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
 def description(config: RunConfig) -> dict[str, Any]:
     """What run.json contains about a run in addition to its state, as JSON values."""
     return {
-        "method": config.method.summary(config),
+        "method": config.method.name,
         "model": config.base_model,
         "output_dir": config.output_dir,
         "config": without_secrets(config.model_dump(mode="json")),
