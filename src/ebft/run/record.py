@@ -15,6 +15,7 @@ from typing import Any
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.dashboard.report import write_report
+from ebft.methods import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
 from ebft.run.checkpoints import step_of
 
@@ -59,7 +60,7 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
 def description(config: RunConfig) -> dict[str, Any]:
     """What run.json contains about a run in addition to its state, as JSON values."""
     return {
-        "method": config.method.name,
+        "method": " ".join(filter(None, selecting_keys(config).values())) or config.method.name,  # "ebft strided"
         "model": config.base_model,
         "output_dir": config.output_dir,
         "config": without_secrets(config.model_dump(mode="json")),
