@@ -31,3 +31,7 @@ class FetchError(EBFTError):
 
 class ServerError(EBFTError):
     """The vLLM server exited unexpectedly or did not become ready; the message contains the end of its log."""
+
+
+class RunError(EBFTError):
+    """A folder is not the output folder of a run, or lacks the files that a command reads."""

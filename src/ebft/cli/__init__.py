@@ -15,7 +15,10 @@ from ebft.cli import merge_lora as merge_lora_command
 from ebft.cli import quantize as quantize_command
 from ebft.cli import preprocess as preprocess_command
 from ebft.cli import quickstart as quickstart_command
+from ebft.cli import report as report_command
+from ebft.cli import show as show_command
 from ebft.cli import train as train_command
+from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_warnings
 
@@ -41,6 +44,9 @@ evaluate_command.register(app)
 inference_command.register(app)
 merge_lora_command.register(app)
 quantize_command.register(app)
+show_command.register(app)
+report_command.register(app)
+tui_command.register(app)
 vllm_serve_command.register(app)
 config_command.register(app)
 fetch_command.register(app)

@@ -1,10 +1,14 @@
 """`ebft train CONFIG [key=value ...]`."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
+from ebft.cli.tui import train_with_dashboard
 from ebft.config.load import load_config
 from ebft.run.checks import check_runnable
 
@@ -15,6 +19,8 @@ Examples:
 ebft train run.yaml
 
 ebft train run.yaml ebft.stride=4 learning_rate=1e-5
+
+ebft train run.yaml --tui
 
 ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
 """
@@ -33,10 +39,21 @@ def register(app: typer.Typer) -> None:
 def command(
     config: ConfigFile,
     overrides: Overrides = None,
+    tui: Annotated[
+        bool,
+        typer.Option(
+            "--tui",
+            help="Show a terminal dashboard. Training runs in another process, with its output in train.log in "
+            "output_dir; Ctrl-C stops it after the step and saves a checkpoint, q closes the dashboard. Requires "
+            "textual.",
+        ),
+    ] = False,
 ) -> None:
     """Load the config, train, and print the path of the model."""
     run_config = load_config(config, overrides or [])
     check_runnable(run_config)
+    if tui:
+        raise typer.Exit(train_with_dashboard([str(config), *(overrides or [])], Path(run_config.output_dir)))
     from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
     try:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
-FILE = "rollouts.jsonl"
+from ebft.dashboard.files import ROLLOUTS as FILE
+from ebft.monitor.continuing import remove_from_step, set_aside
+
 _MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
 
 
@@ -22,6 +25,7 @@ class RolloutLog:
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
     created when the first entry is written. A file that cannot be written gives one warning, and training continues.
+    When a run resumes, `continue_from` removes the entries of the steps that it repeats.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = _MAX_BYTES) -> None:
@@ -42,21 +46,43 @@ class RolloutLog:
                 line = json.dumps(row, ensure_ascii=False, default=str)
                 self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=2)
+            self._warn(error)
+
+    def continue_from(self, step: int) -> None:
+        """Remove the entries of `step` and later ones; at step 0, move the files to the folder `previous` instead."""
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+        try:
+            if step == 0:
+                set_aside(self.path.parent, files)
+            else:
+                for path in files:
+                    remove_from_step(path, step)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=3)
 
 
 class ScoredRollouts:
-    """Passes the rollouts of each training step to `rollouts.jsonl`, with `args.log_completions`, and to `hooks`.
+    """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
 
     A hook is called as `hook(rollouts, rewards)`: the entries of the log, a list of dicts, and the total rewards of
     this process's rollouts, in the shape that the trainer documents.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        args = trainer.args
         self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
-        self._log = RolloutLog(args.output_dir, args.process_index) if args.log_completions else None
+        self._log = None
+        if args.log_completions:
+            self._log = RolloutLog(args.output_dir, args.process_index)
+            trainer.add_callback(_ContinueLog(self._log))
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
         """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
@@ -67,6 +93,14 @@ class ScoredRollouts:
             self._log.write(entries)
         for hook in self.hooks:
             hook(entries, rewards)
+
+
+class _ContinueLog(TrainerCallback):
+    def __init__(self, log: RolloutLog) -> None:
+        self._log = log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log.continue_from(state.global_step)
 
 
 class _Handler(RotatingFileHandler):

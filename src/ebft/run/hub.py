@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebft.dashboard.files import LOG, PREVIOUS, RUN
 from ebft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def check_hub(config: RunConfig) -> None:
 
 
 def push(config: RunConfig) -> None:
-    """Upload the output folder without its checkpoints."""
+    """Upload the output folder without its checkpoints, its log and the state of this process."""
     from huggingface_hub import upload_folder
 
-    ignored = ["checkpoint-*", "runs/*"]
+    ignored = ["checkpoint-*", "runs/*", f"{PREVIOUS}/*", RUN, LOG]
     upload_folder(repo_id=config.hub_model_id, folder_path=config.output_dir, ignore_patterns=ignored)

@@ -21,6 +21,7 @@ from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
+from ebft.monitor.run_files import RunFiles
 from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.prepared.rows import run_rows
 from ebft.run.arguments import planned_steps, training_kwargs
@@ -30,6 +31,7 @@ from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
 from ebft.run.plugins import add_plugins
+from ebft.run.record import recorded
 from ebft.run.same_run import SaveRunKeys
 from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
@@ -66,20 +68,27 @@ def train(config: RunConfig) -> TrainResult:
     check_machine(config, this_machine())
     checkpoint = find_checkpoint(config)
     make_output_dir(config.output_dir)
+    with recorded(config, checkpoint) as files:
+        return _train(config, checkpoint, files)
+
+
+def _train(config: RunConfig, checkpoint: str | None, files: RunFiles | None) -> TrainResult:
+    """`train` after the checks of the config; `files` describe the run, on the main process."""
     check_hub(config)
     os.environ.update(wandb_environment(config))
-
     set_seed(config.seed)
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
     settings = config.server_settings if config.manages_server else None
     managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
     with config.method.services(config), managed as server:
-        return _train(config, checkpoint, server)
+        return _train_with(server, config, checkpoint, files)
 
 
-def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None) -> TrainResult:
-    """`train` after the checks; `server` is the one started for this run, if any."""
+def _train_with(
+    server: VLLMServer | None, config: RunConfig, checkpoint: str | None, files: RunFiles | None
+) -> TrainResult:
+    """`train` with its services running; `server` is the one started for this run, if any."""
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
@@ -92,9 +101,13 @@ def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None)
     warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+    if files is not None:
+        trainer.add_callback(files)
 
     if is_finished(config, checkpoint, rows=len(train_data)):
         restore(config, trainer, checkpoint)
+        if files is not None:
+            files.restore(trainer.state)
         must_save = not has_model(config.output_dir)
     else:
         run(trainer, checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +69,8 @@ class StridedOutput:
     def rows(self, documents: Documents, step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
         """Yield one entry of the log of rollouts per document with blocks; token ids instead of texts if no tokenizer.
 
-        A sample is the text of the document up to `anchor`, continued with `completion` instead of `reference`.
+        A sample is the document up to token `anchor`, which is up to character `offset` of its text, continued with
+        `completion` instead of `reference`.
         """
 
         def texts(ids: list[list[int]]) -> list[Any]:
@@ -82,6 +84,7 @@ class StridedOutput:
                 continue
             completions = texts(self.rollouts[number, :, : len(anchors)].flatten(0, 1).tolist())
             references = texts([ids[anchor : anchor + length].tolist() for anchor in anchors])
+            offsets = anchors if tokenizer is None else _characters_before(anchors, ids.tolist(), tokenizer)
             values = {name: value[number].tolist() for name, value in per_sample.items()}
             yield {
                 "step": step,
@@ -90,6 +93,7 @@ class StridedOutput:
                 "blocks": [
                     {
                         "anchor": anchor,
+                        "offset": offsets[block],
                         "reference": references[block],
                         "samples": [
                             {
@@ -103,3 +107,17 @@ class StridedOutput:
                     for block, anchor in enumerate(anchors)
                 ],
             }
+
+
+_OVERLAP = 4  # tokens; some tokenizers omit a space before the first token of a text
+
+
+def _characters_before(anchors: list[int], ids: list[int], tokenizer: Any) -> list[int]:
+    """Return the number of characters of a document's text before each anchor, from the texts between anchors.
+
+    May be off by one where an anchor is inside a character of several tokens.
+    """
+    starts = [max(0, previous - _OVERLAP) for previous in (0, *anchors)][:-1]
+    until = tokenizer.batch_decode([ids[start:anchor] for start, anchor in zip(starts, anchors)])
+    overlaps = tokenizer.batch_decode([ids[start:previous] for start, previous in zip(starts, (0, *anchors))])
+    return list(accumulate(len(text) - len(overlap) for text, overlap in zip(until, overlaps)))

@@ -110,7 +110,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
         self._metrics = MeanMetrics()
         self._throughput = Throughput()
         self._term_gradients = TermGradients(self.model.parameters())
-        self.scored_rollouts = ScoredRollouts(args)
+        self.scored_rollouts = ScoredRollouts(self)
 
     def compute_loss(
         self,

@@ -100,7 +100,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         check_reference_model(model, self.ref_model)
         self.prepare_sharing()
         self._throughput = Throughput()
-        self.scored_rollouts = ScoredRollouts(args)
+        self.scored_rollouts = ScoredRollouts(self)
         self.prepare_second_uses()
         self.prepare_rollouts(agents, syncs_adapter, server_failure)
 
@@ -146,14 +146,19 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         first = self.accelerator.process_index * len(rows)
         rewards = self.rewards[first : first + len(rows)]
         totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
-        self.scored_rollouts(partial(self._logged_groups, rows, rewards, inputs["advantages"]), totals)
+        self.scored_rollouts(partial(self._logged_groups, rows, rewards, totals, inputs["advantages"]), totals)
         self.note_failed(rows, totals)
         return self.with_replayed(inputs)
 
-    def _logged_groups(self, rows: list[Row], rewards: Tensor, advantages: Tensor) -> Iterator[dict[str, Any]]:
-        """Yield one entry of the log of rollouts per prompt, given rewards (B, functions) and advantages (B,)."""
+    def _logged_groups(
+        self, rows: list[Row], rewards: Tensor, totals: Tensor, advantages: Tensor
+    ) -> Iterator[dict[str, Any]]:
+        """Yield one entry of the log of rollouts per prompt.
+
+        Takes rewards (B, functions), their weighted totals (B,) and advantages (B,).
+        """
         n, step = self.num_generations, self.state.global_step
-        rewards, advantages = rewards.tolist(), advantages.tolist()
+        rewards, totals, advantages = rewards.tolist(), totals.tolist(), advantages.tolist()
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {
@@ -165,6 +170,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
                     {
                         "replies": self.text_tokenizer.batch_decode(self.rollouts[index].replies),
                         "tokens": sum(self.rollouts[index].generated),
+                        "reward": totals[index],
                         "rewards": {
                             name: None if math.isnan(value) else value
                             for name, value in zip(_distinct(self.reward_func_names), rewards[index])

@@ -1,0 +1,51 @@
+"""`ebft report FOLDER`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.cli.console import polite
+from ebft.cli.show import RunFolder
+from ebft.dashboard.files import read_object
+from ebft.dashboard.report import write_report
+from ebft.dashboard.run import check_run
+from ebft.errors import RunError
+
+HELP = """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
+
+`ebft train` writes it at the end of a run. The page is a single file without external resources.
+
+Example:
+
+ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("report", help=HELP, short_help="Write an HTML report of a run.")(command)
+
+
+@polite
+def command(
+    folder: RunFolder,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            "--evaluation",
+            metavar="FILE.json",
+            help="Include this result of `ebft evaluate --output`. Default: evaluation.json in the folder, if any.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the report and print its path."""
+    check_run(folder)
+    if evaluation is not None and "models" not in (read_object(evaluation) or {}):
+        raise RunError(f"--evaluation: {evaluation} is not a result of `ebft evaluate --output`.")
+    try:
+        path = write_report(folder, evaluation)
+    except OSError as error:
+        raise RunError(f"The report cannot be written to {folder} ({error}).") from error
+    typer.echo(path)

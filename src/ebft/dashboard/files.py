@@ -1,0 +1,116 @@
+"""The files that a run writes into its output folder, and reading those that grow while they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
+RUN = "run.json"  # state, process, progress, config and versions of the run
+ROLLOUTS = "rollouts.jsonl"  # with log_completions; older parts are rollouts.jsonl.1 and so on
+HEALTH = "health.jsonl"  # one line per health message: time, step, since, name, message, remedy
+LOG = "train.log"  # console output of a run started with `ebft train --tui`
+REPORT = "report.html"
+PREVIOUS = "previous"  # folder with the files of the run before, if a new one was started in the same output folder
+
+_CHUNK = 8 * 2**20
+
+
+class Tail:
+    """Reads the complete lines that were appended to a file since the last call.
+
+    A last line without a line break is left for a later call. A file that was replaced, or is now shorter, is read from
+    its start again. With `newest_bytes`, reading starts at the first line within that many bytes of the end.
+    """
+
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
+        self.path = path
+        self._newest_bytes = newest_bytes
+        self._offset, self._inode = 0, None
+
+    def read(self) -> tuple[list[str], bool]:
+        """Return the new lines, and whether they replace everything that was read before.
+
+        At most 8 MiB are read in a call. A missing file has no lines.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                restarts = status.st_ino != self._inode or status.st_size < self._offset
+                if restarts:
+                    self._inode, self._offset = status.st_ino, self._start(file, status.st_size)
+                file.seek(self._offset)
+                chunk = file.read(_CHUNK)
+        except OSError:
+            restarts, self._inode, self._offset = self._inode is not None, None, 0
+            return [], restarts
+        complete, found, _ = chunk.rpartition(b"\n")
+        self._offset += len(complete) + len(found)
+        return complete.decode("utf-8", errors="replace").split("\n") if found else [], restarts
+
+    def _start(self, file: Any, size: int) -> int:
+        if self._newest_bytes is None or size <= self._newest_bytes:
+            return 0
+        file.seek(size - self._newest_bytes)
+        file.readline()  # the rest of a line
+        return file.tell()
+
+
+class JsonTail:
+    """The objects appended to a JSON Lines file since the last call; `corrupted` counts lines that are not objects."""
+
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
+        self._tail = Tail(path, newest_bytes)
+        self.corrupted = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the new objects, and whether they replace everything that was read before."""
+        lines, restarts = self._tail.read()
+        if restarts:
+            self.corrupted = 0
+        found = [parse(line) for line in lines if line.strip()]
+        self.corrupted += found.count(None)
+        return [row for row in found if row is not None], restarts
+
+
+def parse(line: str | bytes) -> dict[str, Any] | None:
+    """The object in a line, or None if there is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if the file is missing or has none."""
+    try:
+        return parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def read_all(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                row = parse(line)
+                if row is not None:
+                    yield row
+    except OSError:
+        return
+
+
+def rollout_files(folder: Path) -> list[Path]:
+    """The files with the rollouts of a run, oldest first; those of other processes than the main one at the end."""
+    found = [path for path in folder.glob("rollouts*.jsonl*") if path.is_file()]
+    return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
+
+
+def _part(path: Path) -> int:
+    number = path.name.rpartition(".")[2]
+    return int(number) if number.isdigit() else 0

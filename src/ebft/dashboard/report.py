@@ -1,0 +1,94 @@
+"""The report of a run: one HTML page without scripts and external resources, made from the run's files."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ebft.dashboard import sections
+from ebft.dashboard.files import REPORT
+from ebft.dashboard.live import LiveRun
+from ebft.dashboard.rollouts import first_and_last
+from ebft.dashboard.svg import figure
+from ebft.dashboard.text import duration, html_text
+
+EVALUATION = "evaluation.json"  # in the folder of the run: the --output of `ebft evaluate`
+_SAMPLES = 4  # before and after
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #212529; }
+h1 { margin-bottom: 0; } h2 { border-bottom: 1px solid #dee2e6; margin-top: 2em; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); gap: 1em; }
+figure { margin: 0; } figcaption { font-size: 13px; } svg { width: 100%; font-size: 11px; fill: #495057; }
+polyline { fill: none; stroke-width: 1.6; } .axis { fill: none; stroke: #adb5bd; } .healthy { fill: #d3f9d8; }
+table { border-collapse: collapse; } td, th { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 2px 0; font-size: 13px; }
+.sample { border-left: 3px solid #dee2e6; padding-left: 1em; margin: 1em 0; } .dim { color: #868e96; }
+.reference { color: #2b8a3e; } .completion { color: #0b7285; } .failed { color: #c92a2a; }
+"""
+
+
+def write_report(folder: Path, evaluation: Path | None = None) -> Path:
+    """Write report.html into `folder` and return its path; raises OSError if that fails.
+
+    `evaluation` is the --output of `ebft evaluate`; by default evaluation.json in the folder, if there is one.
+    """
+    path = folder / REPORT
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(report(folder, evaluation), encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def report(folder: Path, evaluation: Path | None = None) -> str:
+    """The page as text."""
+    live = LiveRun(folder)
+    live.poll()
+    logs = -1
+    while live.logs != logs:  # long files are read in parts
+        logs = live.logs
+        live.poll()
+    plots = "".join(figure(curve) for curve in live.curves())
+    before, after = first_and_last(folder, _SAMPLES)
+    samples = (sections.samples("First rollouts", before), sections.samples("Last rollouts", after))
+    parts = [
+        _summary(live),
+        _section("Curves", f'<div class="plots">{plots}</div>' if plots else ""),
+        _section("Health messages", sections.health(live)),
+        _section("Samples", "".join(samples)),
+        _section("Config", sections.table(live.run.get("changed"), "Options that differ from their defaults.")),
+        _section("Environment", sections.table(_environment(live), "")),
+        _section("Evaluation", sections.evaluation(live, evaluation or folder / EVALUATION)),
+    ]
+    title, body = html_text(folder.absolute().name), "\n".join(filter(None, parts))
+    head = f'<head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>'
+    return f'<!doctype html>\n<html lang="en">{head}\n<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{title}</h2>\n{content}" if content else ""
+
+
+def _summary(live: LiveRun) -> str:
+    steps = f"step {live.step:g}" + (f" of {live.max_steps}" if live.max_steps else "")
+    seconds = live.seconds_run()
+    facts = [live.state, steps, "" if seconds is None else duration(seconds)]
+    model, method = (html_text(live.run.get(key)) for key in ("model", "method"))
+    of = " of " if method and model else ""
+    lines = [f"<p>{method}{of}<b>{model}</b>: {html_text(', '.join(filter(None, facts)))}.</p>"]
+    if live.run.get("error"):
+        lines.append(f'<p class="failed">{html_text(live.run["error"])}</p>')
+    return "\n".join(lines)
+
+
+def _environment(live: LiveRun) -> dict[str, Any]:
+    started = live.run.get("started")
+    when = datetime.fromtimestamp(started).isoformat(" ", "seconds") if isinstance(started, int | float) else None
+    latest = live.metrics.latest
+    found = {"host": live.run.get("host"), "started": when, "output_dir": live.run.get("output_dir")}
+    if "memory/peak_gib" in latest:
+        found["peak memory"] = f"{latest['memory/peak_gib']:.2f} GiB"
+    versions = live.run.get("versions")
+    return {key: value for key, value in found.items() if value} | (versions if isinstance(versions, dict) else {})

@@ -1,0 +1,75 @@
+"""Training in a process of its own, whose output goes to a file: it and its dashboard do not depend on each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ebft.dashboard.files import LOG
+from ebft.errors import RunError
+
+
+class Training:
+    """The process of `ebft train ARGUMENTS` in its own session, with its console output appended to train.log.
+
+    It goes on if this process ends. `interrupts` is the number of times that it was interrupted from here.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        self.log = folder / LOG
+        self.interrupts = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
+                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} ebft train {' '.join(arguments)}\n".encode())
+                self._log_start = log.tell()
+                log.flush()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "ebft.cli", "train", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                )
+        except OSError as error:
+            raise RunError(f"Training cannot be started with its log in {self.log} ({error}).") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in its terminal: stop after the step with a checkpoint, the second time immediately."""
+        self.interrupts += 1
+        if self.is_running():
+            self._process.send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
+        """Wait for the process; Ctrl-C interrupts it. Returns its exit status, 128 + n after signal n."""
+        while True:
+            try:
+                status = self._process.wait()
+                return status if status >= 0 else 128 - status
+            except KeyboardInterrupt:
+                self.interrupt()
+
+    def output(self, lines: int) -> list[str]:
+        """The last lines of its output."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 2**16))
+                text = log.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        found = [line.rpartition("\r")[2] for line in text.split("\n")]
+        return [line for line in found if line.strip()][-lines:]

@@ -1,0 +1,1 @@
+"""The terminal dashboard, the only importer of textual."""

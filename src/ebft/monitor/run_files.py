@@ -1,0 +1,136 @@
+"""The files that describe a run while it runs: its state in `run.json`, its metrics in `metrics.jsonl`.
+
+Any process can follow the run by reading them. A file that cannot be written gives one warning, and training continues.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+
+from ebft.dashboard.files import HEALTH, METRICS, RUN, read_object
+from ebft.monitor.continuing import remove_from_step, set_run_aside
+
+State = Literal["running", "finished", "stopped", "failed"]
+_SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
+
+
+class RunFiles(TrainerCallback):
+    """Writes the files of a run from its main process; `start` and `end` are called by the run, the rest by a trainer.
+
+    `description` is added to run.json: JSON values such as the method and the config. `metrics.jsonl` has one line per
+    log of the trainer, including evaluations: `{"step": ..., "time": ..., metrics}`, with null for NaN and infinite
+    values. Steps are finished optimizer steps, times are in seconds since 1970.
+    """
+
+    def __init__(self, folder: str | Path, description: dict[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._run = {
+            "state": "running",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": None,
+            "updated": None,
+            "global_step": 0,
+            "max_steps": None,
+        }
+        self._description = description
+        self._is_unchanged = False  # a finished run, unless it is trained further
+        self._last_update = 0.0
+        self._has_failed = False
+
+    def start(self, resumed_step: int | None) -> None:
+        """Write run.json; the files of an earlier run, unless it is resumed, are moved to the folder `previous`.
+
+        The run.json of a finished run that is resumed is not written before another step is to be trained.
+        """
+        self._run["started"] = time.time()
+        if resumed_step is None:
+            self._try(set_run_aside, self._folder)
+        else:
+            self._run |= {"global_step": resumed_step, "resumed_from_step": resumed_step}
+            self._is_unchanged = (read_object(self._folder / RUN) or {}).get("state") == "finished"
+        self._update()
+
+    def end(self, state: State, error: str | None = None) -> bool:
+        """Write the final state of the run to run.json. Returns False for a finished run that was left unchanged."""
+        if self._is_unchanged and state == "finished":
+            return False
+        self._is_unchanged = False
+        self._run["state"] = state
+        if error is not None:
+            self._run["error"] = error
+        self._update()
+        return True
+
+    def restore(self, state: Any) -> None:
+        """Take the progress from the trainer state of a run that has no more steps to train."""
+        self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_unchanged = False
+        self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
+        if state.global_step > 0:
+            for name in (METRICS, HEALTH):
+                self._try(remove_from_step, self._folder / name, state.global_step + 1)
+        self._update()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run["global_step"] = state.global_step
+        if time.monotonic() - self._last_update > _SECONDS_BETWEEN_UPDATES:
+            self._update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs:
+            values = {name: _as_json(value) for name, value in logs.items() if name not in ("step", "time")}
+            line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **values}, allow_nan=False)
+            self._try(_append, self._folder / METRICS, line)
+        self._run["global_step"] = state.global_step
+        self._update()
+
+    def _update(self) -> None:
+        if self._is_unchanged:
+            return
+        self._last_update = time.monotonic()
+        self._run["updated"] = time.time()
+        self._try(_replace, self._folder / RUN, json.dumps(self._run | self._description, indent=1) + "\n")
+
+    def _try(self, write: Any, *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                warnings.warn(
+                    f"The files that describe the run cannot be written to {self._folder} ({error}), so it cannot be "
+                    "followed completely.",
+                    stacklevel=2,
+                )
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that readers see the old or the new content, never a part."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int | str | None) else str(value)

@@ -1,0 +1,93 @@
+"""The files that describe a run in its output folder, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ebft.config.reference import changed_keys
+from ebft.config.schema import RunConfig
+from ebft.dashboard.report import write_report
+from ebft.methods import selecting_keys
+from ebft.monitor.run_files import RunFiles, State
+from ebft.run.checkpoints import step_of
+
+PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
+# Not special tokens of a tokenizer, such as pad_token.
+_SECRET_KEY = re.compile(r"(^|(hub|access|auth|api|hf)[_-]?)token$|api[_-]?key$|passw(or)?d$|secret|credential", re.I)
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+@contextmanager
+def recorded(config: RunConfig, checkpoint: str | None) -> Iterator[RunFiles | None]:
+    """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
+
+    Yields the callback that also writes the metrics, or None in processes other than the main one.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    files = RunFiles(config.output_dir, description(config))
+    files.start(None if checkpoint is None else step_of(checkpoint))
+    try:
+        yield files
+    except KeyboardInterrupt:
+        _end(config, files, "stopped")
+        raise
+    except BaseException as error:
+        _end(config, files, "failed", f"{type(error).__name__}: {error}")
+        raise
+    _end(config, files, "finished")
+
+
+def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = None) -> None:
+    """Write the final state and the report; a report that fails is a warning."""
+    if not files.end(state, error):
+        return
+    try:
+        write_report(Path(config.output_dir))
+    except Exception as failure:  # the report must not change how the run ends
+        warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
+
+
+def description(config: RunConfig) -> dict[str, Any]:
+    """What run.json contains about a run in addition to its state, as JSON values."""
+    return {
+        "method": " ".join(filter(None, selecting_keys(config).values())) or config.method.name,  # "ebft strided"
+        "model": config.base_model,
+        "output_dir": config.output_dir,
+        "config": without_secrets(config.model_dump(mode="json")),
+        "changed": without_secrets(dict(changed_keys(config))),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed packages that results depend on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """`value` as JSON, without the values of keys such as `token`, and without user names and passwords in URLs."""
+    if isinstance(value, dict):
+        return {str(name): without_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, key) for item in value]
+    if _SECRET_KEY.search(key.rpartition(".")[2]) and value is not None:
+        return "(removed)"
+    if isinstance(value, str):
+        return _SECRET_IN_URL.sub("(removed)@", value)
+    return value if isinstance(value, int | float | None) else str(value)

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+
+from tests.cli.conftest import plain
+from tests.dashboard.runs import append, prompt_entry, strided_entry, write_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path)
+    append(tmp_path / "rollouts.jsonl", *(strided_entry(step, rewards=(step, step + 0.5)) for step in range(9)))
+    return tmp_path
+
+
+def test_the_newest_rollouts_beside_their_references(ebft, run):
+    result = ebft("show", run)
+    assert result.exit_code == 0 and "\x1b" not in result.stdout
+    blocks = result.stdout.strip().split("\n\n")
+    assert len(blocks) == 5
+    assert blocks[0] == (
+        "step 8, token 5  reward +8.500  alignment +8.700  diversity +1.200  advantage +0.250  length 8\n"
+        "prompt      def add(a, b):\n            \n"
+        "reference       return a + b\n"
+        "completion  completion 1 of step 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "completions"),
+    [
+        (["--best"], ["completion 1 of step 8", "completion 0 of step 8"]),
+        (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
+        (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
+        (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
+        (["--step", "3"], ["completion 1 of step 3", "completion 0 of step 3"]),
+    ],
+)
+def test_the_choice_as_json(ebft, run, arguments, completions):
+    result = ebft("show", run, *arguments, "--count", "2", "--json")
+    found = json.loads(result.stdout)
+    assert [sample["completion"] for sample in found] == completions
+    assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
+
+
+def test_terms_of_reward_functions(ebft, tmp_path):
+    append(tmp_path / "rollouts.jsonl", prompt_entry(2))
+    result = ebft("show", tmp_path, "--sort", "rewards/short")
+    assert result.exit_code == 0 and "user: What is 2 + 2?" in result.stdout and "rewards/short +0.500" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--best", "--worst"], "exclude each other"),
+        (["--json", "--interactive"], "exclude each other"),
+        (["--interactive"], "requires a terminal"),
+        (
+            ["--sort", "rewad"],
+            "no rollout has a term 'rewad'. Choose from reward, alignment, diversity",
+        ),
+        (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
+    ],
+)
+def test_what_cannot_be_shown(ebft, run, arguments, message):
+    result = ebft("show", run, *arguments)
+    assert result.exit_code == 2 and message in plain(result.stderr) and "Traceback" not in result.stderr
+
+
+def test_a_run_without_rollouts(ebft, tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
+    result = ebft("show", tmp_path)
+    assert result.exit_code == 2 and "Set ebft.log_completions: true in the config" in plain(result.stderr)
+    (tmp_path / "rollouts.jsonl").write_text("broken\n")
+    assert "no rollouts yet, or its files cannot be read" in plain(ebft("show", tmp_path).stderr)
+
+
+def test_the_pager_gets_the_rollouts(run):
+    """In a terminal, with a pager that prints."""
+    from tests.terminal import in_terminal
+
+    output, status = in_terminal(["show", str(run), "--worst", "--interactive"], {"PAGER": "cat"})
+    assert status == 0 and "completion 0 of step 0" in output and output.count("advantage") == 18

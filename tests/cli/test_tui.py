@@ -1,0 +1,132 @@
+"""The dashboard in a real terminal, alone and beside a training process."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from ebft.cli import tui
+from ebft.dashboard.run import is_alive, read_run
+from ebft.dashboard.training import Training
+from ebft.errors import RunError
+from tests.cli.conftest import plain
+from tests.dashboard.runs import append, log_line, write_run
+from tests.run.test_methods import run_file
+from tests.terminal import Terminal, ebft_command
+
+__all__ = ["run_file"]
+LONG = ("rl=", "max_steps=100000", "save_steps=100000", "save_strategy=steps", "eval_strategy=no", "logging_steps=1")
+
+
+@pytest.fixture
+def in_terminal(tmp_path):
+    """`in_terminal("tui", folder)`: a command in a terminal; at the end of the test, nothing of it is left running."""
+    started = []
+
+    def start(*arguments):
+        started.append(Terminal(ebft_command(*map(str, arguments))))
+        return started[-1]
+
+    yield start
+    for terminal in started:
+        terminal.close()
+    run = read_run(tmp_path / "out")
+    if run.get("pid", os.getpid()) != os.getpid() and is_alive(run["pid"]):
+        os.kill(run["pid"], signal.SIGKILL)
+
+
+def test_a_finished_run_in_a_terminal(in_terminal, tmp_path):
+    folder = tmp_path / "run"
+    write_run(folder, "finished", step=100)
+    append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, 101)))
+    terminal = in_terminal("tui", folder)
+    terminal.wait_for(lambda screen: "finished" in screen and "step 100/100" in screen and "alignment" in screen)
+    terminal.press("5")
+    terminal.wait_for(lambda screen: "some/model" in screen)
+    terminal.press("\x03")
+    assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("command", [("tui",), ("train", "--tui")])
+def test_without_a_terminal_it_says_so(ebft, run_file, tmp_path, command):
+    write_run(tmp_path / "out")
+    target = tmp_path / "out" if command == ("tui",) else run_file
+    result = ebft(command[0], target, *command[1:])
+    assert result.exit_code == 2 and "requires a terminal" in plain(result.stderr)
+    assert not (tmp_path / "out" / "train.log").exists()
+
+
+def test_without_textual_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(tui, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"ebft tui requires the package textual: pip install '.\[tui\]'"):
+        tui.check_terminal("ebft tui")
+
+
+def test_a_folder_that_is_no_run(ebft, tmp_path, monkeypatch):
+    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
+    result = ebft("tui", tmp_path / "none")
+    assert result.exit_code == 2 and "is not a folder" in plain(result.stderr)
+
+
+def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_file, tmp_path):
+    terminal = in_terminal("train", run_file, "--tui", *LONG)
+    terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
+    terminal.press("\x03")
+    terminal.wait_for(lambda screen: "stopped" in screen)
+    terminal.press("q")
+    assert terminal.end() == 130
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["state"] == "stopped" and (tmp_path / "out" / f"checkpoint-{run['global_step']}").is_dir()
+    assert "Resume with" in terminal.output.decode() and "Resume with" in (tmp_path / "out" / "train.log").read_text()
+
+
+def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_path):
+    terminal = in_terminal("train", run_file, "--tui", *LONG)
+    terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    os.kill(terminal.process.pid, signal.SIGKILL)
+    terminal.end()
+    assert is_alive(run["pid"])
+    second = in_terminal("tui", tmp_path / "out")
+    second.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
+    os.kill(run["pid"], signal.SIGKILL)
+    second.wait_for(lambda screen: "ended without a final state" in screen)
+    second.press("q")
+    assert second.end() == 0
+
+
+def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, monkeypatch, capsys):
+    from ebft.dashboard.tui.app import TrainingDashboard
+
+    def fail(self):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
+    monkeypatch.setattr(TrainingDashboard, "run", fail)
+    assert tui.train_with_dashboard([str(run_file), "rl=", "max_steps=2"], tmp_path / "out") == 0
+    printed = capsys.readouterr()
+    assert "a bug" in printed.err and f"Model saved in {tmp_path / 'out'}" in printed.out
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
+
+
+def test_training_that_fails_shows_its_last_lines(run_file, tmp_path, monkeypatch, capsys):
+    from ebft.dashboard.tui.app import TrainingDashboard
+
+    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
+    monkeypatch.setattr(TrainingDashboard, "run", lambda self: "closed")
+    assert tui.train_with_dashboard([str(run_file), "base_model=does/not-exist"], tmp_path / "out") == 2
+    assert "does/not-exist" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_written(tmp_path):
+    (tmp_path / "train.log").mkdir()
+    with pytest.raises(RunError, match="Training cannot be started with its log in .*train.log"):
+        Training([], tmp_path)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="--tui starts a single process"):
+        tui.train_with_dashboard([], tmp_path)

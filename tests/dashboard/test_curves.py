@@ -1,0 +1,152 @@
+"""Metrics over steps, the curves they become, and their drawing."""
+
+import pytest
+
+from ebft.dashboard import metrics as metrics_module
+from ebft.dashboard.axes import band, limits, number
+from ebft.dashboard.braille import columns_of, plot
+from ebft.dashboard.curves import Curve, curves_of, healthy_range, range_text
+from ebft.dashboard.metrics import Metrics, Series, evaluation_changes
+from tests.dashboard.runs import STRIDED, held_out_line, log_line
+
+
+def series(values):
+    found = Series()
+    for step, value in enumerate(values, 1):
+        found.add(step, value)
+    return found
+
+
+def test_long_series_are_averaged(monkeypatch):
+    monkeypatch.setattr(metrics_module, "MAX_POINTS", 4)
+    found = series([1, 3, 5, 7, 9])
+    assert found.steps == [1.5, 3.5, 5] and found.values == [2, 6, 9] and found.width == 2
+    found = series(range(1000))
+    assert len(found.values) <= 5 and found.values == sorted(found.values)
+    assert 0 < found.values[0] < found.values[-1] < 1000
+
+
+def test_what_is_no_number_is_left_out():
+    found = Metrics()
+    for line in ({"step": 1, "loss": None, "a": "text", "b": True, "epoch": 1.0}, {"loss": 1.0}, {"step": None}):
+        found.add(line)
+    assert found.series == {} and found.last_step == 1
+    found.add({"step": 2, "loss": 1, "nan": float("nan")})
+    assert list(found.series) == ["loss"] and found.latest == {"loss": 1}
+
+
+def test_the_speed_is_that_of_the_last_logs_of_training():
+    found = Metrics()
+    assert found.seconds_per_step() is None
+    for step in range(1, 101):
+        found.add(log_line(step))
+    found.add(held_out_line(100, 0.1) | {"time": 1e12})  # an evaluation is no step
+    assert found.seconds_per_step() == pytest.approx(2.0)
+    assert found.seconds_per_step(since=1_700_000_000.0 + 200) is None  # a single log since then
+
+
+def test_changes_of_evaluations():
+    found = Metrics()
+    for step, value in ((10, 0.3), (20, 0.2), (30, 0.1)):
+        found.add(held_out_line(step, value) | {"eval_runtime": 1.0, "eval_samples_per_second": 2.0})
+    assert evaluation_changes(found) == [("eval_cfm_loss", 0.3, 0.1), ("eval_ce_loss", 2.4, 2.4)]
+
+
+def test_the_curves_of_a_strided_run():
+    found = Metrics()
+    found.add(log_line(1))
+    found.add(held_out_line(1, 0.5))
+    curves = {curve.title: curve for curve in curves_of(found, STRIDED)}
+    assert list(curves)[:3] == ["alignment", "diversity", "reward"]
+    assert {"loss", "grad_norm", "grad norms of terms", "held-out cfm_loss"} <= curves.keys()
+    assert list(curves["grad norms of terms"].series) == ["rl", "ce"]
+    assert curves["alignment"].healthy == (0.3, 0.9) and curves["loss"].healthy is None
+
+
+def test_the_curves_of_reward_functions():
+    found = Metrics()
+    found.add({"step": 1, "reward": 1.0, "rewards/parses/mean": 0.5, "rewards/feature_matching/mean": 0.1, "kl": 0.1})
+    curves = curves_of(found, {"rl": "grpo"})
+    assert [curve.title for curve in curves] == ["total reward", "rewards", "kl"]
+    assert list(curves[1].series) == ["parses", "feature_matching"]
+
+
+@pytest.mark.parametrize(
+    ("title", "config", "expected"),
+    [
+        ("grad_norm", {"rl": None}, (None, 10.0)),
+        ("grad_norm", {"rl": "grpo"}, (None, 1.0)),
+        ("alignment", {"rl": "ebft", "ebft": {"use_whitening": False}}, None),
+        ("diversity", STRIDED, (None, 0.1)),
+        ("loss", STRIDED, None),
+        ("kl", {}, None),
+    ],
+)
+def test_healthy_ranges(title, config, expected):
+    assert healthy_range(title, config) == expected
+
+
+def test_ranges_as_text():
+    assert [range_text(found) for found in ((0.3, 0.9), (None, 0.1), (2, None))] == ["0.3-0.9", "<0.1", ">2"]
+
+
+def test_limits_of_an_axis():
+    assert limits([1.0, 2.0], None) == pytest.approx((0.95, 2.05))
+    assert limits([0.5, 0.6], (0.35, 0.9)) == pytest.approx((0.3375, 0.6125))  # 0.9 is too far away
+    assert limits([3.0], None)[0] < 3.0 < limits([3.0], None)[1]
+    assert limits([0.0], None)[1] > 0
+    assert limits([0.0, 10.0], None)[0] == 0.0 and limits([-1.0, 1.0], None)[0] < -1
+
+
+def test_the_part_of_a_range_on_an_axis():
+    assert band((0.3, 0.9), 0.0, 0.5) == (0.3, 0.5) and band((None, 0.1), -1.0, 1.0) == (-1.0, 0.1)
+    assert band((0.3, 0.9), 1.0, 2.0) is None and band(None, 0.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.1234, "0.123"),
+        (-1.234, "-1.23"),
+        (12.34, "12.3"),
+        (1234.5, "1234"),
+        (123456, "1e5"),
+        (1e-5, "1e-5"),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text and len(text) <= 7
+
+
+def test_columns_are_means():
+    assert columns_of(series([1, 2, 3, 4]), 2, 1, 4) == [1.5, 3.5]
+    assert columns_of(series([1, 2]), 4, 1, 2) == [1, None, None, 2]
+    assert columns_of(series([5]), 3, 1, 1) == [5, None, None]
+
+
+def test_a_rising_line_is_drawn():
+    text = plot(Curve("loss", {"loss": series(range(1, 9))}, "v"), 16, 4)
+    lines = text.plain.split("\n")
+    assert lines[0] == "loss  8.00 v" and len(lines) == 4 and all(len(line) <= 16 for line in lines)
+    assert (
+        lines[1].startswith("   8.35 ") and lines[2].startswith("  0.650 ") and lines[3].split() == ["1", "step", "8"]
+    )
+    upper, lower = lines[1][8:], lines[2][8:]
+    assert upper.strip() and lower.strip() and upper.lstrip() != upper and not lower[:4].isspace()
+
+
+def test_the_healthy_range_is_shaded_and_values_outside_are_red():
+    curve = Curve("grad_norm", {"grad_norm": series([1, 5])}, healthy=(0.1, 3.0))
+    text = plot(curve, 40, 10)
+    assert text.plain.startswith("grad_norm  5.00  [0.1-3]")
+    assert any("red" in str(span.style) for span in text.spans)
+    shaded = [span for span in text.spans if getattr(span.style, "bgcolor", None) is not None]
+    assert shaded and len(shaded) < 8 * 32
+
+
+@pytest.mark.parametrize("size", [(80, 20), (20, 5), (8, 2), (1, 1), (0, 0)])
+def test_any_size_and_any_number_of_points(size):
+    for values in ([], [1.0], [1.0, 1.0], [-1.0, 1.0], [0.0, 0.0]):
+        lines = plot(Curve("title", {"a": series(values), "b": Series()}, healthy=(0, 1)), *size).plain.split("\n")
+        assert len(lines) <= max(1, size[1]) and all(len(line) <= max(1, size[0]) for line in lines[1:])

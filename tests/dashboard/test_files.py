@@ -1,0 +1,125 @@
+"""Files that grow, are replaced, cut off or removed while they are read."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ebft.dashboard import files
+from ebft.dashboard.files import JsonTail, Tail, read_all, rollout_files
+from ebft.dashboard.run import check_rollouts, check_run, is_alive, state_of
+from ebft.dashboard.text import duration, printable
+from ebft.errors import RunError
+from tests.dashboard.runs import append, write_run
+
+
+def test_appended_lines_are_read_once(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.read() == ([], False)
+    path.write_text("one\ntwo\nthr")
+    assert tail.read() == (["one", "two"], True)
+    assert tail.read() == ([], False)
+    with path.open("a") as file:
+        file.write("ee\nfo")
+    assert tail.read() == (["three"], False)
+    path.write_text("new\n")  # shorter
+    assert tail.read() == (["new"], True)
+    (tmp_path / "other").write_text("replaced by a longer file\n")
+    os.replace(tmp_path / "other", path)
+    assert tail.read() == (["replaced by a longer file"], True)
+    path.unlink()
+    assert tail.read() == ([], True)
+    assert tail.read() == ([], False)
+
+
+def test_characters_of_several_bytes_may_be_cut_anywhere(tmp_path):
+    path, tail, found = tmp_path / "log", Tail(tmp_path / "log"), []
+    for byte in "äöü €\n𝄞\n".encode():
+        with path.open("ab") as file:
+            file.write(bytes([byte]))
+        found += tail.read()[0]
+    assert found == ["äöü €", "𝄞"]
+
+
+def test_long_files_are_read_in_parts_or_at_their_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 25)
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {number:04d}\n" for number in range(10)))
+    tail, found = Tail(path), []
+    for _ in range(10):
+        found += tail.read()[0]
+    assert found == [f"line {number:04d}" for number in range(10)]
+    assert Tail(path, newest_bytes=24).read()[0] == ["line 0008", "line 0009"]
+
+
+def test_corrupted_lines_are_counted(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n\n[1]\n\xff\xfe\n{"a": NaN}\n{"a": 2}\n{"a"')
+    tail = JsonTail(path)
+    rows = tail.read()[0]
+    assert [row["a"] for row in rows if row["a"] == row["a"]] == [1, 2] and len(rows) == 3
+    assert tail.corrupted == 3
+    assert len(list(read_all(path))) == 3 and list(read_all(tmp_path / "none")) == []
+
+
+def test_rollout_files_are_in_order(tmp_path):
+    for name in ("rollouts.jsonl", "rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts-rank1.jsonl", "other.jsonl"):
+        (tmp_path / name).touch()
+    names = [path.name for path in rollout_files(tmp_path)]
+    assert names == ["rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts.jsonl", "rollouts-rank1.jsonl"]
+
+
+def test_a_process_that_has_ended_is_lost(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    run = {"state": "running", "pid": process.pid, "host": os.uname().nodename}
+    while is_alive(process.pid):  # until it is a zombie
+        pass
+    assert state_of(run) == "lost" and state_of(run | {"host": "elsewhere"}) == "running"
+    assert state_of(run | {"state": "finished"}) == "finished" and state_of({}) == "unknown"
+    process.wait()
+    assert not is_alive(process.pid) and not is_alive(None) and is_alive(os.getpid())
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path):
+    with pytest.raises(RunError, match="nowhere is not a folder"):
+        check_run(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="has neither run.json nor metrics.jsonl"):
+        check_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", {"step": 1})
+    check_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rl": "ebft", "ebft": {"mode": "strided"}}, r"Set ebft.log_completions: true in the config"),
+        ({"rl": "ebft", "ebft": {"mode": "structured"}}, r"Set trl.log_completions: true"),
+        ({"rl": "grpo", "ebft": {}, "trl": {"log_completions": None}}, r"Set trl.log_completions: true"),
+        ({"rl": "grpo", "trl": {"log_completions": True}}, r"yet: trl.log_completions is set, but no step is complete"),
+        ({"rl": None}, "supervised fine-tuning samples no rollouts"),
+        ({}, r"Set ebft.log_completions \(strided mode\) or trl.log_completions"),
+    ],
+)
+def test_a_run_without_rollouts_names_the_key(tmp_path, config, message):
+    write_run(tmp_path, config=config)
+    if not config:
+        write_run(tmp_path)
+        run = json.loads((tmp_path / "run.json").read_text())
+        del run["config"]
+        (tmp_path / "run.json").write_text(json.dumps(run))
+    with pytest.raises(RunError, match=message):
+        check_rollouts(tmp_path)
+    shutil.rmtree(tmp_path)
+
+
+def test_durations():
+    seconds = (0.4, 59.4, 65, 3600, 86399, 90000)
+    assert [duration(value) for value in seconds] == ["0s", "59s", "1m05s", "1h00m", "23h59m", "1d01h"]
+
+
+def test_control_characters_are_visible():
+    assert printable("a\x1b[31mred\x07\tx\ny\x7f\x9b") == "a␛[31mred␇\tx\ny␡\ufffd"

@@ -1,0 +1,110 @@
+"""The samples of both forms of the log, and the choice among them."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from ebft import train
+from ebft.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take
+from ebft.dashboard.text import sample_text
+from ebft.strided.output import _characters_before
+from tests.dashboard.runs import append, prompt_entry, strided_entry
+from tests.run.test_methods import OVERRIDES, quietly, run_file
+
+__all__ = ["run_file"]
+
+
+def test_samples_of_a_block():
+    first, second = samples_of(strided_entry(3))
+    assert first.step == 3 and first.place == "token 5"
+    assert (first.prompt, first.reference) == ("def add(a, b):\n", "    return a + b")
+    assert first.completion == "completion 0 of step 3"
+    assert list(first.terms) == ["reward", "alignment", "diversity", "advantage", "length"]
+    assert first.terms["reward"] == 0.1 and second.terms["diversity"] == 1.2
+
+
+def test_samples_of_a_conversation():
+    (sample,) = samples_of(prompt_entry(4))
+    assert sample.prompt == "user: What is 2 + 2?" and sample.place == "weights of step 3"
+    assert sample.completion == "It is 5.\n[next turn]\nNo." and sample.reference == "It is 4.\n[next turn]\nYes."
+    assert sample.terms == {
+        "reward": 0.75, "alignment": 0.6, "diversity": 0.1, "advantage": 0.2, "length": 7,
+        "rewards/feature_matching": 0.5, "rewards/short": 0.5,
+    }  # fmt: skip
+    entry = prompt_entry(4)
+    del entry["samples"][0]["reward"]  # as a log of another version
+    assert next(samples_of(entry)).terms["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "entry", [{}, {"step": 1}, {"step": 1, "blocks": 3}, {"step": 1, "samples": [{}]}, {"blocks": [{}], "document": 1}]
+)
+def test_entries_of_an_unknown_form_have_no_samples(entry):
+    assert list(samples_of(entry)) == []
+
+
+def test_token_ids_are_shown_if_the_log_has_no_text():
+    entry = strided_entry(0)
+    entry["document"], entry["blocks"][0]["offset"] = list(range(20)), 5
+    entry["blocks"][0]["reference"] = [5, 6]
+    sample = next(samples_of(entry))
+    assert sample.prompt == "[0, 1, 2, 3, 4]" and sample.reference == "[5, 6]"
+    del entry["blocks"][0]["offset"]
+    assert next(samples_of(entry)).prompt is None
+
+
+def samples(**values):
+    count = len(next(iter(values.values())))
+    terms = [{name: value[index] for name, value in values.items()} for index in range(count)]
+    return [Sample(index, "", "", "", None, one) for index, one in enumerate(terms)]
+
+
+def test_best_worst_and_newest():
+    found = samples(reward=[3, 1, 2], diversity=[0.1, 0.3, 0.2])
+    steps = lambda *arguments: [sample.step for sample in take(found, *arguments)]
+    assert steps("best", "reward", 2) == [0, 2] and steps("worst", "reward", 2) == [1, 2]
+    assert steps("best", "diversity", 1) == [0] and steps("worst", "diversity", 1) == [1]
+    assert steps("newest", "reward", 2) == [2, 1] and steps("newest", "reward", 9) == [2, 1, 0]
+    assert steps("best", "missing", 2) == []
+
+
+def test_first_and_last(tmp_path):
+    assert first_and_last(tmp_path, 2) == ([], [])
+    append(tmp_path / "rollouts.jsonl.1", strided_entry(0), strided_entry(1))
+    append(tmp_path / "rollouts.jsonl", *(strided_entry(step) for step in range(2, 6)))
+    first, last = first_and_last(tmp_path, 2)
+    assert [sample.step for sample in first] == [0, 1] and [sample.step for sample in last] == [4, 5]
+
+
+def test_long_prompts_are_shortened():
+    sample = Sample(1, "", "x" * 500, "c\x1b[0m", None, {"length": 3, "reward": -0.0001})
+    text = sample_text(sample).plain
+    assert "..." + "x" * 400 + "\n" in text and "x" * 401 not in text and "reference" not in text
+    assert "length 3" in text and "reward +0.000" in text and "\x1b" not in text
+    assert "x" * 500 in sample_text(sample, full=True).plain
+
+
+@pytest.mark.parametrize("method", ["strided", "structured", "grpo"])
+def test_the_log_of_a_run_is_read(run_file, tiny_llama_dir, tmp_path, method):
+    keys = [*OVERRIDES[method], "ebft.log_completions=true", "trl.log_completions=true", "max_steps=1"]
+    train(quietly(run_file, keys))
+    entries = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    found = list(all_samples(tmp_path / "out"))
+    assert len(found) >= 2 and all({"reward", "length"} <= sample.terms.keys() for sample in found)
+    for sample in found:
+        assert sample.prompt.strip().startswith(("question", "<|begin|>question")) and sample.reference
+        if method == "strided":
+            document = next(entry["document"] for entry in entries if entry["document"].startswith(sample.prompt))
+            assert document[len(sample.prompt) :].startswith(sample.reference)
+
+
+def test_characters_before_anchors(tiny_llama_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    ids = tokenizer("def quantity(x):\n    return x  # naïve 𝄞 text " * 3).input_ids
+    anchors = list(range(2, len(ids), 3))
+    expected = [len(tokenizer.decode(ids[:anchor])) for anchor in anchors]
+    assert all(abs(a - b) <= 3 for a, b in zip(_characters_before(anchors, ids, tokenizer), expected))
+    ascii_ids = tokenizer("def quantity(x):\n    return x  # plain text " * 3).input_ids
+    expected = [len(tokenizer.decode(ascii_ids[:anchor])) for anchor in anchors]
+    assert _characters_before(anchors, ascii_ids, tokenizer) == expected

@@ -1,0 +1,248 @@
+"""The dashboard in several sizes, over files that grow, break and vanish."""
+
+import asyncio
+import shutil
+import time
+
+import pytest
+
+from ebft.dashboard.tui.app import Dashboard, TrainingDashboard
+from tests.dashboard.runs import append, held_out_line, log_line, strided_entry, write_run
+
+SIZES = [(40, 12), (80, 24), (119, 60), (160, 48)]
+
+
+def screen(app):
+    """The text on the screen."""
+    strips = app.screen._compositor.render_strips()  # textual has no public access to it, apart from slow SVG files
+    return "\n".join(strip.text for strip in strips)
+
+
+async def shows(app, pilot, *texts):
+    """Wait until all texts are on the screen."""
+    for _ in range(600):
+        await asyncio.sleep(0.05)  # pilot.pause waits for an idle processor, and this dashboard draws all the time
+        found = screen(app)
+        if all(text in found for text in texts):
+            return found
+    raise AssertionError(f"{texts} not in\n{found}")
+
+
+def dashboard(folder, body, size=(80, 24), make=Dashboard, **arguments):
+    """Run `body(app, pilot)` in a dashboard; returns the dashboard."""
+
+    async def run():
+        app = make(folder, **arguments, interval=0.1)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await body(app, pilot)
+        return app
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A running run at step 63 of 100, started 130 seconds ago, with all files."""
+    folder, now = tmp_path / "my-run", time.time()
+    write_run(folder, step=63, started=now - 130)
+    append(folder / "metrics.jsonl", *(log_line(step, time=now - 126 + 2 * step) for step in range(1, 64)))
+    append(folder / "metrics.jsonl", held_out_line(60, 0.07))
+    append(folder / "rollouts.jsonl", strided_entry(61), strided_entry(62))
+    message = {"time": now, "step": 40, "since": 38, "name": "grad_norm", "message": "Too [high].", "remedy": "Do x."}
+    append(folder / "health.jsonl", message)
+    (folder / "train.log").write_text("Loading [bold]\n10%|#  \r 50%|##\rdone\n")
+    return folder
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tab_in_every_size(run, size):
+    async def body(app, pilot):
+        found = await shows(app, pilot, "my-run", "63/100", "ETA 1m14s", "alignment", "0.515")
+        is_spacious = size == (160, 48)
+        assert ("completion 0 of step 62" in found) == ("Too [high]." in found) == is_spacious
+        if size[0] >= 80:
+            assert "running" in found and "EBFT in strided mode" in found and "diversity" in found
+            assert "2 s/step  1,234 tok/s  4.00 docs/s  1.5 GiB peak" in found and "[0.3-0.9]" in found
+        await pilot.press("2")
+        await shows(app, pilot, "step 62, token 5", "reference", "return a + b", "completion 0 of step 62", "+0.100")
+        await pilot.press("3")
+        await shows(app, pilot, "grad_norm", "Too [high].", "Do x.")
+        await pilot.press("4")
+        found = await shows(app, pilot, "Loading [bold]", "done")
+        assert "10%" not in found
+        await pilot.press("5")
+        await shows(app, pilot, "model", "some/model")
+        await pilot.press("1")
+        await shows(app, pilot, "alignment")
+        await pilot.press("q")
+
+    assert dashboard(run, body, size).return_value == "closed"
+
+
+def test_resizing_shows_and_hides_the_rollouts(run):
+    async def body(app, pilot):
+        await shows(app, pilot, "alignment")
+        await pilot.resize_terminal(160, 48)
+        await shows(app, pilot, "completion 0 of step 62", "Too [high].")
+        await pilot.resize_terminal(80, 24)
+        await asyncio.sleep(0.1)
+        found = await shows(app, pilot, "alignment")
+        assert "completion 0" not in found
+
+    dashboard(run, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_empty_folder_and_its_first_files(tmp_path, size):
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    async def body(app, pilot):
+        await shows(app, pilot, "run", "step 0")
+        for key, text in (("2", "No rollouts yet"), ("3", "No health messages"), ("4", "No log"), ("1", "Curves")):
+            await pilot.press(key)
+            await shows(app, pilot, text)
+        write_run(folder, step=1)
+        append(folder / "metrics.jsonl", log_line(1))
+        await shows(app, pilot, "step 1/100", "alignment")
+
+    dashboard(folder, body, size)
+
+
+@pytest.mark.parametrize(
+    ("state", "changes", "text"),
+    [
+        ("finished", {}, "finished"),
+        ("failed", {"error": "OSError: disk [full]"}, "failed"),
+        ("running", {"pid": 2**22 + 1}, "ended without a final state"),
+        ("running", {"host": "elsewhere", "updated": 1.0}, "no update for"),
+        ("odd", {"started": "x", "updated": None, "max_steps": "many", "config": 3, "changed": [], "pid": None}, "odd"),
+    ],
+)
+def test_the_states_of_a_run(run, state, changes, text):
+    write_run(run, state, step=100, **changes)
+
+    async def body(app, pilot):
+        found = await shows(app, pilot, text, "step 100")
+        assert ("ETA" in found) == (changes.get("host") == "elsewhere")
+        await pilot.press("3")
+        await shows(app, pilot, changes.get("error", "Too [high]."))
+        await pilot.press("5")
+        await shows(app, pilot, "model")
+
+    dashboard(run, body)
+
+
+def test_files_that_grow_and_break_while_they_are_read(run):
+    async def body(app, pilot):
+        await shows(app, pilot, "63/100")
+        append(run / "metrics.jsonl", log_line(64, loss=0.987))
+        await shows(app, pilot, "64/100", "0.987")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 65, "loss": 0.9')
+            file.flush()
+            await asyncio.sleep(0.2)
+            assert "64/100" in screen(app) and "unreadable" not in screen(app)
+            file.write('01, "grad_norm": 1}\n')
+        await shows(app, pilot, "65/100", "0.901")
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step": 66\n\xff\xff\n[]\n{"step": 67, "loss": "x", "time": {}}\n')
+        await shows(app, pilot, "67/100", "3 unreadable lines")
+        (run / "run.json").write_text("{")
+        await shows(app, pilot, "waiting for files", "step 67")
+        write_run(run, step=68)
+        await shows(app, pilot, "running", "68/100")
+
+    dashboard(run, body)
+
+
+def test_a_run_that_is_resumed_starts_its_curves_again(run):
+    from ebft.monitor.continuing import remove_from_step
+
+    async def body(app, pilot):
+        await shows(app, pilot, "63/100")
+        write_run(run, step=20)
+        remove_from_step(run / "metrics.jsonl", 21)
+        remove_from_step(run / "rollouts.jsonl", 20)
+        await shows(app, pilot, "20/100", "0.300")
+        await pilot.press("2")
+        await shows(app, pilot, "No rollouts yet")
+
+    dashboard(run, body)
+
+
+def test_the_folder_is_deleted_and_comes_back(run):
+    async def body(app, pilot):
+        await shows(app, pilot, "63/100")
+        shutil.move(run, run.with_name("away"))
+        await shows(app, pilot, "folder not found")
+        for key in "2345123":
+            await pilot.press(key)
+        shutil.move(run.with_name("away"), run)
+        await shows(app, pilot, "63/100", "running", "Too [high].")
+
+    dashboard(run, body)
+
+
+def test_supervised_fine_tuning_has_no_rollouts(tmp_path):
+    write_run(tmp_path, config={"rl": None})
+    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0, "grad_norm": 30.0, "time": 1.0})
+
+    async def body(app, pilot):
+        await shows(app, pilot, "30.0", "[<10]")
+        await pilot.press("2")
+        await shows(app, pilot, "samples no rollouts")
+
+    dashboard(tmp_path, body)
+
+
+class Process:
+    """A training process as the dashboard sees it."""
+
+    def __init__(self, is_running=True):
+        self.runs, self.interrupts, self.pid = is_running, 0, 1
+
+    def is_running(self):
+        return self.runs
+
+    def interrupt(self):
+        self.interrupts += 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "result", "interrupts"),
+    [
+        (["q", "l"], "left", 0),
+        (["q", "c", "q", "escape", "q", "l"], "left", 0),
+        (["q", "s"], None, 1),
+        (["ctrl+c"], None, 1),
+        (["ctrl+c", "ctrl+c"], None, 2),
+    ],
+)
+def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrupts):
+    process = Process()
+
+    async def body(app, pilot):
+        await shows(app, pilot, "63/100", "Stop")
+        for key in keys:
+            await pilot.press(key)
+            await asyncio.sleep(0.1)
+        if result is None:
+            await shows(app, pilot, "immediately")
+            process.runs = False
+            await pilot.press("q")
+
+    app = dashboard(run, body, make=TrainingDashboard, training=process)
+    assert app.return_value == (result or "closed") and process.interrupts == interrupts
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_after_the_end_of_training_the_dashboard_closes_at_once(run, key):
+    async def body(app, pilot):
+        await shows(app, pilot, "63/100")
+        await pilot.press(key)
+
+    process = Process(is_running=False)
+    app = dashboard(run, body, make=TrainingDashboard, training=process)
+    assert app.return_value == "closed" and process.interrupts == 0
+    assert dashboard(run, body).return_value == "closed"

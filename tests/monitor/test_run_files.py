@@ -1,0 +1,204 @@
+"""The files that describe a run: for every method, on resuming, and in a folder that cannot be written."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerCallback, TrainerState
+
+from ebft import train
+from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, ROLLOUTS, RUN, rollout_files
+from ebft.monitor.continuing import remove_from_step, set_run_aside
+from ebft.monitor.rollout_log import RolloutLog
+from ebft.monitor.run_files import RunFiles
+from ebft.run.interrupt import TrainingInterrupted
+from ebft.run.record import without_secrets
+from tests.monitor.sft_run import plain_trainer
+from tests.run.test_methods import OVERRIDES, quietly, run_file
+from tests.strided.families import tiny_model
+
+__all__ = ["run_file"]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def steps(path):
+    return [line["step"] for line in lines(path)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("method", OVERRIDES)
+def test_every_method_describes_its_run(run_file, out, method):
+    overrides = [*OVERRIDES[method], "max_steps=2", "eval_steps=1"]
+    before = time.time()
+    result = train(quietly(run_file, overrides))
+    logs = result.trainer.state.log_history
+    found = lines(out / METRICS)
+    assert [entry["step"] for entry in logs] == [line["step"] for line in found]
+    for entry, line in zip(logs, found):
+        assert before <= line["time"] <= time.time()
+        assert {name: line[name] for name in entry} == entry
+    assert any("loss" in line for line in found) and any(key.startswith("eval_") for line in found for key in line)
+    run = json.loads((out / RUN).read_text())
+    assert run["state"] == "finished" and run["global_step"] == run["max_steps"] == 2 and run["pid"] == os.getpid()
+    assert before <= run["started"] <= run["updated"] <= time.time()
+    assert run["model"] == run["config"]["base_model"] and run["config"]["sequence_len"] == 64
+    assert run["changed"]["sequence_len"] == 64 and "learning_rate" not in run["changed"]
+    assert {"python", "ebft", "torch"} <= run["versions"].keys() and run["method"]
+    assert not list(out.glob("*.part"))
+
+
+class Probe(TrainerCallback):
+    """Reads run.json in every step, and raises `error` in the second, as a user's code may."""
+
+    def __init__(self, path, error):
+        self.path, self.error, self.seen = path, error, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        run = json.loads(self.path.read_text())
+        self.seen.append((run["state"], run["max_steps"]))
+        if state.global_step == 1 and self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(None, "finished"), (KeyboardInterrupt(), "stopped"), (OSError("disk full"), "failed")]
+)
+def test_the_state_of_a_run(run_file, out, monkeypatch, error, state):
+    probe = Probe(out / RUN, error)
+    monkeypatch.setattr("ebft.run.training.ConsoleMetrics", lambda: probe)
+    try:
+        train(quietly(run_file, ["rl=", "max_steps=2"]))
+    except (TrainingInterrupted, OSError) as raised:
+        assert error is not None and (raised is error or state == "stopped")
+    run = json.loads((out / RUN).read_text())
+    assert probe.seen == [("running", 2)] * 2
+    assert run["state"] == state and run.get("error") == ("OSError: disk full" if state == "failed" else None)
+
+
+def test_a_run_that_fails_before_its_first_step_says_so(run_file, out):
+    with pytest.raises(ValueError):
+        train(quietly(run_file, ["rl=", "base_model=does/not-exist"]))
+    run = json.loads((out / RUN).read_text())
+    assert run["state"] == "failed" and "does/not-exist" in run["error"]
+
+
+def test_a_resumed_run_has_no_step_twice(run_file, out):
+    keys = ["ebft.log_completions=true", "save_strategy=steps", "save_steps=2"]
+    train(quietly(run_file, [*keys, "max_steps=3"]))
+    write(out / HEALTH, [{"time": 1.0, "step": step, "name": "name"} for step in (1, 3)])
+    assert max(steps(out / METRICS)) == 3 and max(steps(out / ROLLOUTS)) == 2
+    resume = f"resume_from_checkpoint={out / 'checkpoint-2'}"
+    train(quietly(run_file, [*keys, "max_steps=4", resume]))
+    found = lines(out / METRICS)
+    assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4]
+    assert steps(out / ROLLOUTS) == sorted(steps(out / ROLLOUTS)) and steps(out / HEALTH) == [1]
+    per_step = [steps(out / ROLLOUTS).count(step) for step in range(4)]
+    assert per_step == [per_step[0]] * 4
+    assert json.loads((out / RUN).read_text())["resumed_from_step"] == 2
+    assert not (out / PREVIOUS).exists()
+
+
+def test_a_new_run_in_the_same_folder_moves_the_files_of_the_one_before(run_file, out):
+    keys = ["ebft.log_completions=true", "max_steps=1"]
+    for _ in range(3):
+        train(quietly(run_file, keys))
+        assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1]
+        assert set(steps(out / ROLLOUTS)) == {0}
+    assert {METRICS, RUN, ROLLOUTS} <= {path.name for path in (out / PREVIOUS).iterdir()}
+    assert lines(out / PREVIOUS / METRICS)[0]["time"] < lines(out / METRICS)[0]["time"]
+
+
+def test_previous_holds_the_files_of_one_run(tmp_path):
+    (tmp_path / PREVIOUS).mkdir()
+    for name in (METRICS, HEALTH, "rollouts.jsonl.2", "notes.txt"):
+        (tmp_path / PREVIOUS / name).write_text("of an older run")
+    set_run_aside(tmp_path)
+    assert (tmp_path / PREVIOUS / METRICS).read_text() == "of an older run"  # nothing took its place
+    (tmp_path / METRICS).write_text("of the last run")
+    set_run_aside(tmp_path)
+    assert {path.name for path in (tmp_path / PREVIOUS).iterdir()} == {METRICS, "notes.txt"}
+    assert (tmp_path / PREVIOUS / METRICS).read_text() == "of the last run" and not (tmp_path / METRICS).exists()
+
+
+def test_removing_lines_of_repeated_steps(tmp_path):
+    path = tmp_path / "log.jsonl"
+    remove_from_step(path, 3)  # none there
+    path.write_text('{"step": 1, "a": 2}\n{"a": 5, "step": 2.0}\nnot json\n{"a": 1}\n[3]\n{"step": 3}\n{"step": 2')
+    remove_from_step(path, 3)
+    assert path.read_text() == '{"step": 1, "a": 2}\n{"a": 5, "step": 2.0}\n'
+    before = path.stat()
+    remove_from_step(path, 3)
+    assert path.stat().st_ino == before.st_ino  # left as it was
+    remove_from_step(path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rotated_rollouts_continue(tmp_path):
+    log = RolloutLog(tmp_path, max_bytes=60)
+    for step in range(6):
+        log.write([{"step": step, "text": "x" * 20}])
+    names = [path.name for path in rollout_files(tmp_path)]
+    assert names == [f"{ROLLOUTS}.3", f"{ROLLOUTS}.2", f"{ROLLOUTS}.1", ROLLOUTS]
+    log.continue_from(4)
+    assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3]
+    log.write([{"step": 4}])
+    assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3, 4]
+    log.continue_from(0)
+    assert rollout_files(tmp_path) == [] and len(rollout_files(tmp_path / PREVIOUS)) == 3
+
+
+def test_values_that_are_not_numbers_are_json(tmp_path):
+    files = RunFiles(tmp_path, {})
+    logs = {"loss": float("nan"), "a": float("inf"), "none": None, "text": "x", "list": [1]}
+    files.on_log(None, TrainerState(), None, logs=logs)
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert line | {"time": 0} == {
+        "step": 0, "time": 0, "loss": None, "a": None, "none": None, "text": "x", "list": "[1]",
+    }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / METRICS).mkdir()
+    (tmp_path / RUN).mkdir()
+    files = RunFiles(tmp_path, {})
+    trainer = plain_trainer(tmp_path, tiny_model("llama"))
+    trainer.add_callback(files)
+    with pytest.warns(UserWarning, match="cannot be written to .*, so it cannot be followed") as caught:
+        files.start(None)
+        trainer.train()
+        files.end("finished")
+    assert len([one for one in caught if "cannot be followed" in str(one.message)]) == 1
+    assert trainer.state.global_step == 3
+
+
+def test_another_process_than_the_main_one_writes_nothing(run_file, out, monkeypatch):
+    from ebft.run.record import recorded
+
+    monkeypatch.setenv("RANK", "1")
+    with recorded(SimpleNamespace(output_dir=str(out)), None) as files:
+        assert files is None
+    assert not out.exists()
+
+
+def test_secrets_are_left_out():
+    values = {
+        "hub_token": "hf_x", "api-key": "k", "pad_token": "<pad>", "special_tokens": {"eos_token": "<e>"},
+        "url": "http://me:pw@host/x", "nested": [{"password": "p", "a": 1}], "unset_secret": None, "kept": 1.5,
+    }  # fmt: skip
+    found = without_secrets(values)
+    assert found["special_tokens"] == {"eos_token": "<e>"} and found["pad_token"] == "<pad>" and found["kept"] == 1.5
+    assert found["url"] == "http://(removed)@host/x" and found["unset_secret"] is None
+    assert found["hub_token"] == found["api-key"] == found["nested"][0]["password"] == "(removed)"
