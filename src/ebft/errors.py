@@ -31,3 +31,25 @@ class FetchError(EBFTError):
 
 class ServerError(EBFTError):
     """The vLLM server exited unexpectedly or did not become ready; the message contains the end of its log."""
+
+
+LONGEST_MESSAGE = 1400  # characters that are printed of an error
+LONGEST_CAUSE = 500  # characters of a message of another library within it
+_OMITTED = " [...] "
+
+
+def shortened(text: object, longest: int = LONGEST_CAUSE) -> str:
+    """`text` with the middle left out if it has more than `longest` characters."""
+    words = str(text).strip()
+    if len(words) <= longest:
+        return words
+    end = longest // 4
+    return words[: longest - end - len(_OMITTED)] + _OMITTED + words[-end:]
+
+
+def cause(error: BaseException) -> str:
+    """The message of an exception of another library, shortened; its type if it has none, or only a key."""
+    words = shortened(error)
+    if not words or isinstance(error, KeyError | AttributeError | TypeError | AssertionError | RecursionError):
+        return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return words

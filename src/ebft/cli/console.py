@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ebft.errors import EBFTError
+from ebft.config.user_code import place_of
+from ebft.errors import LONGEST_MESSAGE, EBFTError, shortened
 
 WRONG_INPUT = 2
+DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed with their tracebacks and in full
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
@@ -25,7 +28,10 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except EBFTError as error:
-            _say(("Error: ", "bold red"), (str(error), "red"))
+            _say_error(error, str(error))
+            raise typer.Exit(WRONG_INPUT) from None
+        except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
+            _say_error(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
             _say(str(error) or "Interrupted.")
@@ -34,6 +40,14 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED + number) from None
 
     return run
+
+
+def _say_error(error: BaseException, message: str) -> None:
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    else:
+        message = shortened(message, LONGEST_MESSAGE)
+    _say(("Error: ", "bold red"), (message, "red"))
 
 
 def show_warnings() -> None:
