@@ -16,7 +16,15 @@ def expand_home(path: str) -> str:
     return expanded
 
 
+def exists(path: Path) -> bool:
+    """Whether `path` exists; False for names that the system does not accept, such as very long ones."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
     """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if exists(path) and not path.is_file() and not path.is_dir():
         raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")

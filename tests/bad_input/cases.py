@@ -47,6 +47,7 @@ GRPO = {
     "ebft": None,
     "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}],
     "micro_batch_size": 2,
+    "chat_template": "chatml",
     "trl": {"num_generations": 2, "max_completion_length": 4, "reward_funcs": ["rewards.score"]},
 }
 TEXT = "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n"

@@ -11,9 +11,10 @@ from tests.bad_input.cases import PAIRS, ROWS, TEXT, Case, bad, entry, good
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
 
 
-def rows(name: str, content: Any, *expect: str, file: str = "d.jsonl", **changes: Any) -> Case:
+def rows(name: str, content: Any, *expect: str, file: str = "d.jsonl", template: str | None = None, **keys: Any) -> Case:
     """A file that cannot be read; the error names it."""
-    return bad(name, file, *expect, config=entry(path=file, **changes), files={file: content})
+    config = entry(path=file, **keys) | ({"chat_template": template} if template else {})
+    return bad(name, file, *expect, config=config, files={file: content})
 
 
 def dataset(name: str, *expect: str, files: Any = None, **changes: Any) -> Case:
@@ -62,12 +63,13 @@ def looped(path: Path) -> None:
     path.symlink_to(path)
 
 
-CHAT = {"type": "ebft_strided_chat.transform"}
+CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
 PAIR = {"type": "ebft_strided_structured.transform"}
 STRUCTURED = {
     "ebft": {"mode": "structured"},
     "trl": {"num_generations": 2, "max_completion_length": 4},
     "micro_batch_size": 2,
+    "chat_template": "chatml",
 }
 
 
@@ -84,18 +86,15 @@ JSON = [
     rows("number in json", "5", file="d.json"),
     rows("string in json", '"text"', file="d.json"),
     rows("true in json", "true", file="d.json"),
-    rows("list of nulls", "[null, null]", "row 0", file="d.json"),
+    rows("list of nulls", "[null, null]", "dropped 2 without text", file="d.json"),
     rows("list of numbers", "[1, 2]", "row 0", file="d.json"),
-    rows("list with one null", json.dumps([*ROWS, None]), "row 4", file="d.json"),
     rows("empty list", "[]", "empty", file="d.json"),
     rows("empty object", "{}\n"),
     rows("empty objects in a list", "[{}, {}]", file="d.json"),
-    rows("null between rows", GOOD_LINE + "null\n" + GOOD_LINE, "line 2"),
     rows("cut off", GOOD_LINE + '{"text": "abc', "line 2"),
     rows("cut off list", '[{"text": "a"}, {"text": ', "line 1", file="d.json"),
     rows("single quotes", GOOD_LINE + "{'text': 'a'}\n", "line 2"),
     rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"),
-    rows("two objects on a line", GOOD_LINE + '{"text": "a"}{"text": "b"}\n', "line 2"),
     rows("list per line", "[1, 2]\n[3, 4]\n"),
     rows("not UTF-8", GOOD_LINE.encode() + b'{"text": "\xff\xfe"}\n', "line 2", "UTF-8"),
     rows("UTF-16", GOOD_LINE.encode("utf-16"), "UTF-8"),
@@ -108,7 +107,7 @@ JSON = [
     rows("object as text", [{"text": {"a": "b"}}] * 3, "text", "row 0"),
     rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
     rows("long line that is not JSON", GOOD_LINE + "x" * 50_000, "line 2"),
-    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n', "line 1"),
+    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n'),
     rows("NaN as text", '{"text": NaN}\n'),
 ]
 
@@ -156,7 +155,7 @@ PLACES = [
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
     dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
     dataset("data_files outside", "nothing", path=".", data_files=["rows.jsonl", "nothing.jsonl"]),
-    dataset("NUL in the path", "path", path="a\0b"),
+    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"),
     dataset("long path", "path", path="a" * 5000),
     dataset("Hub id that is not there", "nobody/nothing", path="nobody/nothing"),
     dataset("unknown split", "rows.jsonl", "validation", split="validation"),
@@ -191,9 +190,10 @@ ROWS_OF_CHATS = [
     rows("messages is empty", [{"messages": []}], **CHAT),
     rows("message without role", [{"messages": [{"content": "a"}]}], "role", "row 0", **CHAT),
     rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
-    rows("message with a number", [{"messages": [{"role": "user", "content": 5}]}], "content", "row 0", **CHAT),
+    rows("message with a number", [{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": 5}]}],
+         "content", "row 0", **CHAT),
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
-         "chat_template", **CHAT),
+         "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
     rows("output is a number", [{"input": "a", "output": 5}], "output", "row 0", **PAIR),
     structured("prompt is a number", [{"input": 5, "output": "a"}], "input", "row 0"),
@@ -203,6 +203,11 @@ ROWS_OF_CHATS = [
 ]  # fmt: skip
 
 VALID = [
+    valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
+    valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
+          warns=("dropped 1 without text",)),
+    valid("two objects on a line", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip() * 2}, warns=("2 documents",)),
+    valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
     valid("rows", path="rows.jsonl"),
     valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
     valid("a list of objects", path="d.json", files={"d.json": json.dumps(ROWS)}),

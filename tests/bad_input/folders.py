@@ -34,7 +34,7 @@ FOLDERS = [
     folder("the base model in the home folder", "model", "base_model", command="train run.yaml base_model=~/model"),
     folder("empty", "", command="train run.yaml"),
     folder("blank", "  ", command="train run.yaml"),
-    folder("NUL", "a\0b"),
+    bad("output_dir: NUL", "run.yaml", "NUL", config={"output_dir": "a\0b"}),
     folder("long name", "a" * 300),
     folder("long path", "/".join(["a" * 200] * 30)),
     folder("a FIFO", "fifo", files={"fifo": os.mkfifo}),
@@ -69,7 +69,7 @@ CHECKPOINTS = [
 
 SERVERS = [
     bad("server: nobody listens", "9", config={
-        "ebft": {"mode": "structured"}, "micro_batch_size": 2, "adapter": "lora", "lora_r": 2, "lora_alpha": 4,
+        "ebft": {"mode": "structured"}, "micro_batch_size": 2, "chat_template": "chatml", "adapter": "lora", "lora_r": 2, "lora_alpha": 4,
         "lora_target_linear": True,
         "trl": {"num_generations": 2, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9,
                 "vllm_server_timeout": 1},

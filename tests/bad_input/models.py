@@ -180,7 +180,7 @@ MODELS = [
         files={"folder": Path.mkdir}),
     bad("model is not on the Hub", "base_model", "nobody/nothing", config={"base_model": "nobody/nothing"}),
     bad("model with a long name", "base_model", config={"base_model": "a" * 5000}),
-    bad("model with a NUL", "base_model", config={"base_model": "a\0b"}),
+    bad("model with a NUL", "run.yaml", "NUL", config={"base_model": "a\0b"}),
     model("no config.json", remove("config.json"), "config.json"),
     model("empty config.json", write("config.json", ""), "config.json"),
     model("config.json is not JSON", write("config.json", "{'model_type': 'llama'}"), "config.json"),

@@ -14,7 +14,7 @@ from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED, SPLIT, TRUNCATED, cut_and_drop
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
-from ebft.errors import DataError
+from ebft.errors import DataError, shortened
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, Counter], Dataset]
@@ -81,7 +81,8 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str)
     joined = concatenate_datasets(parts)
     report = describe(section, documents, len(joined), counts)
     if not len(joined):
-        raise DataError(f"{report}. No usable rows are left: {hint}")
+        sources = shortened(", ".join(entry.path for entry in entries))
+        raise DataError(f"{sources}: {report}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
         print(report, file=sys.stderr)
     return joined, documents
