@@ -21,6 +21,10 @@ class NonFiniteLossError(EBFTError):
     """A loss, gradient, reward or metric is NaN or infinite; in training, raised before the update."""
 
 
+class RewardError(EBFTError):
+    """A user-defined reward function raised an error, or did not return one reward per completion."""
+
+
 class RolloutError(EBFTError):
     """Completions cannot be generated: the server is unavailable, does not match the run, or returns an error."""
 

@@ -135,12 +135,12 @@ def invoke(case: Case, folder: Path) -> Outcome:
 
     runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "HOME": str(folder)})
     try:
-        with chdir(folder), _alarm(), _without_training(case.trains), _own_imports(folder):
+        with chdir(folder), _alarm(), _without_training(case.trains) as reached, _own_imports(folder):
             result = runner.invoke(app, case.command.split())
     except TookTooLong:
         return Outcome(None, "")
-    trained = isinstance(result.exception, _Trained) or (case.trains and result.exit_code == 0)
-    crashed = result.exception is not None and not isinstance(result.exception, SystemExit | _Trained)
+    trained = bool(reached) or (case.trains and result.exit_code == 0)
+    crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
     said = f"{type(result.exception).__name__}: {result.exception}" if crashed else ""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", result.stderr)
     return Outcome(result.exit_code, plain, said, trained, result.stdout)
@@ -183,25 +183,25 @@ def _refused(case: Case, outcome: Outcome) -> str | None:
     return f"unclear: without {missing}: {outcome.output[-600:]}{outcome.printed[-600:]}" if missing else None
 
 
-class _Trained(Exception):
-    """Raised in place of training."""
-
-
 class TookTooLong(BaseException):
     """Raised in a case that does not end."""
 
 
 @contextmanager
-def _without_training(trains: bool) -> Iterator[None]:
+def _without_training(trains: bool) -> Iterator[list]:
+    """Stop before the first step, as with Ctrl-C, unless `trains`; yields a list that is then no longer empty."""
     from ebft.run import training
 
+    reached: list[bool] = []
+
     def stop(*_: Any) -> None:
-        raise _Trained
+        reached.append(True)
+        raise KeyboardInterrupt("Stopped before training.")
 
     before = training.run
     training.run = before if trains else stop
     try:
-        yield
+        yield reached
     finally:
         training.run = before
 

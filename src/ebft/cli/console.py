@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ebft.config.user_code import place_of
+from ebft.config.user_code import place_of, what_happened
 from ebft.errors import LONGEST_MESSAGE, EBFTError, shortened
 
 WRONG_INPUT = 2
@@ -21,7 +21,7 @@ INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command end with one message and an exit code on user errors and Ctrl-C."""
+    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -32,6 +32,11 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(WRONG_INPUT) from None
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
             _say_error(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
+            raise typer.Exit(WRONG_INPUT) from None
+        except Exception as error:
+            if not place_of(error):
+                raise  # not from a file of the user: the traceback is needed
+            _say_error(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
             _say(str(error) or "Interrupted.")

@@ -13,7 +13,7 @@ RAISED = (Exception, SystemExit, GeneratorExit)
 _LONGEST_LINE = 120
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
 
 
@@ -47,6 +47,6 @@ def _users_frame(trace: TracebackType | None) -> tuple[str, int] | None:
 
 def _is_users(file: str) -> bool:
     path = os.path.realpath(file)
-    if path.startswith(_OURS + os.sep) or file.startswith("<"):
+    if path.startswith(_OURS + os.sep) or not os.path.isfile(path):  # compiled code and <string> have no file
         return False
     return not any(path.startswith(library + os.sep) for library in _LIBRARIES)
