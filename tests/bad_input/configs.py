@@ -62,16 +62,24 @@ SYNTAX = [
     broken("duplicate key in a section", "line", "stride", config="ebft:\n  stride: 4\n  stride: 8\n"),
     broken("duplicate key in an entry", "line", "path", config="datasets:\n- {path: a, type: b, path: c}\n"),
     broken("two documents", "run.yaml", config="base_model: a\n---\nbase_model: b\n"),
-    broken("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
-           absent=("pwned",)),
+    broken(
+        "python object",
+        "run.yaml",
+        config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
+        absent=("pwned",),
+    ),
     broken("python name", "run.yaml", config="base_model: !!python/name:os.system\n"),
     broken("unknown tag", "run.yaml", config="base_model: !model x\n"),
     broken("YAML 1.1", "run.yaml", "1.2", config="%YAML 1.1\n---\nbase_model: model\n"),
     broken("YAML 1.1 after a comment", "run.yaml", "1.2", config="# run\n%YAML 1.1\n---\nbase_model: model\n"),
     broken("billion laughs", "run.yaml", "alias", config=laughs(12) + PLAIN),
     broken("billion laughs in mappings", "run.yaml", "alias", config="l0: &l0 {a: 1}\n" + LISTS + "\n" + PLAIN),
-    broken("billion laughs in merge keys", "run.yaml", config="l0: &l0 {a: 1}\n" + "\n".join(
-        f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}], k{n}: 1}}" for n in range(1, 40))),
+    broken(
+        "billion laughs in merge keys",
+        "run.yaml",
+        config="l0: &l0 {a: 1}\n"
+        + "\n".join(f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}], k{n}: 1}}" for n in range(1, 40)),
+    ),
     broken("recursive alias", "run.yaml", "alias", config="datasets: &a [*a]\n"),
     broken("undefined alias", "run.yaml", "line 1", config="base_model: *model\n"),
     broken("deep nesting", "run.yaml", config="[" * 5000),

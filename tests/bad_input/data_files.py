@@ -11,7 +11,9 @@ from tests.bad_input.cases import PAIRS, ROWS, TEXT, Case, bad, entry, good
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
 
 
-def rows(name: str, content: Any, *expect: str, file: str = "d.jsonl", template: str | None = None, **keys: Any) -> Case:
+def rows(
+    name: str, content: Any, *expect: str, file: str = "d.jsonl", template: str | None = None, **keys: Any
+) -> Case:
     """A file that cannot be read; the error names it."""
     config = entry(path=file, **keys) | ({"chat_template": template} if template else {})
     return bad(name, file, *expect, config=config, files={file: content})

@@ -45,8 +45,6 @@ FOLDERS = [
     bad("output_dir: the adapter that is continued", "output_dir", "lora_model_dir",
         config={"adapter": "lora", "lora_model_dir": "old", "output_dir": "old"},
         files={"old/adapter_config.json": "{}"}, unchanged=("old/adapter_config.json",)),
-    bad("evaluate: output in a folder that is not there", "nothing", command="evaluate run.yaml --output nothing/x.json",
-        config={"val_set_size": 1}),
     bad("evaluate: model that is not there", "nothing", command="evaluate run.yaml --model ./nothing",
         config={"val_set_size": 1}),
     bad("evaluate: adapter config is a list", "adapter_config.json", command="evaluate run.yaml --model old",

@@ -31,7 +31,9 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             _say_error(error, str(error))
             raise typer.Exit(WRONG_INPUT) from None
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
-            _say_error(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
+            _say_error(
+                error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
+            )
             raise typer.Exit(WRONG_INPUT) from None
         except Exception as error:
             if not place_of(error):

@@ -105,7 +105,9 @@ def _step(values: Any, part: str, override: str) -> str | int:
     if isinstance(values, dict):
         return part
     if not isinstance(values, list):
-        raise ConfigError(f"Invalid override {_shown(override)}: cannot set {part!r:.100} in {values!r:.100}, which has no keys.")
+        raise ConfigError(
+            f"Invalid override {_shown(override)}: cannot set {part!r:.100} in {values!r:.100}, which has no keys."
+        )
     if not (part.isascii() and part.isdecimal()) or int(part) > len(values):
         raise ConfigError(
             f"Invalid override {_shown(override)}: {part!r:.100} is not a valid index for a list of length {len(values)}. "

@@ -21,7 +21,9 @@ def what_happened(error: BaseException) -> str:
     """What user code raised, and where, on one line: `KeyError: 'text' (own.py, line 4: return row["text"])`."""
     if isinstance(error, SyntaxError) and error.filename:
         line = shortened(error.text or "", _LONGEST_LINE)
-        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno}{': ' if line else ''}{line})"
+        return (
+            f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno}{': ' if line else ''}{line})"
+        )
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}){place_of(error)}"
     words = " ".join(cause(error).split())

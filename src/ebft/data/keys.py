@@ -66,9 +66,7 @@ class DatasetEntry(Section):
     )
     name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
     split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
-    data_files: Files | dict[str, Files] | None = Field(
-        None, description="Files to read within `path`."
-    )
+    data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
         None, description="Format of local files. If unset, inferred from the file extension."
     )

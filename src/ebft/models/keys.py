@@ -21,7 +21,9 @@ class SpecialTokens(Section):
 class ModelKeys(Section):
     """Base model and tokenizer."""
 
-    base_model: NotBlank = Field(description="Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id.")
+    base_model: NotBlank = Field(
+        description="Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id."
+    )
     gguf_file: NotBlank | None = Field(
         None,
         description="GGUF file in the folder base_model from which the model (as dense weights) and its tokenizer are "
@@ -31,7 +33,9 @@ class ModelKeys(Section):
         None, description="Folder or Hub id of the model configuration. If unset, base_model."
     )
     revision_of_model: str | None = Field(None, description="Hub revision of the model and its tokenizer.")
-    tokenizer_config: NotBlank | None = Field(None, description="Folder or Hub id of the tokenizer. If unset, base_model.")
+    tokenizer_config: NotBlank | None = Field(
+        None, description="Folder or Hub id of the tokenizer. If unset, base_model."
+    )
     trust_remote_code: bool = Field(False, description="Allow running custom code from the model's repository.")
     special_tokens: SpecialTokens = Field(
         default_factory=SpecialTokens, description="Special tokens that override those of the tokenizer."

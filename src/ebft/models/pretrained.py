@@ -17,6 +17,7 @@ from ebft.fetch.catalog import is_gguf
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.models.weights import check_readable_tensors, load_complete
 from ebft.paths import exists
+
 # Files that transformers reads without checking that they contain an object.
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -38,7 +39,9 @@ def _check_settings(path: Path, key: str) -> None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again.") from error
+        raise ModelError(
+            f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again."
+        ) from error
     if not isinstance(values, dict):
         raise ModelError(f"{key}: {path} must contain a JSON object, got {values!r:.60}. Copy or download it again.")
 

@@ -33,7 +33,9 @@ def load_complete(name: str, **options: Any) -> PreTrainedModel:
         model, found = AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=reports, **options
         )
-    sizes = [f"{key} ({_shape(given)}, but the model has {_shape(own)})" for key, given, own in found["mismatched_keys"]]
+    sizes = [
+        f"{key} ({_shape(given)}, but the model has {_shape(own)})" for key, given, own in found["mismatched_keys"]
+    ]
     if sizes:
         raise ModelError(
             f"the weights do not fit the configuration in config.json: {_some(sizes)}. Correct config.json, or use the "
@@ -58,7 +60,9 @@ def refuse_pickles(folder: Path) -> None:
     """Raise ModelError for a folder without safetensors whose weights are pickles, which can run code when loaded."""
     if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return
-    found = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern) if path.name != "training_args.bin")
+    found = sorted(
+        path.name for pattern in _PICKLES for path in folder.glob(pattern) if path.name != "training_args.bin"
+    )
     if found:
         raise ModelError(
             f"{_some(found)} in {folder} may be a pickle, which can run code when it is loaded, so it is not read. If "
