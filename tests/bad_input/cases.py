@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
@@ -135,7 +137,7 @@ def invoke(case: Case, folder: Path) -> Outcome:
 
     runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "HOME": str(folder)})
     try:
-        with chdir(folder), _alarm(), _without_training(case.trains) as reached, _own_imports(folder):
+        with chdir(folder), _alarm(), _without_training(case.trains) as reached, _own_imports(folder), _warnings():
             result = runner.invoke(app, case.command.split())
     except TookTooLong:
         return Outcome(None, "")
@@ -207,6 +209,16 @@ def _without_training(trains: bool) -> Iterator[list]:
 
 
 @contextmanager
+def _warnings() -> Iterator[None]:
+    """Print warnings as the command does."""
+    from ebft.cli.console import show_warnings
+
+    with warnings.catch_warnings():
+        show_warnings()
+        yield
+
+
+@contextmanager
 def _alarm() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TookTooLong
@@ -223,8 +235,6 @@ def _alarm() -> Iterator[None]:
 @contextmanager
 def _own_imports(folder: Path) -> Iterator[None]:
     """Forget the modules that a case imports from its folder, as a new process would."""
-    import sys
-
     paths, modules = list(sys.path), set(sys.modules)
     # The folder of an earlier case is not searched: the command adds its working directory itself.
     sys.path[:] = [path for path in sys.path if not path.startswith(os.path.dirname(folder))]

@@ -193,7 +193,7 @@ ROWS_OF_CHATS = [
     rows("message without role", [{"messages": [{"content": "a"}]}], "role", "row 0", **CHAT),
     rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
     rows("message with a number", [{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": 5}]}],
-         "content", "row 0", **CHAT),
+         "row 0", **CHAT),
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
          "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
@@ -201,7 +201,7 @@ ROWS_OF_CHATS = [
     structured("prompt is a number", [{"input": 5, "output": "a"}], "input", "row 0"),
     structured("prompts only", [{"input": "a", "output": ""}] * 3, "without a reference"),
     structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
-    structured("values of other types", [{"input": "a", "output": "b", "x": 1}, {"input": "a", "output": ["b"]}], "d.jsonl"),
+    structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
 ]  # fmt: skip
 
 VALID = [
@@ -236,10 +236,11 @@ VALID = [
     valid("negative slice", split="train[-2:]"),
     valid("symlink", path="link.jsonl", files={"link.jsonl": lambda path: path.symlink_to("rows.jsonl")}),
     valid("pairs", path="pairs.jsonl", **PAIR),
-    valid("some references empty", path="d.jsonl", **PAIR, files={"d.jsonl": [*PAIRS, {"input": "a b c", "output": ""}]},
-          warns=("dropped 1",)),
+    valid("some references empty", path="d.jsonl", **PAIR,
+          files={"d.jsonl": [*PAIRS, {"input": "a b c", "output": ""}]}, warns=("dropped 1",)),
     valid("home", path="~/rows.jsonl"),
-    good("structured pairs", config={**STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
+    good("structured pairs", config={
+        **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
 CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *VALID]

@@ -29,8 +29,9 @@ FOLDERS = [
     folder("a file", "rows.jsonl", "file", unchanged=("rows.jsonl",)),
     folder("below a file", "rows.jsonl/out", "file"),
     folder("the base model", "model", "base_model", unchanged=("model/model.safetensors",)),
-    folder("the base model, spelled otherwise", "./model/../model/", "base_model"),
-    folder("the base model through a link", "link", "base_model", files={"link": lambda path: path.symlink_to("model")}),
+    folder("the base model, spelled otherwise", "./model/.", "base_model"),
+    folder("the base model through a link", "link", "base_model",
+           files={"link": lambda path: path.symlink_to("model")}),
     folder("the base model in the home folder", "model", "base_model", command="train run.yaml base_model=~/model"),
     folder("empty", "", command="train run.yaml"),
     folder("blank", "  ", command="train run.yaml"),
@@ -67,7 +68,8 @@ CHECKPOINTS = [
 
 SERVERS = [
     bad("server: nobody listens", "9", config={
-        "ebft": {"mode": "structured"}, "micro_batch_size": 2, "chat_template": "chatml", "adapter": "lora", "lora_r": 2, "lora_alpha": 4,
+        "ebft": {"mode": "structured"}, "micro_batch_size": 2, "chat_template": "chatml",
+        "adapter": "lora", "lora_r": 2, "lora_alpha": 4,
         "lora_target_linear": True,
         "trl": {"num_generations": 2, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9,
                 "vllm_server_timeout": 1},

@@ -241,7 +241,8 @@ TOKENIZERS = [
     model("tokenizer_config not there", unchanged, "tokenizer_config", tokenizer_config="./nothing"),
     model("chat_template not there", unchanged, "chat_template", chat_template="./nothing.jinja"),
     model("chat_template not Jinja", unchanged, "chat_template", chat_template="{% for m in %}"),
-    model("chat_template not UTF-8", write("t.jinja", b"\xff{{ a }}"), "chat_template", "UTF-8", chat_template="model/t.jinja"),
+    model("chat_template not UTF-8", write("t.jinja", b"\xff{{ a }}"), "chat_template", "UTF-8",
+          chat_template="model/t.jinja"),
     model("no chat template", unchanged, "chat_template", chat_template="tokenizer_default"),
     model("special tokens", unchanged, "pad_token", special_tokens={"pad_token": 5}),
 ]  # fmt: skip

@@ -76,8 +76,8 @@ TRANSFORMS = [
     transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),
     transform("prints", 'print("hello")', ok=True),
     transform("catches its own exit", "try: raise SystemExit(0)\nexcept SystemExit: pass", ok=True),
-    transform("returns NumPy arrays", 'import numpy as np; ids = np.arange(20); return {"input_ids": ids, "labels": ids}',
-              ok=True),
+    transform("returns NumPy arrays",
+              'import numpy as np; ids = np.arange(20); return {"input_ids": ids, "labels": ids}', ok=True),
 ]  # fmt: skip
 
 MODULES = [
@@ -110,7 +110,8 @@ MODULES = [
 ]  # fmt: skip
 
 REWARDS = [
-    bad("reward: not there", "trl.reward_funcs", "nowhere", config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
+    bad("reward: not there", "trl.reward_funcs", "nowhere",
+        config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
     bad("reward: no function", "trl.reward_funcs", "scor", config={**GRPO, "trl": {
         "num_generations": 2, "reward_funcs": ["rewards.scor"]}}, files={"rewards.py": "def score(): pass\n"}),
     bad("reward: exits on import", "rewards.py", "line 1", "exit", config=GRPO,

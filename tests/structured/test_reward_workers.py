@@ -222,13 +222,9 @@ def test_errors_of_functions_say_where():
     workers = RewardWorkers(1, 30.0, lambda: 2)
     try:
         given = {"prompts": ["a"] * 4}
-        with pytest.raises(
-            RewardError, match=r"raises_timeout failed: TimeoutError: the sandbox did not answer \(.*line"
-        ):
+        with pytest.raises(RewardError, match=r"raises_timeout failed: TimeoutError: the sandbox did not answer \("):
             workers.parallel(raises_timeout)(**given)
-        with pytest.raises(
-            RewardError, match=r"raises_odd failed: Odd: no answer \(.*test_reward_workers.py, line \d+: "
-        ):
+        with pytest.raises(RewardError, match=r"raises_odd failed: Odd: no answer \(.*workers.py, line \d+: "):
             workers.parallel(raises_odd)(**given)
         assert workers.parallel(generates)(**given) == [1.0] * 4
     finally:

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -50,11 +51,19 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _say_error(error: BaseException, message: str) -> None:
+    _end_progress_bars()
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     else:
         message = shortened(message, LONGEST_MESSAGE)
     _say(("Error: ", "bold red"), (message, "red"))
+
+
+def _end_progress_bars() -> None:
+    """End the lines of unfinished progress bars, so that the error begins on a line of its own."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(tqdm.tqdm._instances) if tqdm else ():  # there is no public list of them
+        bar.close()
 
 
 def show_warnings() -> None:

@@ -74,7 +74,8 @@ def _split(override: str) -> tuple[str, Any]:
     if key.startswith("-"):
         plain = key.strip("-").replace("-", "_")
         raise ConfigError(
-            f"Invalid override {_shown(override)}: overrides are written without dashes: {plain:.100}={shortened(text, _SHOWN) or 'VALUE'}."
+            f"Invalid override {_shown(override)}: overrides are written without dashes: "
+            f"{plain:.100}={shortened(text, _SHOWN) or 'VALUE'}."
         )
     if not equals or not key:
         raise ConfigError(f"Invalid override {_shown(override)}; expected key=value, for example ebft.stride=4.")
@@ -83,7 +84,8 @@ def _split(override: str) -> tuple[str, Any]:
     except YAMLError as error:
         _, words = problem(error)
         raise ConfigError(
-            f"Invalid override {_shown(override)}: the value is not valid YAML: {shortened(words)}. Quote it: {key:.100}='\"...\"'."
+            f"Invalid override {_shown(override)}: the value is not valid YAML: {shortened(words)}. "
+            f"Quote it: {key:.100}='\"...\"'."
         ) from None
 
 
@@ -110,8 +112,8 @@ def _step(values: Any, part: str, override: str) -> str | int:
         )
     if not (part.isascii() and part.isdecimal()) or int(part) > len(values):
         raise ConfigError(
-            f"Invalid override {_shown(override)}: {part!r:.100} is not a valid index for a list of length {len(values)}. "
-            "Indices start at 0."
+            f"Invalid override {_shown(override)}: {part!r:.100} is not a valid index for a list of length "
+            f"{len(values)}. Indices start at 0."
         )
     position = int(part)
     if position == len(values):  # one past the end adds an element

@@ -81,8 +81,8 @@ def _reward(name: str, value: Any, index: int, prompt: Any) -> float | None:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
     raise RewardError(
-        f"The reward function {name} returned {_described(value)} for completion {index} (prompt {prompt!r:.{_SHOWN}}). "
-        "Rewards must be finite numbers, or None for no reward."
+        f"The reward function {name} returned {_described(value)} for completion {index} (prompt "
+        f"{prompt!r:.{_SHOWN}}). Rewards must be finite numbers, or None for no reward."
     )
 
 

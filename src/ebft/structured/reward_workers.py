@@ -26,7 +26,7 @@ class RewardWorkers:
 
     Each process calls the function in its main thread, where `signal.alarm` can be used. A call that takes longer than
     `timeout` seconds ends its process, and so does a crash; the process is replaced. A group whose call timed out, or
-    crashed twice, has no reward (None), with a warning. An exception of a function raises RewardError, which says where.
+    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where.
     """
 
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
