@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.gguf.reader import read_gguf_metadata
@@ -31,6 +32,7 @@ __all__ = [
     "QuantizationMethod",
     "SchedulerType",
     "causal_mask_function",
+    "end_progress_bars",
     "forget_title",
     "has_running_state",
     "is_flash_attn_2_available",
@@ -57,6 +59,12 @@ def use_one_gpu(args: TrainingArguments) -> None:
 def load_weights(trainer: Trainer, folder: str) -> None:
     """Load the weights or the adapter of a checkpoint into the trainer's model."""
     trainer._load_from_checkpoint(folder)
+
+
+def end_progress_bars() -> None:
+    """Close all progress bars, also those of other libraries; tqdm has no public list of them."""
+    for bar in list(tqdm._instances):
+        bar.close()
 
 
 def forget_title(config: PretrainedConfig) -> None:

@@ -61,9 +61,10 @@ def _say_error(error: BaseException, message: str) -> None:
 
 def _end_progress_bars() -> None:
     """End the lines of unfinished progress bars, so that the error begins on a line of its own."""
-    tqdm = sys.modules.get("tqdm")
-    for bar in list(tqdm.tqdm._instances) if tqdm else ():  # there is no public list of them
-        bar.close()
+    if "ebft.over_transformers" in sys.modules:  # before it is imported, there are none
+        from ebft.over_transformers import end_progress_bars
+
+        end_progress_bars()
 
 
 def show_warnings() -> None:
