@@ -185,7 +185,7 @@ STRUCTURE = [
     key("ebft.generate_max_len", 64, "sequence_len"),
     broken("no signal: coefficients", "rl_coef", "ce_coef", config={"ebft": {"rl_coef": 0, "ce_coef": 0}}),
     broken("no signal: reward", "alignment_coef", config={"ebft": {"alignment_coef": 0, "diversity_coef": 0}}),
-    broken("no signal: structured rl_coef", "ce_coef", config={
+    broken("no signal: structured rl_coef", "rl_coef", config={
         "ebft": {"mode": "structured", "rl_coef": 0, "ce_coef": 0}, "trl": {"num_generations": 2},
         "micro_batch_size": 2,
         "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
