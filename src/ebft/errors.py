@@ -21,6 +21,10 @@ class NonFiniteLossError(EBFTError):
     """A loss, gradient, reward or metric is NaN or infinite; in training, raised before the update."""
 
 
+class RewardError(EBFTError):
+    """A user-defined reward function raised an error, or did not return one reward per completion."""
+
+
 class RolloutError(EBFTError):
     """Completions cannot be generated: the server is unavailable, does not match the run, or returns an error."""
 
@@ -35,3 +39,25 @@ class ServerError(EBFTError):
 
 class RunError(EBFTError):
     """A folder is not the output folder of a run, or lacks the files that a command reads."""
+
+
+LONGEST_MESSAGE = 1400  # characters that are printed of an error
+LONGEST_CAUSE = 500  # characters of a message of another library within it
+_OMITTED = " [...] "
+
+
+def shortened(text: object, longest: int = LONGEST_CAUSE) -> str:
+    """`text` with the middle left out if it has more than `longest` characters."""
+    words = str(text).strip()
+    if len(words) <= longest:
+        return words
+    end = longest // 4
+    return words[: longest - end - len(_OMITTED)] + _OMITTED + words[-end:]
+
+
+def cause(error: BaseException) -> str:
+    """The message of an exception of another library, shortened; its type if it has none, or only a key."""
+    words = shortened(error)
+    if not words or isinstance(error, KeyError | AttributeError | TypeError | AssertionError | RecursionError):
+        return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return words

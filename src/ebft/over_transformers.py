@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -44,6 +45,7 @@ __all__ = [
     "WeightGroup",
     "causal_mask_function",
     "convert_weights",
+    "end_progress_bars",
     "forget_title",
     "get_keys_to_not_convert",
     "has_running_state",
@@ -73,6 +75,12 @@ def use_one_gpu(args: TrainingArguments) -> None:
 def load_weights(trainer: Trainer, folder: str) -> None:
     """Load the weights or the adapter of a checkpoint into the trainer's model."""
     trainer._load_from_checkpoint(folder)
+
+
+def end_progress_bars() -> None:
+    """Close all progress bars, also those of other libraries; tqdm has no public list of them."""
+    for bar in list(tqdm._instances):
+        bar.close()
 
 
 def forget_title(config: PretrainedConfig) -> None:

@@ -56,7 +56,7 @@ def test_a_list_instead_of_keys(write):
         ("? [a]\n: 1\n", "invalid YAML: a key must be a scalar"),
         ("{a: b}: c\n", "invalid YAML"),
         ("wandb_name: &x [*x]\n", "an alias (*name) refers to a value that contains it"),
-        ("wandb_name: 2024-02-30\n", "invalid YAML: day"),
+        ("seed: 012\n", "line 5: invalid YAML: the number 012 is ambiguous"),
         ("seed: !!int abc\n", "invalid YAML: invalid literal"),
         ("%YAML 1.1\n---\nseed: 1\n", "invalid YAML: configs are read as YAML 1.2"),
         ("seed: " + "[" * 3000 + "\n", "invalid YAML"),
@@ -156,9 +156,9 @@ def test_an_empty_list_of_datasets(write):
 
 
 def test_words_that_only_yaml_1_1_takes_for_something_else(write):
-    config = load_config(write("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nseed: 012\n"))
+    config = load_config(write("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nwandb_entity: 2024-02-30\n"))
     assert (config.wandb_name, config.wandb_project) == ("1:30", "yes")
-    assert (config.save_strategy, config.seed) == ("no", 12)
+    assert (config.save_strategy, config.wandb_entity) == ("no", "2024-02-30")
 
 
 def test_an_override_does_not_reach_the_anchor_through_its_alias(write):

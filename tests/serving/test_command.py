@@ -53,7 +53,7 @@ def test_an_adapter(make_config, gpus):
 
 def test_every_key_arrives(make_config):
     keys = {
-        "host": "0.0.0.0",
+        "host": "10.0.0.5",
         "port": 8123,
         "tensor_parallel_size": 2,
         "data_parallel_size": 3,
@@ -73,7 +73,7 @@ def test_every_key_arrives(make_config):
     }
     words = " ".join(command(make_config(vllm=keys, **model), gpus=8).command)
     for part in (
-        "--host 0.0.0.0 --port 8123",
+        "--host 10.0.0.5 --port 8123",
         "--tensor-parallel-size 2",
         "--data-parallel-size 3",
         "--gpu-memory-utilization 0.5",
@@ -89,6 +89,14 @@ def test_every_key_arrives(make_config):
         "--hf-config-path nowhere/config",
     ):
         assert part in words
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_that_others_can_change_gives_a_warning(make_config, host):
+    config = make_config(adapter="lora", lora_r=8, vllm={"host": host})
+    with pytest.warns(UserWarning, match=f"vllm.host: {host} accepts connections from other machines.*adapters"):
+        server_command(config.server_settings, PYTHON, 0, NO_ENVIRONMENT)
+    command(make_config(vllm={"host": host}))  # its weights cannot be changed
 
 
 def test_switches_that_are_off(make_config):

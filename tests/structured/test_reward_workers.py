@@ -9,7 +9,7 @@ import warnings
 import pytest
 from datasets import Dataset
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, RewardError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.reward_workers import RewardWorkers, run_in_chunks, run_in_workers
 from tests.structured.conftest import chat_model
@@ -218,13 +218,13 @@ def generates(prompts, **columns):
     yield from [1] * len(prompts)
 
 
-def test_errors_of_functions_are_raised_as_they_are():
+def test_errors_of_functions_say_where():
     workers = RewardWorkers(1, 30.0, lambda: 2)
     try:
         given = {"prompts": ["a"] * 4}
-        with pytest.raises(TimeoutError, match="the sandbox did not answer"):
+        with pytest.raises(RewardError, match=r"raises_timeout failed: TimeoutError: the sandbox did not answer \("):
             workers.parallel(raises_timeout)(**given)
-        with pytest.raises(RuntimeError, match="(?s)raises_odd raised Odd: no answer.*in raises_odd"):
+        with pytest.raises(RewardError, match=r"raises_odd failed: Odd: no answer \(.*workers.py, line \d+: "):
             workers.parallel(raises_odd)(**given)
         assert workers.parallel(generates)(**given) == [1.0] * 4
     finally:

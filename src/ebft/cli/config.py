@@ -13,7 +13,7 @@ from ebft.config.load import load_config
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.run.checks import check_runnable
+from ebft.run.checks import check_runnable, imported_names
 
 HELP = """List all config keys with their descriptions, or check a config file.
 
@@ -29,8 +29,9 @@ ebft config --json-schema > ebft.schema.json
 """
 CHECK_HELP = (
     "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
-    "transforms, and whether a block fits in sequence_len. Models, datasets and devices are checked when training "
-    "starts."
+    "transforms, and whether a block fits in sequence_len. Modules of your own functions (transforms, reward "
+    "functions, tools, plugins) are imported, which runs their code. Models, datasets and devices are checked when "
+    "training starts."
 )
 
 
@@ -76,5 +77,8 @@ def command(
     check_runnable(config)
     for key, value in changed_keys(config):
         console.print(f"{key}: {value!r}", markup=False)
+    own = imported_names(config)
+    if own:
+        console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)
     rest = "options not shown have their default values. Data and models were not checked"
     console.print(f"{check} is valid; {rest}.", markup=False)

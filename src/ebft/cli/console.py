@@ -4,6 +4,8 @@ import functools
 import logging
 import os
 import signal
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +14,33 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ebft.errors import EBFTError
+from ebft.config.user_code import place_of, what_happened
+from ebft.errors import LONGEST_MESSAGE, EBFTError, shortened
 
 WRONG_INPUT = 2
+DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed with their tracebacks and in full
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command end with one message and an exit code on user errors and Ctrl-C."""
+    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except EBFTError as error:
-            _say(("Error: ", "bold red"), (str(error), "red"))
+            _say_error(error, str(error))
+            raise typer.Exit(WRONG_INPUT) from None
+        except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
+            _say_error(
+                error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
+            )
+            raise typer.Exit(WRONG_INPUT) from None
+        except Exception as error:
+            if not place_of(error):
+                raise  # not from a file of the user: the traceback is needed
+            _say_error(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
             _say(str(error) or "Interrupted.")
@@ -35,6 +49,23 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED + number) from None
 
     return run
+
+
+def _say_error(error: BaseException, message: str) -> None:
+    _end_progress_bars()
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    else:
+        message = shortened(message, LONGEST_MESSAGE)
+    _say(("Error: ", "bold red"), (message, "red"))
+
+
+def _end_progress_bars() -> None:
+    """End the lines of unfinished progress bars, so that the error begins on a line of its own."""
+    if "ebft.over_transformers" in sys.modules:  # before it is imported, there are none
+        from ebft.over_transformers import end_progress_bars
+
+        end_progress_bars()
 
 
 def show_warnings() -> None:

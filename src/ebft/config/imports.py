@@ -7,28 +7,29 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ebft.config.user_code import RAISED, what_happened
 from ebft.errors import ConfigError, EBFTError
 
 
 def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
     """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
 
-    Modules are looked up on Python's path and in the working directory.
+    Modules are looked up on Python's path and in the working directory; importing one runs its code.
     """
     module, _, function = name.rpartition(".")
-    if not module:
-        raise error(f"{key}: unknown name {name!r}. Custom functions are written as module.function.{hint}")
+    if not all(name.split(".")) or not module:
+        raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
-            raise  # the module exists, but something that it imports does not
+    except RAISED as failure:
+        if not isinstance(failure, ModuleNotFoundError) or not f"{module}.".startswith(f"{failure.name}."):
+            raise error(f"{key}: importing {module!r} for {name!r} failed: {what_happened(failure)}.") from failure
         raise error(
             f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
             f"{os.getcwd()} or in the installed packages.{hint}"
-        ) from missing
+        ) from failure
     if not callable(vars(found).get(function)):
         raise no_function(key, name, module, function, _functions(found), error)
     return vars(found)[function]

@@ -7,7 +7,11 @@ from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml, problem
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, shortened
+from ebft.paths import check_regular
+
+_LARGEST_FILE = 10_000_000  # bytes; a larger file is a data set or a model
+_SHOWN = 100  # characters of an override in messages
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -15,7 +19,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
     """
-    values = _read(Path(path))
+    values = _read(Path(path).expanduser())
     apply_overrides(values, overrides)
     try:
         return RunConfig.from_dict(values)
@@ -25,15 +29,21 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path, ConfigError, f"Config file {path}")
+        size = path.stat().st_size
+        if path.is_file() and size > _LARGEST_FILE:
+            raise ConfigError(f"Config file {path} has {size:,} bytes. Give the path to a YAML file.")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot read config file {path}: {error.strerror}. Give the path to a YAML file.") from None
+        name = shortened(path, _SHOWN)
+        raise ConfigError(f"Cannot read config file {name}: {error.strerror}. Give the path to a YAML file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config file {path} is not valid UTF-8 ({error.reason}). Save it as UTF-8.") from None
     try:
         values = parse_yaml(text)
     except YAMLError as error:
         line, words = problem(error)
+        words = shortened(words)
         where = f"{path}, line {line}" if line else f"{path}"
         raise ConfigError(f"{where}: invalid YAML: {words}.") from None
     if values is None:
@@ -46,10 +56,16 @@ def _read(path: Path) -> dict[str, Any]:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Write each `dotted.key=value` into the nested `values`; values are parsed as YAML, an empty one means unset."""
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides must be a list of strings, not a string. Use [{overrides!r}].")
+        raise ConfigError(f"overrides must be a list of strings, not a string. Use [{overrides!r:.100}].")
     for override in overrides:
         key, value = _split(override)
+        if not all(key.split(".")):
+            raise ConfigError(f"Invalid override {_shown(override)}: a part of the key {key!r:.100} is empty.")
         _assign(values, key.split("."), value, override)
+
+
+def _shown(override: str) -> str:
+    return repr(shortened(override, _SHOWN))
 
 
 def _split(override: str) -> tuple[str, Any]:
@@ -58,16 +74,18 @@ def _split(override: str) -> tuple[str, Any]:
     if key.startswith("-"):
         plain = key.strip("-").replace("-", "_")
         raise ConfigError(
-            f"Invalid override {override!r}: overrides are written without dashes: {plain}={text or 'VALUE'}."
+            f"Invalid override {_shown(override)}: overrides are written without dashes: "
+            f"{plain:.100}={shortened(text, _SHOWN) or 'VALUE'}."
         )
     if not equals or not key:
-        raise ConfigError(f"Invalid override {override!r}; expected key=value, for example ebft.stride=4.")
+        raise ConfigError(f"Invalid override {_shown(override)}; expected key=value, for example ebft.stride=4.")
     try:
         return key, parse_yaml(text)
     except YAMLError as error:
         _, words = problem(error)
         raise ConfigError(
-            f"Invalid override {override!r}: the value is not valid YAML: {words}. Quote it: {key}='\"...\"'."
+            f"Invalid override {_shown(override)}: the value is not valid YAML: {shortened(words)}. "
+            f"Quote it: {key:.100}='\"...\"'."
         ) from None
 
 
@@ -77,7 +95,7 @@ def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
         step = _step(values, part, override)
         inner = values[step] if isinstance(values, list) else values.get(step)
         if inner is None:
-            inner = [] if following.isdecimal() else {}
+            inner = [] if following.isascii() and following.isdecimal() else {}
             values[step] = inner
         values = inner
     step = _step(values, path[-1], override)
@@ -89,11 +107,13 @@ def _step(values: Any, part: str, override: str) -> str | int:
     if isinstance(values, dict):
         return part
     if not isinstance(values, list):
-        raise ConfigError(f"Invalid override {override!r}: cannot set {part!r} in {values!r}, which has no keys.")
-    if not part.isdecimal() or int(part) > len(values):
         raise ConfigError(
-            f"Invalid override {override!r}: {part!r} is not a valid index for a list of length {len(values)}. "
-            "Indices start at 0."
+            f"Invalid override {_shown(override)}: cannot set {part!r:.100} in {values!r:.100}, which has no keys."
+        )
+    if not (part.isascii() and part.isdecimal()) or int(part) > len(values):
+        raise ConfigError(
+            f"Invalid override {_shown(override)}: {part!r:.100} is not a valid index for a list of length "
+            f"{len(values)}. Indices start at 0."
         )
     position = int(part)
     if position == len(values):  # one past the end adds an element

@@ -7,11 +7,23 @@ converts them to config sections.
 from dataclasses import MISSING, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from ebft.paths import expand_home
 
 Options = TypeVar("Options", bound=type)
+NotBlank = Annotated[str, Field(pattern=r"\S")]
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -28,6 +40,39 @@ class Section(BaseModel):
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The JSON schema, in which keys with a default also accept null, which means unset."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        required = schema.get("required", ())
+        for name, key in schema.get("properties", {}).items():
+            if name not in required:
+                schema["properties"][name] = _or_null(key)
+        return schema
+
+
+def _or_null(key: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key that may also be null; its description and default stay at the top."""
+    choices = key.get("anyOf", [])
+    if {"type": "null"} in choices or key.get("type") == "null":
+        return key
+    if choices:
+        return {**key, "anyOf": [*choices, {"type": "null"}]}
+    about = {name: value for name, value in key.items() if name in ("title", "description", "default")}
+    return {"anyOf": [{name: value for name, value in key.items() if name not in about}, {"type": "null"}], **about}
+
+
+def paths(*names: str) -> Any:
+    """A validator of a section that expands `~` in these keys, which hold paths."""
+
+    def expanded(value: Any, info: ValidationInfo) -> Any:
+        try:
+            return expand_home(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{info.field_name}: {error}") from error
+
+    return field_validator(*names)(expanded)
 
 
 def with_help(options: Options) -> Options:

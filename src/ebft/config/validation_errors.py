@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, shortened
 
 _WANTED = {
     "int_type": "an integer",
@@ -20,6 +20,7 @@ _WANTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_too_short": "a non-empty string",
+    "string_pattern_mismatch": "a non-empty string",
     "string_type": "a string (put it in quotes if it looks like a number)",
     "list_type": "a list",
     "dict_type": "a mapping of keys to values",
@@ -29,6 +30,8 @@ _WANTED = {
 }
 # Minimum similarity for suggesting a known key in place of an unknown one: a typo, not a different word.
 _SLIP = 0.75
+_MOST_LINES, _MOST_CHARACTERS = 10, 1000  # of a message; further errors are counted
+_SHOWN = 120  # characters of a value
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
 _BOUNDS = {
     "greater_than_equal": ("of at least", "ge"),
@@ -40,9 +43,15 @@ _BOUNDS = {
 
 def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> NoReturn:
     """Raise one ConfigError with a line for each invalid key of `model`; dotted paths start with `prefix`."""
-    lines = []
-    for detail in _merged(error):
-        lines.append(_sentence(detail, model, prefix))
+    details = _merged(error)
+    lines: list[str] = []
+    for detail in details[:_MOST_LINES]:
+        line = shortened(_sentence(detail, model, prefix))
+        if lines and sum(map(len, lines)) + len(line) > _MOST_CHARACTERS:
+            break
+        lines.append(line)
+    if len(lines) < len(details):
+        lines.append(f"... and {len(details) - len(lines)} more errors.")
     raise ConfigError("\n".join(lines)) from None
 
 
@@ -76,7 +85,7 @@ def _wanted(detail: dict[str, Any]) -> str | None:
 
 
 def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    key = prefix + ".".join(str(part) for part in detail["loc"])
+    key = shortened(prefix + ".".join(str(part) for part in detail["loc"]), _SHOWN)
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(key, detail["loc"], model, prefix)
     if detail["type"] == "missing":
@@ -86,7 +95,7 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
     if key == "rl":
         wanted += " (leave it out for SFT)"
-    return f"{key}: invalid value {detail['input']!r}; expected {wanted}."
+    return f"{key}: invalid value {shortened(repr(detail['input']), _SHOWN)}; expected {wanted}."
 
 
 def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:
@@ -99,6 +108,7 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
         return f"{key} is not supported: {UNSUPPORTED[name]}."
     if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):
         return f"Unknown key {key!r}. Use {OTHER_NAMES[name]!r} instead."
+    name = name[:_SHOWN]
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
         full for full in names if full.startswith(f"{name}_")
     ]

@@ -1,4 +1,4 @@
-"""YAML 1.2 for configs: 1e-5 is a number, `no` is a string, a duplicate key is an error."""
+"""YAML 1.2 for configs: 1e-5 is a number, `no` and 2024-01-01 are strings, a duplicate key is an error."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,36 @@ from itertools import count
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 LARGEST = 100_000  # values in a config: nested aliases can describe more than fits in memory
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
+
+
+class _Values(SafeConstructor):
+    """Only plain values, without numbers that parsers read differently and without dates, which no key takes."""
+
+    def construct_yaml_int(self, node: ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        if _LEADING_ZERO.match(text):
+            words = (
+                f"the number {text:.20} is ambiguous, since it is octal in YAML 1.1. Write it without leading zeros "
+                f'(or as 0o...), or as text in quotes: "{text:.20}"'
+            )
+            raise ConstructorError(None, None, words, node.start_mark)
+        return super().construct_yaml_int(node)
+
+    def flatten_mapping(self, node: MappingNode) -> Any:
+        merged = super().flatten_mapping(node)
+        if len(node.value) > LARGEST:
+            raise ConstructorError(None, None, f"more than {LARGEST} values, including aliases", node.start_mark)
+        return merged
+
+
+_Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
+_Values.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def parse_yaml(text: str) -> Any:
@@ -19,9 +46,11 @@ def parse_yaml(text: str) -> Any:
     if re.search(r"^%YAML\s+(?!1\.2\b)", text, re.MULTILINE):
         raise YAMLError("configs are read as YAML 1.2, but the %YAML line declares another version: remove it")
     try:
-        value = YAML(typ="safe", pure=True).load(text)  # pure: the parser in C reads YAML 1.1
+        parser = YAML(typ="safe", pure=True)  # pure: the parser in C reads YAML 1.1
+        parser.Constructor = _Values
+        value = parser.load(text)
         return _copied(value, (), count(1))
-    except ValueError as error:  # a date that does not exist, or !!int in front of a word
+    except ValueError as error:  # for example !!int in front of a word
         raise YAMLError(str(error)) from error
     except RecursionError:
         raise YAMLError("nesting is too deep") from None
@@ -30,6 +59,8 @@ def parse_yaml(text: str) -> Any:
 def _copied(value: Any, parents: tuple[int, ...], counter: Iterator[int]) -> Any:
     if next(counter) > LARGEST:
         raise YAMLError(f"more than {LARGEST} values, including aliases")
+    if isinstance(value, str) and "\0" in value:
+        raise YAMLError(f"the text {value!r:.60} contains a NUL character")
     if not isinstance(value, (dict, list)):
         return value
     if id(value) in parents:

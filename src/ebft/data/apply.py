@@ -7,9 +7,10 @@ from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
+from ebft.config.user_code import RAISED, what_happened
 from ebft.data.keys import DataSettings
 from ebft.data.transforms import find_transform
-from ebft.errors import DataError
+from ebft.errors import DataError, cause
 
 # Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
@@ -59,20 +60,30 @@ def apply_transform(
     fields = [field for field in features if field != "document"]
     step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
-    return raw.map(
-        step.batch if map_kwargs.get("batched") else step.row,
-        with_indices=True,
-        remove_columns=raw.column_names,
-        features=features,
+    options = {
+        "with_indices": True,
+        "remove_columns": raw.column_names,
+        "features": features,
         # The cache does not detect changes to a transform's helper functions.
-        load_from_cache_file=False,
-        desc=f"Tokenising {entry.path}",
-        **map_kwargs,
-    )
+        "load_from_cache_file": False,
+        "desc": f"Tokenising {entry.path}",
+    }
+    try:
+        return raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
+    except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
+        raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
 
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
-    built = find_transform(entry.type)(ConfigView(config), dataset=entry)
+    make = find_transform(entry.type)
+    try:
+        built = make(ConfigView(config), dataset=entry)
+    except DataError:
+        raise
+    except RAISED as error:
+        raise DataError(
+            f"transform {entry.type!r}, called with (cfg, dataset=...), failed: {what_happened(error)}."
+        ) from error
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(
             f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
@@ -125,9 +136,9 @@ class _Step:
             result = self.transform_fn(example, tokenizer=self.tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        except Exception as error:  # custom transforms may raise anything
+        except RAISED as error:
             raise DataError(
-                f"{where}: {type(error).__name__}: {error}. The row has the columns {', '.join(example)}."
+                f"{where}: {what_happened(error)}. The row has the columns {', '.join(example)}."
             ) from error
         if not isinstance(result, Mapping):
             raise DataError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ebft.data.text_file import read_text
+from ebft.errors import DataError, cause
 
 
 def explain(kind: str, paths: list[Path], error: Exception) -> str:
@@ -19,9 +20,21 @@ def explain(kind: str, paths: list[Path], error: Exception) -> str:
         problem = check(path)
         if problem:
             return f"{problem}. Correct the file or leave it out."
-    cause = error.__cause__ or error
     names = ", ".join(str(path) for path in paths[:5])
-    return f"{names}: cannot be read together as {kind}: {cause}"
+    together = " together" if len(paths) > 1 else ""
+    return f"{names}: cannot be read{together} as {kind}: {cause(error.__cause__ or error)}"
+
+
+def check_begins_with_rows(path: Path) -> None:
+    """Raise DataError unless a JSON file begins with an object or a list: the reader crashes on other values."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    if start and start[:1] not in (b"{", b"["):
+        problem = _check_json(path) or f"{path}, line 1: a row must be a JSON object, got {_short(str(start[:60]))}"
+        raise DataError(f"{problem}. Correct the file or leave it out.")
 
 
 def _check_json(path: Path) -> str | None:
@@ -35,6 +48,8 @@ def _check_json(path: Path) -> str | None:
             continue
         try:
             row = json.loads(line)
+        except RecursionError:
+            return f"{path}, line {number}: nested too deeply"
         except json.JSONDecodeError as error:
             return f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}): {_short(line)}"
         if not isinstance(row, dict):
@@ -45,6 +60,8 @@ def _check_json(path: Path) -> str | None:
 def _check_json_array(path: Path, text: str) -> str | None:
     try:
         rows = json.loads(text)
+    except RecursionError:
+        return f"{path}: nested too deeply"
     except json.JSONDecodeError as error:
         return f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
     if not rows:
@@ -75,7 +92,7 @@ def _check_table(path: Path) -> str | None:
     try:
         pyarrow.parquet.read_schema(path)
     except (OSError, ValueError) as error:
-        return f"{path}: not a readable Parquet file ({error})"
+        return f"{path}: not a readable Parquet file ({cause(error)})"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -10,11 +11,11 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
 
-from ebft.data.diagnose import explain
+from ebft.data.diagnose import check_begins_with_rows, explain
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.splits import DEFAULT_SPLIT
 from ebft.data.text_file import read_text
-from ebft.errors import DataError
+from ebft.errors import DataError, cause
 
 _TEXT = (
     ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
@@ -28,6 +29,10 @@ KINDS = {
     "arrow": {".arrow"},
     "text": set(_TEXT.split()),
 }
+# Formats that can run code when they are loaded; they are never read.
+_PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
+# The readers also log each error that they raise, which is reported here with the file and line.
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
     r"(?:^|[/._-])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|valid(?:ation)?|val|dev)(?=[/._-]|$)"
 )
@@ -69,6 +74,12 @@ def _kinds(files: list[Path], kind: str | None, source: str) -> list[tuple[Path,
     known = {suffix: name for name, suffixes in KINDS.items() for suffix in suffixes}
     taken = [(path, known[path.suffix.lower()]) for path in files if path.suffix.lower() in known]
     left = Counter(path.suffix or "no extension" for path in files if path.suffix.lower() not in known)
+    pickles = [path for path in files if path.suffix.lower() in _PICKLES]
+    if pickles and not taken:
+        raise DataError(
+            f"{source}: {pickles[0].name} may be a pickle, which can run code when it is loaded, so it is not read. "
+            "Save the rows as JSON lines or Parquet."
+        )
     if not taken:
         seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "no files"
         raise DataError(
@@ -101,7 +112,7 @@ def _read_kinds(files: list[tuple[Path, str]], source: str) -> Dataset:
         return concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{source}: a column has different types in its files ({error}). Use separate entries of datasets."
+            f"{source}: a column has different types in its files ({cause(error)}). Use separate entries of datasets."
         ) from error
 
 
@@ -111,6 +122,8 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     options: dict[str, Any] = {}
+    for path in paths if kind == "json" else ():
+        check_begins_with_rows(path)
     if kind == "csv":  # only empty fields are missing: NA and null are texts
         options = {"keep_default_na": False, "na_values": [""]}
         options |= {"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
-from ebft.config.section import Section
+from ebft.config.section import NotBlank, Section, paths
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
@@ -53,19 +53,20 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
 }
 
 
+Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
+
+
 class DatasetEntry(Section):
     """One element of `datasets:` or `test_datasets:`."""
 
-    path: str = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
-    type: str = Field(
+    path: NotBlank = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
+    type: NotBlank = Field(
         description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
         "your_module.transform."
     )
     name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
-    split: str = Field("train", description="Split to read; can be a slice such as train[:1%].")
-    data_files: str | list[str] | dict[str, str | list[str]] | None = Field(
-        None, description="Files to read within `path`."
-    )
+    split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
+    data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
         None, description="Format of local files. If unset, inferred from the file extension."
     )
@@ -80,6 +81,8 @@ class DatasetEntry(Section):
     )
     message_field_role: Literal["role"] = Field("role", description="Key of a message's role.")
     message_field_content: Literal["content"] = Field("content", description="Key of a message's content.")
+
+    _entry_path = paths("path")
 
     @model_validator(mode="after")
     def _one_name_of_field(self) -> "DatasetEntry":

@@ -14,7 +14,7 @@ from ebft.data.lengths import cut_and_drop
 from ebft.data.report import RowCounts, SectionReport, report
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
-from ebft.errors import DataError
+from ebft.errors import DataError, shortened
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
@@ -99,7 +99,8 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str)
     joined = concatenate_datasets(parts)
     found = report(section, documents, len(joined), counts, sources)
     if not len(joined):
-        raise DataError(f"{found}. No usable rows are left: {hint}")
+        paths = shortened(", ".join(entry.path for entry in entries))
+        raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
         print(found, file=sys.stderr)
     return joined, found

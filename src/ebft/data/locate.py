@@ -1,10 +1,12 @@
 """Location of a dataset or a base model: a local path, a model of `ebft fetch`, or a Hub id."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
-from ebft.errors import DataError, EBFTError, ModelError
+from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
 from ebft.fetch.catalog import MODELS, fetched_folder, nearest_model
+from ebft.paths import check_regular, exists
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 
@@ -16,15 +18,16 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     (kind `model`) if the path does not exist, the model is not fetched, or the Hub cannot be reached or does not know
     the id.
     """
-    path = Path(name).expanduser()
-    if path.exists():
+    error = DataError if kind == "dataset" else ModelError
+    path = _path(name)
+    if exists(path):
+        check_regular(path, error, f"{key}: {name}")
         return path
     if kind == "model" and name in MODELS:
         return _fetched(name, key)
-    error = DataError if kind == "dataset" else ModelError
     if looks_local(name):
         raise error(
-            f"{key}: the local path {name!r} does not exist "
+            f"{key}: the local path {shortened(name)!r} does not exist "
             f"(working directory: {Path.cwd()}). Correct the path, or use a Hub id such as owner/name."
         )
     _ask_hub(name, kind, key, error)
@@ -36,11 +39,15 @@ def lasting_name(name: str) -> str:
 
     This is the absolute path of a local or fetched model, or a Hub id.
     """
-    path = Path(name).expanduser()
-    if path.exists():
+    path = _path(name)
+    if exists(path):
         return str(path.absolute())
     folder = fetched_folder(name)
     return name if folder is None else str(folder)
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # Path.expanduser raises an error for unknown users
 
 
 def base_name(base_model: str, gguf_file: str | None) -> str:
@@ -70,7 +77,7 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    assumed = f"{key}: {name!r} is not a local path, so it was interpreted as a Hub id"
+    assumed = f"{key}: {shortened(name)!r} is not a local path, so it was interpreted as a Hub id"
     if kind == "model" and (near := nearest_model(name)) is not None:
         assumed += f" (`ebft fetch` provides {near})"
     if constants.HF_HUB_OFFLINE:
@@ -86,6 +93,6 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
         raise error(f"{assumed}, but there is no such {kind} on the Hub. Correct the id or the path.") from unknown
     except Exception as unreachable:  # the client's transport errors have no common public base class
         raise error(
-            f"{assumed}, but the Hub cannot be reached ({unreachable}). Use a local path, or set "
+            f"{assumed}, but the Hub cannot be reached ({cause(unreachable)}). Use a local path, or set "
             "HF_HUB_OFFLINE=1 if the files are in the local cache."
         ) from unreachable

@@ -1,5 +1,7 @@
 """The raw rows of a `datasets:` entry: from the Hub, from local files and folders, or from `save_to_disk`."""
 
+import os
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from ebft.data.locate import locate
 from ebft.data.splits import DEFAULT_SPLIT, take_split
 from ebft.data.text_file import read_text
 from ebft.data.transform_names import reads_lines
-from ebft.errors import DataError
+from ebft.errors import DataError, cause, shortened
 
 
 def read_source(entry: Any) -> Dataset:
@@ -68,7 +70,7 @@ def _read_saved(path: Path, entry: Any) -> Dataset:
     try:
         saved = load_from_disk(str(path))
     except Exception as error:  # Arrow and JSON readers raise many types of errors
-        raise DataError(f"{path}: this save_to_disk folder cannot be read ({error}).") from error
+        raise DataError(f"{path}: this save_to_disk folder cannot be read ({cause(error)}).") from error
     parts = dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
     return take_split(parts, entry.split, entry.path)
 
@@ -90,10 +92,11 @@ def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]
     """The files in `folder` that match each pattern (a path or a glob), in order."""
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        given = folder / Path(pattern).expanduser()
-        found = [given] if given.is_file() else [path for path in sorted(folder.glob(pattern)) if path.is_file()]
+        given = folder / os.path.expanduser(pattern)
+        names = sorted(glob(os.path.expanduser(pattern), root_dir=folder, recursive=True))
+        found = [given] if given.is_file() else [folder / name for name in names if (folder / name).is_file()]
         if not found:
-            raise DataError(f"{source}: data_files {pattern!r} matches no file in {folder}.")
+            raise DataError(f"{source}: data_files {shortened(pattern)!r} matches no file in {folder}.")
         files += found
     return files
 
@@ -109,6 +112,6 @@ def _read_hub(entry: Any) -> Dataset:
         )
     except Exception as error:  # Hub, builder and parser errors have no common base class
         raise DataError(
-            f"datasets.path: {entry.path!r} was interpreted as a Hub id and could not be loaded: {error} "
+            f"datasets.path: {entry.path!r} was interpreted as a Hub id and could not be loaded: {cause(error)} "
             "(name, split, revision and data_files of the entry are passed to load_dataset unchanged)."
         ) from error

@@ -21,9 +21,11 @@ def take_split(parts: dict[str, Dataset], spec: str, source: str) -> Dataset:
             f"{source}: invalid split {spec!r}: {error}. Available splits: {', '.join(sizes)}. "
             "Slices are written train[:100], train[10:20] or train[:1%]."
         ) from error
-    chosen = [parts[span.splitname].select(range(span.from_, span.to)) for span in spans]
-    rows = concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]
-    if not len(rows):
+    # A slice from past the end is not clipped by the datasets library.
+    ranges = [(span.splitname, range(*slice(span.from_, span.to).indices(sizes[span.splitname]))) for span in spans]
+    chosen = [parts[name].select(rows) for name, rows in ranges if len(rows)]
+    if len(chosen) < len(ranges):
         held = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
-        raise DataError(f"{source}: split {spec!r} selects no rows ({held}). Widen the slice.")
-    return rows
+        part = "" if len(ranges) == 1 else "a part of "
+        raise DataError(f"{source}: {part}split {spec!r} selects no rows ({held}). Widen the slice.")
+    return concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]

@@ -31,11 +31,11 @@ def tokenise(
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
-    check = partial(_checked, hint=wanted_rows(config.required_rows))
+    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
     return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
 
 
-def _checked(row: Mapping[str, Any], where: str, hint: str) -> dict[str, Any]:
+def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> dict[str, Any]:
     """The fields of one row, without padding. Raises DataError that names a missing or malformed field."""
     for field in ("input_ids", "labels"):
         if field not in row and "prompt" in row and "ground_truth" in row:
@@ -48,11 +48,22 @@ def _checked(row: Mapping[str, Any], where: str, hint: str) -> dict[str, Any]:
     input_ids, labels = (_integers(row[field], field, where) for field in ("input_ids", "labels"))
     if len(labels) != len(input_ids):
         raise DataError(f"{where}: labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
+    _check_range(input_ids, "input_ids", vocabulary, where)
+    _check_range([label for label in labels if label != IGNORE], "labels", vocabulary, where)
     length = _real_length(row, len(input_ids), where)
     prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
         raise DataError(f"{where}: prompt_length must be a non-negative integer, got {prompt_length!r}.")
     return {"input_ids": input_ids[:length], "labels": labels[:length], "prompt_length": prompt_length}
+
+
+def _check_range(ids: list[int], field: str, vocabulary: int, where: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        outside = min(ids) if min(ids) < 0 else max(ids)
+        raise DataError(
+            f"{where}: {field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
+            f"tokenizer that the transform receives{f', and {IGNORE} for ignored labels' if field == 'labels' else ''}."
+        )
 
 
 def _leading_masked(labels: list[int]) -> int:

@@ -12,17 +12,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.locate import base_name, lasting_name
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.features import FeatureNetwork
 from ebft.fetch.catalog import is_gguf
 from ebft.models.base import check_sequence_len, load_base_model, load_model_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_tokenizer
+from ebft.models.saved_adapter import SETTINGS, load_saved_adapter, read_adapter_config
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE = SETTINGS
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
 
@@ -139,12 +140,16 @@ def _adapter_of(name: str) -> PeftConfig | None:
     folder = Path(lasting_name(name))
     if folder.exists() and not (folder / ADAPTER_FILE).is_file():
         return None
-    try:
-        found = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        if not folder.is_dir():
+    if not folder.is_dir():
+        try:
+            found = PeftConfig.from_pretrained(str(folder))
+        except (ValueError, TypeError, KeyError):
             return None  # PEFT raises ValueError if a hub repository has no adapter
-        raise ModelError(f"--model {name}: cannot read its {ADAPTER_FILE}: {error}") from error
+    else:
+        try:
+            found = read_adapter_config(folder)
+        except ModelError as error:
+            raise ModelError(f"--model {name}: {error}") from error
     if not found.base_model_name_or_path:
         raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
     return found
@@ -154,9 +159,9 @@ def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: 
     base = adapter.base_model_name_or_path
     try:
         model = load_base_model(_of_base(config, base), tokenizer)
-        return PeftModel.from_pretrained(model, lasting_name(name))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"cannot load the adapter on {base}: {error}") from error
+        return load_saved_adapter(model, name)
+    except EBFTError as error:
+        raise type(error)(f"--model {name}, an adapter of {base}: {error}") from error
 
 
 def _of_base(config: RunConfig, name: str) -> Any:

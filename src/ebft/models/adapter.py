@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
+from ebft.models.saved_adapter import SETTINGS, load_saved_adapter
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -102,14 +103,12 @@ def _full_match(pattern: str, name: str) -> bool:
 
 
 def _saved_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
-    if not (Path(folder).expanduser() / "adapter_config.json").is_file():
+    if not (Path(folder).expanduser() / SETTINGS).is_file():
         raise ModelError(
-            f"lora_model_dir: {folder!r} does not contain an adapter (no adapter_config.json). Give the folder of a "
-            "saved adapter, such as a checkpoint folder."
+            f"lora_model_dir: {folder!r} does not contain an adapter (no {SETTINGS}). Give the folder of a saved "
+            "adapter, such as a checkpoint folder."
         )
     try:
-        return PeftModel.from_pretrained(model, str(Path(folder).expanduser()), is_trainable=True)
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"lora_model_dir: the adapter in {folder!r} is incompatible with the base model: {error}"
-        ) from error
+        return load_saved_adapter(model, folder, is_trainable=True)
+    except ModelError as error:
+        raise ModelError(f"lora_model_dir: {error}") from error

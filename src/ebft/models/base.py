@@ -8,13 +8,13 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import base_name, lasting_name
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ConfigError, ModelError, shortened
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
 from ebft.models.gguf import check_gguf_file
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
-from ebft.models.pretrained import find_model, pretrained_config, pretrained_model
+from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model
 from ebft.models.quantisation import quantisation_config
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -
             trust_remote_code=config.trust_remote_code,
             **{key: value for key, value in options.items() if value is not None},
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {error}") from error
+    except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
+        raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {explained(error)}") from error
     _check_growth(config, model, tokenizer)
     _fit_vocabulary(model, tokenizer)
     return model
@@ -68,6 +68,8 @@ def load_model_config(config: ModelSettings) -> Any:
     key = "base_model_config" if config.base_model_config else "base_model"
     name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
     found = _read_config(config, key, name)
+    if getattr(found.get_text_config(), "num_hidden_layers", None) == 0:  # absent: unknown
+        raise ModelError(f"{key}: {name} has no layers (num_hidden_layers: 0 in config.json). Correct config.json.")
     if config.base_model_config:
         own = _read_config(config, "base_model", find_base_model(config))
         if found.model_type != own.model_type:
@@ -81,8 +83,10 @@ def load_model_config(config: ModelSettings) -> Any:
 def _read_config(config: ModelSettings, key: str, name: str) -> Any:
     try:
         return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{key}: cannot read a model configuration from {name!r}: {error}") from error
+    except Exception as error:  # config.json may contain anything
+        raise ModelError(
+            f"{key}: cannot read a model configuration (config.json) from {shortened(name)!r}: {explained(error)}"
+        ) from error
 
 
 def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:

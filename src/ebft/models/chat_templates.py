@@ -1,7 +1,9 @@
 """Named chat templates, and loading of custom ones."""
 
+import re
 from pathlib import Path
 
+from jinja2 import Environment, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
@@ -26,6 +28,8 @@ TEMPLATES = {
     ),
 }
 KEEP = "tokenizer_default"
+# The statement that transformers adds to Jinja.
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
@@ -43,7 +47,14 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
                 f"{', '.join(TEMPLATES)} or a file."
             )
         return
-    tokenizer.chat_template = _template(choice)
+    template = _template(choice)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"chat_template: {choice!r:.100} is not a Jinja template: {error.message} (line {error.lineno})."
+        ) from error
+    tokenizer.chat_template = template
 
 
 def _template(choice: str) -> str:
@@ -53,7 +64,10 @@ def _template(choice: str) -> str:
         return choice
     path = Path(choice).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"chat_template: {choice} cannot be read as UTF-8 text ({error}).") from error
     raise ModelError(
         f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*TEMPLATES, KEEP])}), the path "
         "of a file, or Jinja text."

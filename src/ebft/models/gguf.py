@@ -13,7 +13,6 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedModel,
@@ -23,7 +22,9 @@ from transformers import (
 
 from ebft.errors import ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
+from ebft.models.weights import load_complete
 from ebft.over_transformers import forget_title, read_gguf_metadata
+from ebft.paths import exists
 
 # Values of `tokenizer.ggml.pre` for GPT-2's pre-tokenisation, and for the same with individual digits.
 _LIKE_GPT2 = {"gpt-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "phi-2", "roberta-bpe"}
@@ -50,6 +51,8 @@ def check_readable(name: str) -> None:
     if is_gguf(name):
         require_gguf(name)
         return
+    if not exists(Path(name)):
+        return
     files = _files_in(Path(name))
     if files and not any((Path(name) / other).is_file() for other in ("config.json", "tokenizer.json")):
         raise ModelError(
@@ -72,7 +75,9 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
     dense = GgufConfig(dequantize=True)
     with _undamaged(name):
-        model = AutoModelForCausalLM.from_pretrained(**_file(name), quantization_config=dense, **options)
+        file = _file(name)
+        folder = file.pop("pretrained_model_name_or_path")
+        model = load_complete(folder, **file, quantization_config=dense, **options)
     model.config.name_or_path = model.name_or_path = name
     # When saving an adapter, PEFT looks for a config.json of the base model to check whether the vocabulary grew.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ebft.config.section import Section
+from ebft.config.section import NotBlank, Section, paths
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -21,17 +21,21 @@ class SpecialTokens(Section):
 class ModelKeys(Section):
     """Base model and tokenizer."""
 
-    base_model: str = Field(description="Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id.")
-    gguf_file: str | None = Field(
+    base_model: NotBlank = Field(
+        description="Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id."
+    )
+    gguf_file: NotBlank | None = Field(
         None,
         description="GGUF file in the folder base_model from which the model (as dense weights) and its tokenizer are "
         "loaded.",
     )
-    base_model_config: str | None = Field(
+    base_model_config: NotBlank | None = Field(
         None, description="Folder or Hub id of the model configuration. If unset, base_model."
     )
     revision_of_model: str | None = Field(None, description="Hub revision of the model and its tokenizer.")
-    tokenizer_config: str | None = Field(None, description="Folder or Hub id of the tokenizer. If unset, base_model.")
+    tokenizer_config: NotBlank | None = Field(
+        None, description="Folder or Hub id of the tokenizer. If unset, base_model."
+    )
     trust_remote_code: bool = Field(False, description="Allow running custom code from the model's repository.")
     special_tokens: SpecialTokens = Field(
         default_factory=SpecialTokens, description="Special tokens that override those of the tokenizer."
@@ -50,6 +54,8 @@ class ModelKeys(Section):
     )
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
+
+    _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
 
 
 class PrecisionKeys(Section):
@@ -112,10 +118,12 @@ class AdapterKeys(Section):
     lora_modules_to_save: list[str] | None = Field(
         None, description="Modules that are fully trained and saved in addition to the adapter."
     )
-    lora_model_dir: str | None = Field(
+    lora_model_dir: NotBlank | None = Field(
         None,
         description="Folder of a saved adapter to continue training. Its settings take precedence over the lora_ keys.",
     )
+
+    _adapter_path = paths("lora_model_dir")
 
 
 class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):

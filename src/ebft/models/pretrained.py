@@ -5,13 +5,21 @@ Used for the trainers' `model=`, the config's `base_model` and `ebft evaluate --
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import lasting_name, locate
+from ebft.errors import ModelError, cause
 from ebft.fetch.catalog import is_gguf
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from ebft.models.weights import check_readable_tensors, load_complete
+from ebft.paths import exists
+
+# Files that transformers reads without checking that they contain an object.
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def find_model(name: str, key: str) -> str:
@@ -19,7 +27,23 @@ def find_model(name: str, key: str) -> str:
     locate(name, "model", key)
     found = lasting_name(name)
     check_readable(found)
+    for file in _SETTINGS:
+        _check_settings(Path(found) / file, key)
     return found
+
+
+def _check_settings(path: Path, key: str) -> None:
+    """Raise ModelError if a file that transformers reads is there but is not a JSON object."""
+    if not exists(path):
+        return
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again."
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{key}: {path} must contain a JSON object, got {values!r:.60}. Copy or download it again.")
 
 
 def pretrained_config(name: str, **options: Any) -> Any:
@@ -31,11 +55,16 @@ def pretrained_config(name: str, **options: Any) -> Any:
 
 
 def pretrained_model(name: str, **options: Any) -> PreTrainedModel:
-    """The causal language model `name`; `options` are those of `from_pretrained`."""
+    """The causal language model `name`; `options` are those of `from_pretrained`.
+
+    Raises ModelError for incomplete or damaged weights.
+    """
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_model(name, **options)
-    return AutoModelForCausalLM.from_pretrained(name, **options)
+    for file in Path(name).glob("*.safetensors"):
+        check_readable_tensors(file)
+    return load_complete(name, **options)
 
 
 def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -44,3 +73,15 @@ def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     if is_gguf(name):
         return load_gguf_tokenizer(name)
     return AutoTokenizer.from_pretrained(name, **options)
+
+
+def explained(error: Exception) -> str:
+    """The message of an error of transformers; says how to allow code of the model's repository if it is needed."""
+    if isinstance(error, ModelError):
+        return str(error)
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code from its repository, which is not run by default. If you have read the code and "
+            "trust it, set trust_remote_code: true"
+        )
+    return cause(error)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.errors import ModelError
 from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
-from ebft.models.pretrained import find_model, pretrained_tokenizer
+from ebft.models.pretrained import explained, find_model, pretrained_tokenizer
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -28,8 +28,8 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer = pretrained_tokenizer(
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {error}") from error
+    except Exception as error:  # the files may contain anything
+        raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {explained(error)}") from error
     special = config.special_tokens.model_dump(exclude_none=True)
     if special:
         tokenizer.add_special_tokens(special)

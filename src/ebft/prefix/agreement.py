@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,6 +37,11 @@ def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
     rough = _computes_roughly(causal_lm)
     difference = (differences.median() if rough else differences.max()).item()
     tolerance = _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
+    if not math.isfinite(difference):
+        raise ModelError(
+            f"{type(causal_lm).__name__}: the {what} are not finite. The weights contain NaN or infinite values, or "
+            f"the model overflows in {causal_lm.dtype}. Use other weights, or torch_dtype: float32."
+        )
     if not difference <= tolerance:
         raise ModelError(
             f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} "

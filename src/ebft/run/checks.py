@@ -2,13 +2,16 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
-from ebft.data.transform_names import check_transform
-from ebft.errors import ConfigError
+from ebft.data.locate import lasting_name
+from ebft.data.transform_names import built_in, check_transform
+from ebft.errors import ConfigError, shortened
 from ebft.run.optimizer import check_optimizer
 from ebft.run.trackers import check_report_to
 
@@ -50,6 +53,7 @@ def check_runnable(config: RunConfig) -> None:
     check_types(config)
     _check_processes(config)
     _check_output_dir(Path(config.output_dir))
+    _check_not_overwritten(config)
     _check_deepspeed(config.deepspeed)
     check_report_to(config)
     check_optimizer(config)
@@ -57,6 +61,19 @@ def check_runnable(config: RunConfig) -> None:
         from ebft.run.plugins import check_plugins  # imports transformers
 
         check_plugins(config.plugins)
+
+
+def imported_names(config: RunConfig) -> list[str]:
+    """The functions and classes of the user, as module.name, whose modules `check_runnable` imports."""
+    transforms = [entry.type for entry in (*config.datasets, *config.test_datasets) if built_in(entry.type) is None]
+    rewards = [name for name in config.trl.reward_funcs or [] if "." in name and "/" not in name]
+    return list(dict.fromkeys([*transforms, *rewards, *_interactive(config), *config.plugins]))
+
+
+def _interactive(config: RunConfig) -> Iterator[str]:
+    for key in INTERACTIVE:
+        found = getattr(config.trl, key) or []
+        yield from [found] if isinstance(found, str) else found.values() if isinstance(found, dict) else found
 
 
 def check_types(config: RunConfig) -> None:
@@ -78,11 +95,27 @@ def _check_processes(config: RunConfig) -> None:
 
 def _check_output_dir(folder: Path) -> None:
     """Check that the folder can be created, which happens when training starts."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # for example a name that is too long
+        name = shortened(folder, 200)
+        raise ConfigError(f"output_dir: cannot create {name} ({error.strerror}). Choose another folder.") from error
     if not existing.is_dir():
         raise ConfigError(f"output_dir: cannot create {folder} because {existing} is a file. Choose another folder.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir: cannot write to {folder} ({existing} is read-only). Choose another folder.")
+
+
+def _check_not_overwritten(config: RunConfig) -> None:
+    """Check that the trained model does not replace the files that training starts from."""
+    output = os.path.realpath(config.output_dir)
+    for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
+        name = getattr(config, key)
+        if name is not None and os.path.realpath(lasting_name(name)) == output:
+            raise ConfigError(
+                f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace. "
+                "Choose another folder."
+            )
 
 
 def _check_deepspeed(deepspeed: str | dict | None) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ebft.config.section import Section
+from ebft.config.section import NotBlank, Section, paths
 from ebft.data.keys import SeedKeys
 from ebft.evaluation.keys import Steps
 from ebft.models.keys import PrecisionKeys
@@ -124,11 +124,13 @@ class HardwareKeys(PrecisionKeys):
         None, description="Additional FSDP options, in the format of transformers."
     )
 
+    _deepspeed_path = paths("deepspeed")
+
 
 class CheckpointKeys(Section):
     """Saving and resuming."""
 
-    output_dir: str = Field("./model-out", description="Folder for checkpoints and the final model.")
+    output_dir: NotBlank = Field("./model-out", description="Folder for checkpoints and the final model.")
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = Field(
         None, description="When to save checkpoints. If unset, steps if save_steps is set, otherwise epoch."
     )
@@ -143,7 +145,7 @@ class CheckpointKeys(Section):
         False,
         description="Save checkpoints without optimizer state: they are smaller, but training cannot be resumed.",
     )
-    resume_from_checkpoint: str | None = Field(
+    resume_from_checkpoint: NotBlank | None = Field(
         None,
         description="Folder of the checkpoint to resume from. The method, the adapter and the optimizer must be the "
         "same as in its run.",
@@ -151,6 +153,8 @@ class CheckpointKeys(Section):
     auto_resume_from_checkpoints: bool = Field(
         False, description="Resume from the checkpoint with the highest step in output_dir, if there is one."
     )
+
+    _run_paths = paths("output_dir", "resume_from_checkpoint")
 
     @field_validator("resume_from_checkpoint", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ebft.config.imports import find_function
+from ebft.config.user_code import RAISED, what_happened
 from ebft.errors import ConfigError
 
 HOOK = "on_rollouts_scored"
@@ -22,7 +23,10 @@ def check_plugins(names: list[str]) -> None:
 def add_plugins(trainer: Trainer, names: list[str]) -> None:
     """Create the plugins, and add them to the trainer. Raises ConfigError if it has no rollouts for a plugin."""
     for name in names:
-        plugin = _find(name)()
+        try:
+            plugin = _find(name)()
+        except RAISED as error:
+            raise ConfigError(f"plugins: creating {name} without arguments failed: {what_happened(error)}.") from error
         if isinstance(plugin, TrainerCallback):
             trainer.add_callback(plugin)
         if hasattr(plugin, HOOK):

@@ -8,6 +8,11 @@ from ebft.errors import ConfigError
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
+def is_everywhere(host: str) -> bool:
+    """Whether a server that listens on `host` accepts connections on all network interfaces."""
+    return host in _EVERYWHERE
+
+
 def reachable_host(host: str) -> str:
     """Return the host for connecting to a server that listens on `host`; all interfaces map to the local host."""
     return _EVERYWHERE.get(host, host)

@@ -11,7 +11,7 @@ from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import MODELS, as_folder, is_gguf
 from ebft.models.keys import AdapterKeys, ModelKeys
-from ebft.serving.address import base_url
+from ebft.serving.address import base_url, is_everywhere
 from ebft.serving.devices import VISIBLE, serves_on_gpu
 from ebft.serving.keys import ServerSettings, VLLMSection
 
@@ -56,6 +56,8 @@ def server_command(
     _check_model(settings.model)
     on_gpu = serves_on_gpu(vllm, gpus)
     model, rank = lasting_name(settings.model.base_model), max_lora_rank(settings.model)
+    if rank is not None or on_gpu:
+        _warn_of_open_host(vllm.host)
     flags = [
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
         *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
@@ -71,6 +73,16 @@ def server_command(
         port=settings.port,
         max_lora_rank=rank,
     )
+
+
+def _warn_of_open_host(host: str) -> None:
+    if is_everywhere(host):
+        warnings.warn(
+            f"vllm.host: {host} accepts connections from other machines, and the server loads weights and adapters "
+            "on request without authentication: anyone who reaches the port can replace the model. Use 127.0.0.1, "
+            "or a network that only you can reach.",
+            stacklevel=3,
+        )
 
 
 def _check_model(config: ModelKeys) -> None:

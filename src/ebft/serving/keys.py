@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ebft.config.section import Section
+from ebft.config.section import NotBlank, Section, paths
 from ebft.models.keys import ModelSettings
 
 Count = Annotated[int, Field(ge=1)]
@@ -16,7 +16,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 class VLLMSection(Section):
     """The section `vllm:`, with the options of the server that generates completions."""
 
-    python: str | None = Field(
+    python: NotBlank | None = Field(
         None, description="Path of a Python interpreter with vLLM; if unset, the interpreter that runs ebft."
     )
     env: dict[str, str] | None = Field(None, description="Additional environment variables for the server.")
@@ -40,6 +40,8 @@ class VLLMSection(Section):
     enforce_eager: bool | None = Field(None, description="Disable CUDA graphs.")
     serve_module: str | None = Field(None, description="Has no effect: vLLM's OpenAI server is always used.")
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")
+
+    _python_path = paths("python")
 
 
 @dataclass(frozen=True)

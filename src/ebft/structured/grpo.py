@@ -26,6 +26,7 @@ from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
+from ebft.structured.checked_rewards import checked_functions
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.generation import CONVERSATION, GeneratesRollouts, Row
 from ebft.structured.interactive import check_interactive, checked
@@ -90,7 +91,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
-        super().__init__(model, reward_funcs, _for_trl(args, syncs_adapter), **kwargs)
+        super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         check_version(self.accelerator, self.ref_model, args.uses_server)
         keep_output_dtype(self.accelerator)

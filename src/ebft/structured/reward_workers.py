@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import pickle
-import traceback
 import warnings
 import weakref
 from collections import defaultdict
@@ -16,7 +15,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from torch import nn
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, EBFTError
+from ebft.structured.checked_rewards import errors_of, rewards_of
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -26,7 +26,7 @@ class RewardWorkers:
 
     Each process calls the function in its main thread, where `signal.alarm` can be used. A call that takes longer than
     `timeout` seconds ends its process, and so does a crash; the process is replaced. A group whose call timed out, or
-    crashed twice, has no reward (None), with a warning. Exceptions of a function are raised to the caller.
+    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where.
     """
 
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
@@ -89,8 +89,6 @@ class RewardWorkers:
         self._has_worked = True
         if error is not None:
             raise error
-        if len(found) != size:
-            raise ValueError(f"{function.__qualname__} returned {len(found)} rewards for {size} completions")
         return found
 
     def _without(self, function: RewardFunction, reason: str, size: int) -> list[None]:
@@ -104,17 +102,12 @@ class RewardWorkers:
         return [None] * size
 
 
-def _outcome(function: RewardFunction, group: dict[str, list]) -> tuple[list[float | None], Exception | None]:
-    """Call the function in a worker, and return its rewards and None, or its exception, in a form that can be sent."""
+def _outcome(function: RewardFunction, group: dict[str, list]) -> tuple[list[float | None], EBFTError | None]:
+    """Call the function in a worker, and return its rewards and None, or nothing and the error to raise."""
     try:
-        return [None if reward is None else float(reward) for reward in function(**group)], None
-    except Exception as error:  # any error of the function: it is raised in the training process
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # exceptions may define arguments or attributes that cannot be pickled
-            lines = "".join(traceback.format_exception(error))
-            return [], RuntimeError(f"{function.__qualname__} raised {type(error).__name__}: {error}\n{lines}")
-        error.add_note(f"Raised by the reward function {function.__qualname__} in another process.")
+        with errors_of(function):
+            return rewards_of(function, function(**group), group["prompts"]), None
+    except EBFTError as error:
         return [], error
 
 
@@ -145,10 +138,7 @@ def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int])
                 if "log_metric" in others:
                     note = lambda name, value, size=size: logged[name].append((value, size))
                     others = others | {"log_metric": note}
-                found = list(function(**columns, **others))
-                if len(found) != size:
-                    raise ValueError(f"{function.__qualname__} returned {len(found)} rewards for {size} completions")
-                rewards += found
+                rewards += rewards_of(function, function(**columns, **others), columns["prompts"])
             for name, values in logged.items():  # one value per batch, as without chunks
                 given["log_metric"](name, sum(v * size for v, size in values) / sum(size for _, size in values))
             return rewards

@@ -1,0 +1,65 @@
+"""Loading of saved adapters, whose files must be complete and must fit the base model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+
+from ebft.data.locate import lasting_name
+from ebft.errors import ModelError, cause, shortened
+from ebft.models.weights import check_readable_tensors, refuse_pickles
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def read_adapter_config(folder: Path) -> PeftConfig:
+    """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
+    path = folder / SETTINGS
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). Save the adapter again.") from error
+    if not isinstance(values, dict) or "peft_type" not in values:
+        raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # PEFT does not check the types of the values
+        raise ModelError(f"{path} is not the configuration of an adapter: {cause(error)}.") from error
+
+
+def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> PeftModel:
+    """`model` with the adapter in the folder `name`; `options` are those of `PeftModel.from_pretrained`.
+
+    Raises ModelError if files are damaged or pickles, or if the adapter does not fit the model in all its layers.
+    """
+    name = lasting_name(name)
+    folder = Path(name)
+    if folder.is_dir():
+        read_adapter_config(folder)
+        refuse_pickles(folder)
+        if not (folder / WEIGHTS).is_file():
+            raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
+        check_readable_tensors(folder / WEIGHTS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loaded = PeftModel.from_pretrained(model, name, **options)
+        except Exception as error:  # PEFT and PyTorch raise many types of errors
+            raise ModelError(
+                f"the adapter in {name!r} is incompatible with the base model: {cause(error)}. Its settings are in "
+                f"{SETTINGS}."
+            ) from error
+    for warning in caught:
+        message = str(warning.message)
+        if "missing adapter keys" in message:
+            raise ModelError(
+                f"the adapter in {name!r} does not fit the base model or is incomplete: its weights lack tensors that "
+                f"its {SETTINGS} describes ({shortened(message)})"
+            )
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return loaded

@@ -1,0 +1,30 @@
+"""Paths that a user gives: `~` is the home folder, and only regular files are read."""
+
+import os
+from pathlib import Path
+
+from ebft.errors import EBFTError
+
+
+def expand_home(path: str) -> str:
+    """`path` with a leading `~` replaced with the home folder. Raises ValueError if there is no such user."""
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError(f"the home folder of {path!r} is unknown. Write the full path.")
+    return expanded
+
+
+def exists(path: Path) -> bool:
+    """Whether `path` exists; False for names that the system does not accept, such as very long ones."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
+    """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
+    if exists(path) and not path.is_file() and not path.is_dir():
+        raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")

@@ -1,0 +1,103 @@
+"""Calls of user-defined reward functions, with errors that name the function, its line and what it returned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+from ebft.config.user_code import RAISED, what_happened
+from ebft.errors import EBFTError, RewardError
+
+_SHOWN = 80  # characters of a prompt in messages
+
+
+def checked_functions(reward_funcs: Any) -> Any:
+    """The reward functions such that errors and invalid rewards raise RewardError; models and objects unchanged."""
+    if isinstance(reward_funcs, list):
+        return [_checked(function) for function in reward_funcs]
+    return _checked(reward_funcs)
+
+
+def _checked(function: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+
+        async def call_later(**given: Any) -> list[float | None]:
+            with errors_of(function):
+                return rewards_of(function, await function(**given), given["prompts"])
+
+        return update_wrapper(call_later, function)
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        return function
+
+    def call(**given: Any) -> list[float | None]:
+        with errors_of(function):
+            return rewards_of(function, function(**given), given["prompts"])
+
+    return update_wrapper(call, function)
+
+
+@contextmanager
+def errors_of(function: Callable) -> Iterator[None]:
+    """Convert what a reward function raises to RewardError, which says where; errors of this package stay the same."""
+    try:
+        yield
+    except EBFTError:
+        raise
+    except RAISED as error:
+        raise RewardError(f"The reward function {name_of(function)} failed: {what_happened(error)}.") from error
+
+
+def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:
+    """The rewards that a function returned, one per completion. Raises RewardError if they cannot be used.
+
+    A reward is a finite number, or None if the function does not apply; NaN is neither.
+    """
+    name = name_of(function)
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
+        raise RewardError(
+            f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
+            "for no reward, per completion."
+        )
+    found = list(found)
+    if len(found) != len(prompts):
+        raise RewardError(
+            f"The reward function {name} returned {len(found)} rewards for {len(prompts)} completions. It must return "
+            "one per completion, or None for no reward."
+        )
+    return [_reward(name, value, index, prompts[index]) for index, value in enumerate(found)]
+
+
+def _reward(name: str, value: Any, index: int, prompt: Any) -> float | None:
+    if value is None:
+        return None
+    value = _item(value) if hasattr(value, "item") else value  # a scalar of NumPy or PyTorch
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    raise RewardError(
+        f"The reward function {name} returned {_described(value)} for completion {index} (prompt "
+        f"{prompt!r:.{_SHOWN}}). Rewards must be finite numbers, or None for no reward."
+    )
+
+
+def _item(value: Any) -> Any:
+    try:
+        return value.item()
+    except (ValueError, RuntimeError):  # more than one element
+        return value
+
+
+def _described(value: Any) -> str:
+    return repr(value)[:_SHOWN] if isinstance(value, float | str | None) else f"a {type(value).__name__}"
+
+
+def name_of(function: Callable) -> str:
+    module = getattr(function, "__module__", None)  # functions of other libraries may have none
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{module}.{name}" if module else name

@@ -1,0 +1,263 @@
+"""Invalid config files, and valid ones that look unusual; checked with `ebft config --check`."""
+
+import json
+import os
+from typing import Any
+
+from tests.bad_input.cases import BASE, GRPO, Case, bad, good
+
+CHECK = "config --check run.yaml"
+TEXT = json.dumps(BASE, indent=1)
+
+
+def broken(name: str, *expect: str, **rest: Any) -> Case:
+    return bad(name, *expect, command=CHECK, **rest)
+
+
+def valid(name: str, **rest: Any) -> Case:
+    return good(name, command=CHECK, **rest)
+
+
+def key(name: str, value: Any, *expect: str) -> Case:
+    """An invalid value of a key; the error names the key."""
+    return broken(f"{name}={value!r:.30}", name.rpartition(".")[2], *expect, config=nested(name, value))
+
+
+def right(name: str, value: Any) -> Case:
+    return valid(f"{name}={value!r:.30}", config=nested(name, value))
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def laughs(depth: int) -> str:
+    """Aliases that expand to 9**depth values, ten times as many per level of `depth`."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, depth)]
+    return "\n".join(lines) + "\n"
+
+
+PLAIN = "base_model: model\ndatasets: [{path: rows.jsonl, type: completion}]\n"
+LISTS = "\n".join(f"l{n}: &l{n} {{a: *l{n - 1}, b: *l{n - 1}}}" for n in range(1, 40))
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+
+SYNTAX = [
+    broken("empty file", "run.yaml", "empty", config=""),
+    broken("only a comment", "run.yaml", "empty", config="# nothing\n"),
+    broken("a list", "run.yaml", "mapping", config="- base_model: x\n"),
+    broken("a word", "run.yaml", "mapping", config="hello\n"),
+    broken("a long word", "run.yaml", "mapping", config="hello" * 2000),
+    broken("not UTF-8", "run.yaml", "UTF-8", config=TEXT.encode("utf-16")),
+    broken("latin-1", "run.yaml", "UTF-8", config=b"base_model: caf\xe9\n"),
+    broken("binary", "run.yaml", config=bytes(range(256))),
+    broken("NUL in the text", "run.yaml", config="base_model: a\0b\n"),
+    broken("tab as indentation", "line 2", config="ebft:\n\tstride: 4\n"),
+    broken("unclosed quote", "line", config='base_model: "model\nrl: ebft\n'),
+    broken("unclosed bracket", "line", config="datasets: [{path: a, type: b}\nrl: ebft\n"),
+    broken("colon in a value", "line 1", config="base_model: a: b\n"),
+    broken("duplicate key", "line", "rl", config="rl: ebft\nbase_model: model\nrl: grpo\n"),
+    broken("duplicate key in a section", "line", "stride", config="ebft:\n  stride: 4\n  stride: 8\n"),
+    broken("duplicate key in an entry", "line", "path", config="datasets:\n- {path: a, type: b, path: c}\n"),
+    broken("two documents", "run.yaml", config="base_model: a\n---\nbase_model: b\n"),
+    broken(
+        "python object",
+        "run.yaml",
+        config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
+        absent=("pwned",),
+    ),
+    broken("python name", "run.yaml", config="base_model: !!python/name:os.system\n"),
+    broken("unknown tag", "run.yaml", config="base_model: !model x\n"),
+    broken("YAML 1.1", "run.yaml", "1.2", config="%YAML 1.1\n---\nbase_model: model\n"),
+    broken("YAML 1.1 after a comment", "run.yaml", "1.2", config="# run\n%YAML 1.1\n---\nbase_model: model\n"),
+    broken("billion laughs", "run.yaml", "alias", config=laughs(12) + PLAIN),
+    broken("billion laughs in mappings", "run.yaml", "alias", config="l0: &l0 {a: 1}\n" + LISTS + "\n" + PLAIN),
+    broken(
+        "billion laughs in merge keys",
+        "run.yaml",
+        config="l0: &l0 {a: 1}\n"
+        + "\n".join(f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}], k{n}: 1}}" for n in range(1, 40)),
+    ),
+    broken("recursive alias", "run.yaml", "alias", config="datasets: &a [*a]\n"),
+    broken("undefined alias", "run.yaml", "line 1", config="base_model: *model\n"),
+    broken("deep nesting", "run.yaml", config="[" * 5000),
+    broken("long integer", "run.yaml", config="seed: " + "9" * 10_000 + "\n"),
+    broken("a key that is a list", "run.yaml", config="[a, b]: 1\n"),
+    broken("a key that is a number", "7", config={7: 1}),
+    broken("a key that is null", "unknown key", config="base_model: m\n~: 1\n"),
+    broken("impossible date", "run.yaml", config="x: 2024-02-31\n"),
+    broken("file does not exist", "nothing.yaml", config="", files={}),
+    broken("folder", "folder.yaml", files={"folder.yaml/a": "x"}),
+    broken("FIFO", "fifo.yaml", files={"fifo.yaml": os.mkfifo}),
+    broken("device", "/dev/zero"),
+    broken("a huge line", "run.yaml", config="base_model: " + "x" * 100_000 + ": y\n"),
+]
+SYNTAX = [
+    Case(**{**vars(case), "command": {
+        "file does not exist": "config --check nothing.yaml",
+        "folder": "config --check folder.yaml",
+        "FIFO": "config --check fifo.yaml",
+        "device": "config --check /dev/zero",
+    }.get(case.name, case.command)})
+    for case in SYNTAX
+]  # fmt: skip
+
+STRUCTURE = [
+    key("learning_rate", "fast"),
+    key("learning_rate", 0),
+    key("learning_rate", -1e-5),
+    key("learning_rate", True),
+    key("learning_rate", [1e-5]),
+    key("learning_rate", {"start": 1}),
+    broken("learning_rate nan", "learning_rate", "finite", config=TEXT.replace("0.0001", ".nan")),
+    broken("learning_rate inf", "learning_rate", "finite", config=TEXT.replace("0.0001", ".inf")),
+    key("max_steps", 0),
+    key("max_steps", -2),
+    key("max_steps", 1.5),
+    key("max_steps", "10"),
+    key("max_steps", True),
+    key("seed", -1),
+    key("seed", 2**32),
+    key("seed", 2**400),
+    key("num_epochs", 0),
+    key("micro_batch_size", 0),
+    key("micro_batch_size", "auto"),
+    key("sequence_len", 1),
+    key("sequence_len", "1k"),
+    key("weight_decay", -0.1),
+    key("adam_beta1", 1),
+    key("warmup_ratio", 1.5),
+    key("max_grad_norm", -1),
+    key("val_set_size", -1),
+    key("val_set_size", 1.5),
+    key("save_strategy", "never"),
+    key("save_steps", 0),
+    key("rl", "dpo"),
+    key("rl", ["ebft"]),
+    key("bf16", "yes"),
+    key("adapter", "dora"),
+    key("optimizer", "adamx"),
+    key("lr_scheduler", "cosin"),
+    key("report_to", "tensorbord"),
+    key("output_dir", ""),
+    key("output_dir", ["out"]),
+    key("base_model", ""),
+    key("base_model", 5),
+    key("base_model", " "),
+    key("datasets", []),
+    key("datasets", "rows.jsonl"),
+    key("datasets", {"path": "rows.jsonl", "type": "completion"}),
+    key("datasets", ["rows.jsonl"]),
+    key("datasets", [{"path": "rows.jsonl"}], "type"),
+    key("datasets", [{"type": "completion"}], "path"),
+    key("datasets", [{"path": "", "type": "ebft_pretrain.transform"}], "path"),
+    key("datasets", [{"path": "  ", "type": "ebft_pretrain.transform"}], "path"),
+    key("datasets", [{"path": "rows.jsonl", "type": ""}], "type"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transfrm"}], "transfrm"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrian.transform"}], "ebft_pretrain"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transform", "splt": "train"}], "splt"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transform", "ds_type": "xml"}], "ds_type"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transform", "split": ""}], "split"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transform", "data_files": []}], "data_files"),
+    key("datasets", [{"path": "rows.jsonl", "type": "ebft_pretrain.transform", "data_files": ""}], "data_files"),
+    key("datasets", [None]),
+    key("datasets", [{"path": f"rows{n}.jsonl", "type": 5, "x": 1} for n in range(200)], "more"),
+    key("ebft", "strided"),
+    key("ebft", []),
+    key("ebft.stride", 0),
+    key("ebft.stride", 10**7),
+    key("ebft.stride", 2.5),
+    key("ebft.temperature", -0.5),
+    key("ebft.temperature", 0),
+    key("ebft.temperature", 1e-6),
+    key("ebft.top_p", 0),
+    key("ebft.top_p", 1.1),
+    key("ebft.feature_layers", []),
+    key("ebft.feature_layers", [1.5]),
+    key("ebft.feature_layers", 0.5),
+    key("ebft.embed_method", "max"),
+    key("ebft.whitening_space", "token"),
+    key("ebft.advantage_estimator", "gae"),
+    key("ebft.mode", "stride"),
+    key("ebft.strde", 4, "stride"),
+    key("ebft.generate_max_len", 64, "sequence_len"),
+    broken("no signal: coefficients", "rl_coef", "ce_coef", config={"ebft": {"rl_coef": 0, "ce_coef": 0}}),
+    broken("no signal: reward", "alignment_coef", config={"ebft": {"alignment_coef": 0, "diversity_coef": 0}}),
+    broken("no signal: structured rl_coef", "rl_coef", config={
+        "ebft": {"mode": "structured", "rl_coef": 0, "ce_coef": 0}, "trl": {"num_generations": 2},
+        "micro_batch_size": 2,
+        "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
+    broken("no signal: structured reward", "alignment_coef", config={
+        "ebft": {"mode": "structured", "alignment_coef": 0, "diversity_coef": 0}, "trl": {"num_generations": 2},
+        "micro_batch_size": 2,
+        "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
+    broken("missing base_model", "base_model", config={"base_model": None}),
+    broken("missing datasets", "datasets", config={"datasets": None}),
+    broken("empty base_model", "base_model", config=TEXT.replace('"base_model": "model"', '"base_model": null')),
+    broken("unknown key", "learning_rate", config={"learning_rte": 1}),
+    broken("unknown long key", "run.yaml", config={"x" * 5000: 1}),
+    broken("500 unknown keys", "more", config={f"key_{n}": n for n in range(500)}),
+    broken("long value", "learning_rate", config={"learning_rate": "x" * 10_000}),
+    broken("long list for a number", "learning_rate", config={"learning_rate": list(range(5000))}),
+    broken("bf16 and fp16", "bf16", "fp16", config={"bf16": True, "fp16": True}),
+    broken("adapter without rank", "lora_r", config={"adapter": "lora", "lora_target_linear": True}),
+    broken("adapter without targets", "lora_target", config={"adapter": "lora", "lora_r": 4, "lora_alpha": 8}),
+    broken("empty targets", "lora_target_modules",
+           config={**LORA, "lora_target_linear": False, "lora_target_modules": []}),
+    broken("rank 0", "lora_r", config={**LORA, "lora_r": 0}),
+    broken("qlora without 4 bit", "load_in_4bit", config={**LORA, "adapter": "qlora"}),
+    broken("4 and 8 bit", "load_in_8bit", config={**LORA, "load_in_4bit": True, "load_in_8bit": True}),
+    broken("both warmups", "warmup_ratio", config={"warmup_steps": 1, "warmup_ratio": 0.1}),
+    broken("eval without data", "eval_steps", config={"eval_steps": 1}),
+    broken("test_datasets and val_set_size", "val_set_size",
+           config={"val_set_size": 1, "test_datasets": BASE["datasets"]}),
+    broken("grpo without rewards", "reward_funcs", config={**GRPO, "trl": {"num_generations": 2}}),
+    broken("grpo: groups do not fit", "num_generations", config={
+        **GRPO, "micro_batch_size": 1, "trl": {"num_generations": 3, "reward_funcs": ["feature_matching"]}}),
+    broken("grpo: one generation", "num_generations", config={
+        **GRPO, "micro_batch_size": 1, "trl": {"num_generations": 1, "reward_funcs": ["feature_matching"]}}),
+    broken("grpo: weights", "reward_weights", config={
+        **GRPO, "trl": {"num_generations": 2, "reward_funcs": ["feature_matching"], "reward_weights": [1.0, 2.0]}}),
+    broken("grpo: duplicate reward", "feature_matching", config={
+        **GRPO, "trl": {"num_generations": 2, "reward_funcs": ["feature_matching", "feature_matching"]}}),
+    broken("rows of the other kind", "nemo_gym", "input_ids",
+           config={"datasets": [{"path": "rows.jsonl", "type": "nemo_gym.transform"}]}),
+    broken("deepspeed file", "deepspeed", config={"deepspeed": "nothing.json"}),
+    broken("resume twice", "auto_resume", config={"resume_from_checkpoint": "a", "auto_resume_from_checkpoints": True}),
+    broken("resume true", "resume_from_checkpoint", config={"resume_from_checkpoint": True}),
+    broken("axolotl plugin", "plugins", config={"plugins": ["axolotl.integrations.x.Y"]}),
+]  # fmt: skip
+
+VALID = [
+    valid("as it is"),
+    right("max_steps", -1),
+    valid("empty values mean unset",
+          config=TEXT.replace('"max_steps": 1', '"max_steps": null, "wandb_run_id": null')),
+    right("learning_rate", 1),
+    valid("1e-5 is a number", config=TEXT.replace("0.0001", "1e-5")),
+    right("seed", 2**32 - 1),
+    right("bf16", "auto"),
+    right("val_set_size", 0.5),
+    right("val_set_size", 3),
+    right("ebft.feature_layers", [0, 1]),
+    right("ebft.rl_coef", 0.5),
+    valid("rl_coef 0 with a cross-entropy", config={"ebft": {"rl_coef": 0, "ce_coef": 0.1}}),
+    valid("YAML 1.2", config="%YAML 1.2\n---\n" + TEXT),
+    valid("percent in a value", config=TEXT[1:-1].join(["{", ', "chat_template": "x\\n%YAML 1.1 {{ a }}"}'])),
+    valid("aliases", config="base_model: model\nrl: ebft\nebft: {mode: strided}\ndatasets:\n- &d {path: rows.jsonl, "
+          "type: ebft_pretrain.transform}\ntest_datasets: [*d]\n"),
+    valid("merge key", config="base_model: model\nrl: ebft\nebft: {mode: strided}\ndatasets:\n- &d {path: rows.jsonl, "
+          "type: ebft_pretrain.transform}\n- {<<: *d, path: more.jsonl}\n"),
+    valid("byte order mark", config=b"\xef\xbb\xbf" + TEXT.encode()),
+    valid("Windows line ends", config=TEXT.replace("\n", "\r\n").encode()),
+    valid("unicode path", config={"output_dir": "modèle-東京"}),
+    valid("no is a word", config=TEXT.replace('"out"', "no")),
+    valid("lora", config=LORA),
+    valid("grpo with feature_matching",
+          config={**GRPO, "trl": {"num_generations": 2, "reward_funcs": ["feature_matching"]}}),
+    valid("a symlink", config={}, files={"link.yaml": lambda path: path.symlink_to("run.yaml")}),
+]  # fmt: skip
+
+CASES = [*SYNTAX, *STRUCTURE, *VALID]

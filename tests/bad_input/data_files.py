@@ -1,0 +1,246 @@
+"""Malformed data files and dataset entries, and valid ones that look unusual; training stops before its first step."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+from tests.bad_input.cases import PAIRS, ROWS, TEXT, Case, bad, entry, good
+
+GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
+
+
+def rows(
+    name: str, content: Any, *expect: str, file: str = "d.jsonl", template: str | None = None, **keys: Any
+) -> Case:
+    """A file that cannot be read; the error names it."""
+    config = entry(path=file, **keys) | ({"chat_template": template} if template else {})
+    return bad(name, file, *expect, config=config, files={file: content})
+
+
+def dataset(name: str, *expect: str, files: Any = None, **changes: Any) -> Case:
+    """A dataset entry that does not work."""
+    return bad(name, *expect, config=entry(**changes), files=files or {})
+
+
+def valid(name: str, files: Any = None, warns: tuple[str, ...] = (), **changes: Any) -> Case:
+    return good(name, config=entry(**changes), files=files or {}, warns=warns)
+
+
+def parquet(table: dict[str, list]) -> Any:
+    def write(path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table(table), path)
+
+    return write
+
+
+def truncated(path: Path) -> None:
+    parquet({"text": [TEXT] * 100})(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def pickled(path: Path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (path.parent / "pwned",)
+
+    path.write_bytes(pickle.dumps(Evil()))
+
+
+def saved(path: Path) -> None:
+    """A folder of save_to_disk whose Arrow file is damaged."""
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(path)
+    for file in path.glob("*.arrow"):
+        file.write_bytes(file.read_bytes()[:50])
+
+
+def looped(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(path)
+
+
+CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
+PAIR = {"type": "ebft_strided_structured.transform"}
+STRUCTURED = {
+    "ebft": {"mode": "structured"},
+    "trl": {"num_generations": 2, "max_completion_length": 4},
+    "micro_batch_size": 2,
+    "chat_template": "chatml",
+}
+
+
+def structured(name: str, content: list, *expect: str, type: str = "ebft_opencode.transform") -> Case:
+    config = {**STRUCTURED, "datasets": [{"path": "d.jsonl", "type": type}]}
+    return bad(name, *expect, config=config, files={"d.jsonl": content})
+
+
+JSON = [
+    rows("empty jsonl", "", "empty"),
+    rows("blank jsonl", "\n\n  \n", "empty"),
+    rows("null", "null\n", "line 1"),
+    rows("null in json", "null", file="d.json"),
+    rows("number in json", "5", file="d.json"),
+    rows("string in json", '"text"', file="d.json"),
+    rows("true in json", "true", file="d.json"),
+    rows("list of nulls", "[null, null]", "dropped 2 without text", file="d.json"),
+    rows("list of numbers", "[1, 2]", "row 0", file="d.json"),
+    rows("empty list", "[]", "empty", file="d.json"),
+    rows("empty object", "{}\n"),
+    rows("empty objects in a list", "[{}, {}]", file="d.json"),
+    rows("cut off", GOOD_LINE + '{"text": "abc', "line 2"),
+    rows("cut off list", '[{"text": "a"}, {"text": ', "line 1", file="d.json"),
+    rows("single quotes", GOOD_LINE + "{'text': 'a'}\n", "line 2"),
+    rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"),
+    rows("list per line", "[1, 2]\n[3, 4]\n"),
+    rows("not UTF-8", GOOD_LINE.encode() + b'{"text": "\xff\xfe"}\n', "line 2", "UTF-8"),
+    rows("UTF-16", GOOD_LINE.encode("utf-16"), "UTF-8"),
+    rows("binary", bytes(range(256)) * 4, "UTF-8"),
+    rows("HTML", "<!DOCTYPE html><html><body>404</body></html>\n", "line 1"),
+    rows("git LFS pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1\n", "line 1"),
+    rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
+    rows("number as text", [{"text": 5}] * 3, "text", "row 0"),
+    rows("list as text", [{"text": ["a"]}] * 3, "text", "row 0"),
+    rows("object as text", [{"text": {"a": "b"}}] * 3, "text", "row 0"),
+    rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
+    rows("long line that is not JSON", GOOD_LINE + "x" * 50_000, "line 2"),
+    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n'),
+    rows("NaN as text", '{"text": NaN}\n'),
+]
+
+TABLES = [
+    rows("empty csv", "", "empty", file="d.csv"),
+    rows("csv with more fields", "text,b\nx,1\ny,2,3\n", "line 3", file="d.csv"),
+    rows("csv without a header", "a b c\nd e f\n", "text", file="d.csv"),
+    rows("csv with an open quote", 'text\n"abc\n' + "def\n" * 3, file="d.csv"),
+    rows("csv not UTF-8", b"text\ncaf\xe9\n", "UTF-8", file="d.csv"),
+    rows("parquet that is text", "hello", file="d.parquet"),
+    rows("empty parquet", b"", file="d.parquet"),
+    rows("cut off parquet", truncated, file="d.parquet"),
+    rows("parquet without rows", parquet({"text": []}), file="d.parquet"),
+    rows("parquet without text", parquet({"a": [1]}), "text", file="d.parquet"),
+    rows("arrow that is text", "hello", file="d.arrow"),
+    rows("empty arrow", b"", file="d.arrow"),
+    rows("json read as parquet", GOOD_LINE, ds_type="parquet"),
+    rows("text read as json", TEXT, ds_type="json", file="d.txt"),
+    rows("text not UTF-8", b"caf\xe9 \xff", "UTF-8", file="d.txt"),
+    rows("empty text", "", file="d.txt"),
+    dataset("damaged save_to_disk", "saved", path="saved", files={"saved": saved}),
+    dataset("save_to_disk with a broken state", "saved", path="saved", files={"saved/state.json": "{"}),
+]
+
+PICKLES = [
+    bad(f"pickle {suffix}", f"d{suffix}", "pickle", config=entry(path=f"d{suffix}"), files={f"d{suffix}": pickled},
+        absent=("pwned",))
+    for suffix in (".pkl", ".pickle", ".pt", ".bin")
+] + [
+    bad("folder of pickles", "folder", "pickle", config=entry(path="folder"), files={"folder/d.pkl": pickled},
+        absent=("folder/pwned",)),
+]  # fmt: skip
+
+PLACES = [
+    dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),
+    dataset("missing folder", "./nothing", path="./nothing"),
+    dataset("empty folder", "folder", path="folder", files={"folder": Path.mkdir}),
+    dataset("folder of unknown files", "folder", ".xyz", path="folder", files={"folder/a.xyz": "a"}),
+    dataset("empty path", "datasets.0.path", path=""),
+    dataset("blank path", "datasets.0.path", path=" "),
+    dataset("the root folder", "path", path="/proc/self/nothing"),
+    dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
+    dataset("FIFO of text", "d.txt", path="d.txt", files={"d.txt": os.mkfifo}),
+    dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
+    dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
+    dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
+    dataset("data_files outside", "nothing", path=".", data_files=["rows.jsonl", "nothing.jsonl"]),
+    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"),
+    dataset("long path", "path", path="a" * 5000),
+    dataset("Hub id that is not there", "nobody/nothing", path="nobody/nothing"),
+    dataset("unknown split", "rows.jsonl", "validation", split="validation"),
+    dataset("slice past the end", "rows.jsonl", "train[100:200]", "4 rows", split="train[100:200]"),
+    dataset("slice from past the end", "rows.jsonl", "train[100:]", split="train[100:]"),
+    dataset("empty slice", "train[2:2]", split="train[2:2]"),
+    dataset("reversed slice", "train[3:1]", split="train[3:1]"),
+    dataset("malformed slice", "train[1", split="train[1"),
+    dataset("slice of 200%", "train[150%:200%]", split="train[150%:200%]"),
+    dataset("second part empty", "train[100:200]", split="train[:2]+train[100:200]"),
+    dataset("missing column", "text", "row 0", field="body"),
+    dataset("missing nested column", "row 0", field="text.a"),
+    dataset("second file broken", "b.jsonl", "line 1", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": "{"}),
+    dataset("columns of two files differ in type", "d", path="d",
+            files={"d/a.jsonl": [{"text": "a"}], "d/b.csv": "text\n5\n"}),
+    bad("second entry broken", "b.jsonl", config={"datasets": [
+        {"path": "rows.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "completion"}]},
+        files={"b.jsonl": "{"}),
+    bad("test_datasets broken", "b.jsonl", config={"test_datasets": [{"path": "b.jsonl", "type": "completion"}]},
+        files={"b.jsonl": "{"}),
+    bad("everything too short", "4 documents", "too short", config={}, files={"rows.jsonl": [{"text": "a"}] * 4}),
+    bad("all texts empty", "without text", config={}, files={"rows.jsonl": [{"text": ""}] * 4}),
+    bad("all texts null", "without text", config={}, files={"rows.jsonl": [{"text": None}] * 4}),
+    bad("val_set_size takes all", "val_set_size", config={"val_set_size": 4}),
+    bad("val_set_size takes none", "val_set_size", config={"val_set_size": 0.01}),
+    bad("sequence_len past the positions", "sequence_len", "128", config={"sequence_len": 4096}),
+]  # fmt: skip
+
+ROWS_OF_CHATS = [
+    rows("chat without messages", ROWS, "messages", **CHAT),
+    rows("messages is text", [{"messages": "hi"}], "messages", "row 0", **CHAT),
+    rows("messages is empty", [{"messages": []}], **CHAT),
+    rows("message without role", [{"messages": [{"content": "a"}]}], "role", "row 0", **CHAT),
+    rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
+    rows("message with a number", [{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": 5}]}],
+         "row 0", **CHAT),
+    rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+         "chat_template", type="ebft_strided_chat.transform"),
+    rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
+    rows("output is a number", [{"input": "a", "output": 5}], "output", "row 0", **PAIR),
+    structured("prompt is a number", [{"input": 5, "output": "a"}], "input", "row 0"),
+    structured("prompts only", [{"input": "a", "output": ""}] * 3, "without a reference"),
+    structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
+    structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
+]  # fmt: skip
+
+VALID = [
+    valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
+    valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
+          warns=("dropped 1 without text",)),
+    valid("two objects on a line", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip() * 2}, warns=("2 documents",)),
+    valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
+    valid("rows", path="rows.jsonl"),
+    valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
+    valid("a list of objects", path="d.json", files={"d.json": json.dumps(ROWS)}),
+    valid("blank lines between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "\n\n" + GOOD_LINE}),
+    valid("byte order mark", path="d.jsonl", files={"d.jsonl": b"\xef\xbb\xbf" + GOOD_LINE.encode()}),
+    valid("Windows line ends", path="d.jsonl", files={"d.jsonl": GOOD_LINE.replace("\n", "\r\n").encode() * 2}),
+    valid("no newline at the end", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip()}),
+    valid("some texts null", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": None}]}, 
+          warns=("dropped 1 without text",)),
+    valid("some texts too short", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": "a"}]}, warns=("dropped 1",)),
+    valid("rows with more columns", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": TEXT * 2, "id": 5}]}),
+    valid("texts that look like dates", path="d.jsonl",
+          files={"d.jsonl": [{"text": "2024-01-01T00:00:00", "date": "2024-01-01"}] * 3}),
+    valid("csv", path="d.csv", files={"d.csv": "text\n" + f'"{TEXT * 2}"\n' * 2}),
+    valid("tsv", path="d.tsv", files={"d.tsv": "text\tb\n" + "a b c d e f g h i j k l m n\t1\n" * 2}),
+    valid("parquet", path="d.parquet", files={"d.parquet": parquet({"text": [TEXT] * 4})}),
+    valid("text", path="d.txt", files={"d.txt": TEXT * 3}),
+    valid("folder", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": ROWS}),
+    valid("folder with other files", path="d", files={"d/a.jsonl": ROWS, "d/b.xyz": "x"}, warns=(".xyz",)),
+    valid("the working directory", path=".", data_files="rows.jsonl"),
+    valid("slice that overlaps the end", split="train[2:200]"),
+    valid("a percentage", split="train[:50%]"),
+    valid("two slices", split="train[:1]+train[2:3]"),
+    valid("negative slice", split="train[-2:]"),
+    valid("symlink", path="link.jsonl", files={"link.jsonl": lambda path: path.symlink_to("rows.jsonl")}),
+    valid("pairs", path="pairs.jsonl", **PAIR),
+    valid("some references empty", path="d.jsonl", **PAIR,
+          files={"d.jsonl": [*PAIRS, {"input": "a b c", "output": ""}]}, warns=("dropped 1",)),
+    valid("home", path="~/rows.jsonl"),
+    good("structured pairs", config={
+        **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
+]  # fmt: skip
+
+CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *VALID]

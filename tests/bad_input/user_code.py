@@ -1,0 +1,179 @@
+"""User code that fails: transforms, reward functions, plugins, metrics and tools. The error shows where it failed."""
+
+from typing import Any
+
+from tests.bad_input.cases import GRPO, Case, bad, entry, good
+
+OK_TRANSFORM = """
+def transform(cfg, **kwargs):
+    def step(example, tokenizer=None):
+        {body}
+        ids = tokenizer(example["text"])["input_ids"]
+        return {{"input_ids": ids, "labels": list(ids)}}
+    return step, {{"remove_columns": "__all__"}}
+"""
+PARALLEL = {"reward_num_workers": 2}
+
+
+def transform(name: str, body: str, *expect: str, ok: bool = False, **config: Any) -> Case:
+    """A transform with these lines for each row."""
+    text = OK_TRANSFORM.format(body=body.replace("\n", "\n        "))
+    make = good if ok else bad
+    return make(f"transform: {name}", *expect, files={"own.py": text}, config=entry(type="own.transform") | config)
+
+
+def module(name: str, text: str, *expect: str, **rest: Any) -> Case:
+    """A module with a transform that cannot be imported or used."""
+    return bad(f"module: {name}", *expect, files={"own.py": text}, config=entry(type="own.transform"), **rest)
+
+
+def reward(name: str, body: str, *expect: str, ok: bool = False, trl: dict | None = None, **config: Any) -> Case:
+    """A reward function with this body."""
+    text = "import math\n\n\ndef score(prompts, completions, **columns):\n    " + body.replace("\n", "\n    ") + "\n"
+    trl = GRPO["trl"] | (trl or {})
+    make = good if ok else bad
+    name = f"reward: {name}{' in workers' if 'reward_num_workers' in trl else ''}"
+    return make(name, *expect, files={"rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True)
+
+
+def plugin(name: str, body: str, *expect: str, **rest: Any) -> Case:
+    text = "from transformers import TrainerCallback\n\n\nclass Own(TrainerCallback):\n    " + body + "\n"
+    return bad(f"plugin: {name}", *expect, files={"own.py": text}, config={"plugins": ["own.Own"]}, **rest)
+
+
+RAISES = 'raise KeyError("missing")'
+DEEP = "def deeper(n):\n    return deeper(n + 1)\ndeeper(0)"
+LONG = 'raise ValueError("x" * 20000)'
+LINES = 'raise ValueError("\\n".join("line %d" % n for n in range(500)))'
+
+TRANSFORMS = [
+    transform("raises", RAISES, "own.py", "line 4", "row 0", "KeyError", "missing"),
+    transform("assertion", "assert False", "own.py", "line 4", "row 0", "AssertionError"),
+    transform("exits with 0", "import sys; sys.exit(0)", "own.py", "line 4", "row 0", "exit"),
+    transform("exits with 1", "raise SystemExit(1)", "own.py", "line 4", "row 0", "exit"),
+    transform("quits", "quit()", "own.py", "row 0", "exit"),
+    transform("recursion", DEEP, "own.py", "row 0", "RecursionError"),
+    transform("long message", LONG, "own.py", "row 0", "ValueError"),
+    transform("many lines", LINES, "own.py", "row 0", "ValueError"),
+    transform("stops", "raise StopIteration", "own.py", "row 0", "StopIteration"),
+    transform("interrupts nothing", "raise GeneratorExit", "own.py", "row 0", "GeneratorExit"),
+    transform("returns None", "return None", "row 0", "NoneType"),
+    transform("returns a list", "return [1, 2]", "row 0", "list"),
+    transform("returns nothing", "return {}", "row 0", "input_ids"),
+    transform("returns text", 'return {"input_ids": "a", "labels": "a"}', "row 0", "input_ids"),
+    transform("returns floats", 'return {"input_ids": [1.5], "labels": [1]}', "row 0", "input_ids"),
+    transform("returns fewer labels", 'return {"input_ids": [1, 2], "labels": [1]}', "row 0", "labels"),
+    transform("token ids past the vocabulary", 'return {"input_ids": [10**6] * 20, "labels": [10**6] * 20}',
+              "row 0", "vocabulary"),
+    transform("negative token ids", 'return {"input_ids": [-5] * 20, "labels": [-5] * 20}', "row 0", "input_ids"),
+    transform("labels past the vocabulary", 'return {"input_ids": [5] * 20, "labels": [10**6] * 20}', "row 0",
+              "labels"),
+    transform("huge token ids", 'return {"input_ids": [2**40] * 20, "labels": [2**40] * 20}', "row 0", "input_ids"),
+    transform("negative prompt", 'return {"input_ids": [1] * 20, "labels": [1] * 20, "prompt_length": -1}', "row 0",
+              "prompt_length"),
+    transform("prompts for strided", 'return {"prompt": "a", "ground_truth": "b"}', "row 0", "input_ids"),
+    transform("raises in two processes", RAISES, "own.py", "line 4", "KeyError", dataset_num_proc=2),
+    transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),
+    transform("prints", 'print("hello")', ok=True),
+    transform("catches its own exit", "try: raise SystemExit(0)\nexcept SystemExit: pass", ok=True),
+    transform("returns NumPy arrays",
+              'import numpy as np; ids = np.arange(20); return {"input_ids": ids, "labels": ids}', ok=True),
+]  # fmt: skip
+
+MODULES = [
+    bad("module: not there", "datasets", "nowhere", config=entry(type="nowhere.transform")),
+    bad("module: no function", "own", "transfrom", config=entry(type="own.transfrom"),
+        files={"own.py": "def transform(cfg, **kw): pass\n"}),
+    bad("module: odd name", "datasets", config=entry(type="../own.transform")),
+    bad("module: dots", "datasets", config=entry(type="..transform")),
+    bad("module: only a dot", "datasets", config=entry(type=".")),
+    bad("module: a dot at the end", "datasets", config=entry(type="own."), files={"own.py": ""}),
+    module("syntax error", "def transform(cfg:\n    pass\n", "own.py", "line 1", "SyntaxError"),
+    module("indentation", "def transform(cfg):\npass\n", "own.py", "line 2"),
+    module("raises on import", "x = 1\nraise RuntimeError('broken')\n", "own.py", "line 2", "broken"),
+    module("exits on import", "import sys\nsys.exit(0)\n", "own.py", "line 2", "exit"),
+    module("imports nothing", "import nothing_at_all\n", "own.py", "line 1", "nothing_at_all"),
+    module("imports a name", "from json import nothing\n", "own.py", "line 1", "nothing"),
+    module("not UTF-8", b"x = 'caf\xe9'\n", "own.py"),
+    module("NUL", b"x = 1\0\n", "own"),
+    module("a constant", "transform = 5\n", "own", "transform"),
+    module("a class", "class transform:\n    pass\n", "own", "transform"),
+    module("returns None", "def transform(cfg, **kw): pass\n", "own.transform", "transform_fn"),
+    module("returns a function", "def transform(cfg, **kw): return lambda row, tokenizer: row\n", "own.transform"),
+    module("takes no config", "def transform(): pass\n", "own", "transform"),
+    module("raises", "def transform(cfg, **kw):\n    return cfg.nothing\n", "own.py", "line 2", "nothing"),
+    module("exits", "def transform(cfg, **kw):\n    raise SystemExit\n", "own.py", "line 2", "exit"),
+    module("unknown map option", "def transform(cfg, **kw): return (lambda row, tokenizer: row), {'colour': 1}\n",
+           "own.transform", "colour"),
+    module("transform_fn takes one argument", "def transform(cfg, **kw): return (lambda row: row), {}\n", "own",
+           "tokenizer"),
+]  # fmt: skip
+
+REWARDS = [
+    bad("reward: not there", "trl.reward_funcs", "nowhere",
+        config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
+    bad("reward: no function", "trl.reward_funcs", "scor", config={**GRPO, "trl": {
+        "num_generations": 2, "reward_funcs": ["rewards.scor"]}}, files={"rewards.py": "def score(): pass\n"}),
+    bad("reward: exits on import", "rewards.py", "line 1", "exit", config=GRPO,
+        files={"rewards.py": "raise SystemExit(0)\n"}),
+    reward("raises", RAISES, "rewards.py", "line 5", "KeyError", "score"),
+    reward("raises", RAISES, "rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
+    reward("exits with 0", "import sys; sys.exit(0)", "rewards.py", "line 5", "exit", "score"),
+    reward("exits with 0", "import sys; sys.exit(0)", "rewards.py", "line 5", "exit", "score", trl=PARALLEL),
+    reward("recursion", DEEP, "rewards.py", "RecursionError"),
+    reward("long message", LONG, "rewards.py", "ValueError"),
+    reward("returns None", "return None", "score", "None"),
+    reward("returns None", "return None", "score", "None", trl=PARALLEL),
+    reward("returns a number", "return 1.0", "score", "1.0"),
+    reward("returns text", 'return "ab"', "score", "'ab'"),
+    reward("returns texts", 'return ["a"] * len(prompts)', "score", "'a'"),
+    reward("returns dicts", 'return [{"reward": 1.0}] * len(prompts)', "score", "dict"),
+    reward("returns a dict", 'return {"a": 1.0, "b": 2.0}', "score", "dict"),
+    reward("returns lists", "return [[1.0]] * len(prompts)", "score", "list"),
+    reward("returns too few", "return [1.0]", "score", "1 ", "2 completions"),
+    reward("returns too few", "return [1.0] * (len(prompts) - 1)", "score", "completions", trl=PARALLEL),
+    reward("returns too many", "return [1.0] * 5", "score", "5 ", "2 completions"),
+    reward("returns an empty list", "return []", "score", "0 "),
+    reward("returns NaN", "return [math.nan] * len(prompts)", "score", "nan"),
+    reward("returns NaN", "return [math.nan] * len(prompts)", "score", "nan", trl=PARALLEL),
+    reward("returns one NaN", "return [1.0, math.nan]", "score", "nan"),
+    reward("returns infinity", "return [math.inf] * len(prompts)", "score", "inf"),
+    reward("returns complex numbers", "return [1j] * len(prompts)", "score", "complex"),
+    bad("reward: takes no columns", "score", "prompts", config=GRPO, trains=True,
+        files={"rewards.py": "def score(texts):\n    return [1.0] * len(texts)\n"}),
+    bad("reward: a class", "score", config=GRPO, trains=True,
+        files={"rewards.py": "class score:\n    def __init__(self, **kw): pass\n"}),
+    bad("reward: a coroutine that raises", "rewards.py", "line 2", "KeyError", config=GRPO, trains=True,
+        files={"rewards.py": "async def score(prompts, **kw):\n    raise KeyError('missing')\n"}),
+    reward("returns numbers", "return [float(len(c)) for c in completions]", ok=True),
+    reward("returns some None", "return [None] + [1.0] * (len(prompts) - 1)", ok=True),
+    reward("returns ints", "return [n for n, _ in enumerate(prompts)]", ok=True),
+    reward("returns bools", "return [n == 0 for n, _ in enumerate(prompts)]", ok=True),
+    reward("returns a tensor", "import torch\nreturn torch.arange(len(prompts)).float()", ok=True),
+    reward("returns an array", "import numpy as np\nreturn np.arange(len(prompts)) / 2", ok=True),
+    reward("returns a tuple", "return tuple(0.5 * n for n, _ in enumerate(prompts))", ok=True),
+    reward("returns a tensor", "import torch\nreturn torch.arange(len(prompts)).float()", ok=True, trl=PARALLEL),
+    good("reward: a coroutine", config=GRPO, trains=True, files={
+        "rewards.py": "async def score(prompts, **kw):\n    return [float(n) for n, _ in enumerate(prompts)]\n"}),
+]  # fmt: skip
+
+PLUGINS = [
+    bad("plugin: not there", "plugins", config={"plugins": ["nowhere.Own"]}),
+    bad("plugin: a function", "plugins", config={"plugins": ["own.Own"]}, files={"own.py": "def Own(): pass\n"}),
+    plugin("needs arguments", "def __init__(self, path): pass", "plugins", "own.Own", "path"),
+    plugin("raises when created", "def __init__(self): raise KeyError('missing')", "own.py", "line 5", "missing"),
+    plugin("exits when created", "def __init__(self): raise SystemExit(0)", "own.py", "line 5", "exit"),
+    plugin("exits in training", "def on_train_begin(self, *a, **k): raise SystemExit(0)", "own.py", "line 5", "exit",
+           trains=True),
+    plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",
+           "missing", trains=True),
+    bad("tools: not there", "trl.tools", config={**GRPO, "trl": {
+        "num_generations": 2, "reward_funcs": ["feature_matching"], "tools": ["nowhere.tool"]}}),
+    bad("metric: not there", "evaluation.metrics", "nowhere", config={
+        "evaluation": {"metrics": ["nowhere.metric"]}, "val_set_size": 1}, command="evaluate run.yaml"),
+    bad("metric: raises on import", "own.py", "line 1", config={
+        "evaluation": {"metrics": ["own.metric"]}, "val_set_size": 1}, command="evaluate run.yaml",
+        files={"own.py": "raise RuntimeError('broken')\n"}),
+]  # fmt: skip
+
+CASES = [*TRANSFORMS, *MODULES, *REWARDS, *PLUGINS]
