@@ -38,6 +38,7 @@ __all__ = [
     "load_weights",
     "override_attn_implementation",
     "read_gguf_metadata",
+    "save_final_weights",
     "switch_attention",
     "takes_attention_functions",
     "use_one_gpu",
@@ -57,6 +58,11 @@ def use_one_gpu(args: TrainingArguments) -> None:
 def load_weights(trainer: Trainer, folder: str) -> None:
     """Load the weights or the adapter of a checkpoint into the trainer's model."""
     trainer._load_from_checkpoint(folder)
+
+
+def save_final_weights(trainer: Trainer, folder: str) -> None:
+    """Save the model and its tokenizer in `folder`, without a push to the Hub."""
+    trainer.save_model(folder, _internal_call=True)
 
 
 def forget_title(config: PretrainedConfig) -> None:

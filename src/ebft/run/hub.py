@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebft.durable import STAGING
 from ebft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,5 +30,5 @@ def push(config: RunConfig) -> None:
     """Upload the output folder without its checkpoints."""
     from huggingface_hub import upload_folder
 
-    ignored = ["checkpoint-*", "runs/*"]
+    ignored = ["checkpoint-*", "runs/*", f"{STAGING}/*"]
     upload_folder(repo_id=config.hub_model_id, folder_path=config.output_dir, ignore_patterns=ignored)

@@ -19,13 +19,15 @@ from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
+from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
-from ebft.run.card import write_model_card
-from ebft.run.checkpoints import find_checkpoint, has_optimizer_state, newest_checkpoint, step_of
+from ebft.run.checkpoints import Found, find_checkpoints, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.final import final_step, save_final
 from ebft.run.hub import check_hub, push
-from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.run.integrity import STATE, has_optimizer_state
+from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.plugins import add_plugins
 from ebft.run.same_run import SaveRunKeys
 from ebft.run.trackers import wandb_environment
@@ -51,12 +53,26 @@ def train(config: RunConfig) -> TrainResult:
     """Train with the settings of `config` and save model, tokenizer and model card in `config.output_dir`.
 
     Raises ConfigError, DataError or ModelError (all ValueError) for user errors, if possible before the model is
-    loaded; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C or SIGTERM, with a checkpoint saved. A run whose
-    checkpoint is already at the last step is not trained further; its saved model is left unchanged.
+    loaded; SaveError if a checkpoint or the model cannot be written; TrainingInterrupted (a KeyboardInterrupt) after
+    Ctrl-C or SIGTERM, with a checkpoint of the last completed step. A run whose checkpoint is already at the last step
+    is not trained further; its saved model is left unchanged if it is complete.
     """
+    stop = StopOnSignal()
+    with stop.listening():
+        try:
+            return _checked_and_trained(config, stop)
+        except TrainingInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(
+                "Interrupted before training started; nothing was saved.", stop.signal_number
+            ) from None
+
+
+def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     check_runnable(config)
     check_machine(config, this_machine())
-    checkpoint = find_checkpoint(config)
+    found = find_checkpoints(config)
     make_output_dir(config.output_dir)
     check_hub(config)
     os.environ.update(wandb_environment(config))
@@ -67,31 +83,31 @@ def train(config: RunConfig) -> TrainResult:
     settings = config.server_settings if config.manages_server else None
     managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
     with config.method.services(config), managed as server:
-        return _train(config, checkpoint, server)
+        return _train(config, found, server, stop)
 
 
-def _train(config: RunConfig, checkpoint: str | None, server: VLLMServer | None) -> TrainResult:
+def _train(config: RunConfig, found: Found, server: VLLMServer | None, stop: StopOnSignal) -> TrainResult:
     """`train` after the checks; `server` is the one started for this run, if any."""
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = config.method.load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
+    finished = finished_at(config, found, rows=len(train_data))
+    checkpoint = found.checkpoint() if finished is None else None
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
     warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
-    if is_finished(config, checkpoint, rows=len(train_data)):
-        restore(config, trainer, checkpoint)
-        must_save = not has_model(config.output_dir)
+    if finished is None:
+        run(trainer, checkpoint, stop)
     else:
-        run(trainer, checkpoint)
-        must_save = True
+        restore(config, trainer, finished)
     metrics = last_metrics(trainer)
-    if must_save:
-        save(config, trainer, metrics)
+    if finished is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
+        save(config, trainer, metrics, stop)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
@@ -179,47 +195,51 @@ def make_output_dir(folder: str) -> None:
         raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
 
 
-def run(trainer: Trainer, checkpoint: str | None) -> None:
+def run(trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
-    stop = StopAtStepEnd()
-    trainer.add_callback(stop)
+    stop.follow(trainer)
     try:
-        with stop.listening(trainer):
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        is_complete = trainer.state.global_step >= trainer.state.max_steps and not trainer.has_pending_evaluation
+        if stop.requested and not is_complete:
+            raise StopRequested
+    except StopRequested:
+        trainer.save_stopped()
+        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
     except KeyboardInterrupt:
         raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
-    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number)
 
 
-def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
-    """Whether `checkpoint` is at or past the last step or the budget of the run, so that training is complete."""
-    if checkpoint is None:
-        return False
+def finished_at(config: RunConfig, found: Found, rows: int) -> Path | None:
+    """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
+
+    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder.
+    """
+    if found.newest is None:
+        return None
     last_step = planned_steps(config, this_machine(), rows)
-    return step_of(checkpoint) >= last_step or limit_reached(config.budget, spent_at(checkpoint)) is not None
+    is_complete = step_of(found.newest) >= last_step or limit_reached(config.budget, spent_at(found.newest)) is not None
+    return found.newest if is_complete else None
 
 
-def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
-    """Restore model and state of a finished run from `checkpoint`, and warn that nothing is trained."""
-    step, limit = step_of(checkpoint), limit_reached(config.budget, spent_at(checkpoint))
+def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
+    """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
+    step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
     keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
     warnings.warn(
-        f"Training is already complete: {checkpoint} is at step {step}, the end of this run. Increase {keys} to "
+        f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
         "continue training.",
         stacklevel=2,
     )
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    trainer.state = TrainerState.load_from_json(str(folder / STATE))
+    load_weights(trainer, str(folder))
+    trainer.finish_evaluation()
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    load_weights(trainer, best if best is not None and Path(best).is_dir() else checkpoint)
+    if best is not None and Path(best).is_dir() and folder != Path(config.output_dir):  # which has the best weights
+        load_weights(trainer, best)
 
 
-def has_model(output_dir: str) -> bool:
-    """Whether `output_dir` contains a final model or adapter; a run may have ended between checkpoint and model."""
-    return any(Path(output_dir).glob("*.safetensors"))
-
-
-def _how_to_resume(trainer: Trainer) -> str:
+def _how_to_resume(trainer: OverTrainer) -> str:
     step = trainer.state.global_step
     newest = newest_checkpoint(Path(trainer.args.output_dir), last_step=step)  # later ones are from another run
     if newest is None:
@@ -240,12 +260,16 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
 
 
-def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured."""
-    trainer.save_model(config.output_dir)
-    trainer.save_state()
-    if not trainer.is_world_process_zero():
-        return
-    write_model_card(config, metrics)
-    if config.hub_model_id:
+def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
+    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured.
+
+    Ctrl-C and SIGTERM are ignored until the model is saved; a second Ctrl-C raises TrainingInterrupted.
+    """
+    stop.is_saving_model = True
+    try:
+        save_final(config, trainer, metrics)
+    except KeyboardInterrupt:
+        message = f"Interrupted while the final model was saved. {_how_to_resume(trainer)}"
+        raise TrainingInterrupted(message, stop.signal_number) from None
+    if config.hub_model_id and trainer.is_world_process_zero():
         push(config)
