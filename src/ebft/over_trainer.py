@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ class OverTrainer(Trainer):
 
     `may_stop`: whether an exception may be raised now, after which `save_stopped` can save the state of the last
     completed step; not during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
+    The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
     Subclasses extend `running_state` and `restore_running_state`.
     """
 
     may_stop = True
+    into_checkpoint: Sequence[Callable[[Path], None]] = ()
     when_stoppable: Callable[[], None] = staticmethod(lambda: None)
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
     _is_saving = _is_stopping = False
@@ -142,6 +144,8 @@ class OverTrainer(Trainer):
                 if self.state.best_global_step == self.state.global_step:  # the folder was not there before
                     self.state.best_model_checkpoint = str(folder)
                     self.state.save_to_json(str(staged / "trainer_state.json"))
+                for write in self.into_checkpoint:
+                    write(staged)
                 publish(staged, folder)
             self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full

@@ -1,17 +1,15 @@
 """Which checkpoint a run resumes from, and which it refuses."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import TrainerState
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import Found, find_checkpoints
-from ebft.run.same_run import SaveRunKeys
+from ebft.run.same_run import write_run_keys
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
@@ -165,11 +163,6 @@ def test_a_resumed_run_or_an_empty_folder_gives_no_warning(make, checkpoint, rec
     assert not list(recwarn)
 
 
-def save_keys(config, folder):
-    state = TrainerState(global_step=int(folder.name.rpartition("-")[2]))
-    SaveRunKeys(config).on_save(SimpleNamespace(output_dir=folder.parent), state, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -190,14 +183,14 @@ def save_keys(config, folder):
 )
 def test_a_changed_setting_is_refused(make, checkpoint, changes, message):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(**STRIDED, **LORA), folder)
+    write_run_keys(make(**STRIDED, **LORA), folder)
     with pytest.raises(ConfigError, match=message):
         resumed(make(**{**STRIDED, **LORA, **changes, "resume_from_checkpoint": folder}))
 
 
 def test_an_added_adapter_is_refused(make, checkpoint):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(), folder)
+    write_run_keys(make(), folder)
     with pytest.raises(ConfigError, match="adapter: lora differs from adapter: null") as caught:
         resumed(make(**LORA, auto_resume_from_checkpoints=True))
     assert "lora_r" not in str(caught.value)
@@ -205,7 +198,7 @@ def test_an_added_adapter_is_refused(make, checkpoint):
 
 def test_the_length_and_the_order_of_target_modules_may_change(make, checkpoint, recwarn):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(**LORA, max_steps=5), folder)
+    write_run_keys(make(**LORA, max_steps=5), folder)
     changes = {
         "lora_target_modules": ["v_proj", "q_proj"],
         "learning_rate": 1e-4,
@@ -220,7 +213,7 @@ def test_the_length_and_the_order_of_target_modules_may_change(make, checkpoint,
 
 def test_another_base_model_gives_a_warning(make, checkpoint):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(), folder)
+    write_run_keys(make(), folder)
     with pytest.warns(UserWarning, match="base_model: other/model differs from base_model: some/model of "):
         assert resumed(make(base_model="other/model", resume_from_checkpoint=folder)) == str(folder)
 

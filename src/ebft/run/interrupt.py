@@ -69,10 +69,8 @@ class StopOnSignal(TrainerCallback):
         self.requested, self.signal_number = True, number
         if self._can_stop():
             raise StopRequested
-        after = (
-            "Saving the final model." if self.is_saving_model else "Stopping after this step and saving a checkpoint."
-        )
-        print(f"\n{after} Press Ctrl-C again to stop immediately.", file=sys.stderr)
+        before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
+        print(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", file=sys.stderr)
 
     def _can_stop(self) -> bool:
         if self.is_saving_model:

@@ -9,8 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from ebft.config.schema import RunConfig
 from ebft.durable import write_text
 from ebft.errors import ConfigError
@@ -20,18 +18,6 @@ _FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
 _ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
-
-
-class SaveRunKeys(TrainerCallback):
-    """Saves the settings that must be the same on resuming in every checkpoint."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            write_run_keys(self.config, folder)
 
 
 def write_run_keys(config: RunConfig, folder: Path) -> None:

@@ -7,6 +7,7 @@ training or resuming, saving.
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ebft.run.hub import check_hub, push
 from ebft.run.integrity import STATE, has_optimizer_state
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.plugins import add_plugins
-from ebft.run.same_run import SaveRunKeys
+from ebft.run.same_run import write_run_keys
 from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
@@ -161,7 +162,7 @@ def build_trainer(
         callbacks=[ConsoleMetrics()],
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
-    trainer.add_callback(SaveRunKeys(config))
+    trainer.into_checkpoint = [partial(write_run_keys, config)]
     add_plugins(trainer, config.plugins)
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
@@ -263,13 +264,23 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
 def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
     """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured.
 
-    Ctrl-C and SIGTERM are ignored until the model is saved; a second Ctrl-C raises TrainingInterrupted.
+    After Ctrl-C or SIGTERM, the model is still saved, but not pushed. Raises TrainingInterrupted if it is not saved or
+    not pushed.
     """
     stop.is_saving_model = True
     try:
         save_final(config, trainer, metrics)
     except KeyboardInterrupt:
-        message = f"Interrupted while the final model was saved. {_how_to_resume(trainer)}"
+        message = f"Interrupted while the final model was saved, so it is incomplete. {_how_to_resume(trainer)}"
         raise TrainingInterrupted(message, stop.signal_number) from None
-    if config.hub_model_id and trainer.is_world_process_zero():
+    finally:
+        stop.is_saving_model = False
+    if not config.hub_model_id or not trainer.is_world_process_zero():
+        return
+    try:
+        if stop.requested:
+            raise StopRequested
         push(config)
+    except KeyboardInterrupt:
+        message = f"The model is saved in {config.output_dir}, but it was not pushed to {config.hub_model_id}."
+        raise TrainingInterrupted(message, stop.signal_number) from None

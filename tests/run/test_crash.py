@@ -1,0 +1,61 @@
+"""A run that is killed at any moment resumes from its newest checkpoint and ends with the bits of an unbroken one."""
+
+import pytest
+import torch
+from transformers import Trainer
+
+import ebft.over_trainer
+import ebft.run.final
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.final import final_step
+from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run
+
+KILLED = -9
+
+
+def killed_and_resumed(method, inject, inputs, out, **changes):
+    """Kill a run with `inject`, which must happen, and resume it; returns the step it was resumed from."""
+    config = config_of(method, inputs, out, **changes)
+    assert (ended := run(config, inject)).code == KILLED, ended.output
+    newest = newest_checkpoint(out)
+    assert (ended := run(config)).code == 0, ended.output
+    assert final_step(out) == STEPS and not (out / "_saving").exists()
+    assert not list(out.glob("*.tmp"))
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+
+# What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
+MOMENTS = {
+    "between the update and its save": before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 5),
+    "between the files of a save": before(torch, "save", 5 * 5 - 2),
+    "before the rename": before(ebft.over_trainer, "publish", 5),
+    "in the rotation": before(ebft.over_trainer, "discard", 3),
+    "in an evaluation": before(Trainer, "_determine_best_metric", 2),
+    "before the final save": before(ebft.run.final, "save_final_weights", 1),
+    "between the files of the final save": before(ebft.run.final, "publish_files", 1),
+    "before the mark of the final save": before(ebft.run.final, "write_text", 1),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, tmp_path):
+    out = tmp_path / "out"
+    step = killed_and_resumed(method, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), inputs, out)
+    assert step == 5 and result(out) == unbroken(method)
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS)[1:])
+def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbroken, tmp_path):
+    out = tmp_path / "out"
+    step = killed_and_resumed("strided", MOMENTS[moment], inputs, out)
+    assert step >= 3 and result(out) == unbroken("strided")
+
+
+SEEDS = [pytest.param(seed, marks=[] if seed < 3 else [pytest.mark.slow]) for seed in range(20)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, tmp_path):
+    method = list(METHODS)[seed * 3 % len(METHODS)]
+    killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
+    assert result(tmp_path / "out") == unbroken(method)
