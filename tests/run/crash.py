@@ -29,6 +29,7 @@ import ebft.sft
 import ebft.strided
 import ebft.structured  # noqa: F401 (with the two above: imported once, not by every process)
 from ebft import train
+from ebft.cli.console import show_warnings
 from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError
 from ebft.run.interrupt import TrainingInterrupted
@@ -118,6 +119,7 @@ def run(config: RunConfig, inject: Callable[[], None] = lambda: None) -> Ended:
 
     def main() -> None:
         sys.stdout = sys.stderr = log.open("w", buffering=1)
+        show_warnings()
         gc.freeze()  # what was imported is not searched again
         inject()
         try:
@@ -194,5 +196,6 @@ def result(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     with safe_open(path, "pt") as file:
         weights = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    logged = [{key: value for key, value in entry.items() if not is_of_the_machine(key)} for entry in history]
+    skipped = lambda key: is_of_the_machine(key) or "preparation_time" in key
+    logged = [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
     return weights, [entry for entry in logged if "train_loss" not in entry]
