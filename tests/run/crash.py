@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -115,30 +116,47 @@ class Ended:
 
 def run(config: RunConfig, inject: Callable[[], None] = lambda: None) -> Ended:
     """Train in a process of its own, which calls `inject` first."""
-    log = Path(config.output_dir).with_suffix(".log")
+    return run_processes(config, 1, inject)[0]
 
-    def main() -> None:
-        sys.stdout = sys.stderr = log.open("w", buffering=1)
-        show_warnings()
-        gc.freeze()  # what was imported is not searched again
-        inject()
-        try:
-            train(config)
-        except TrainingInterrupted as stop:
-            print(stop)
-            os._exit(128 + stop.signal_number)
-        except EBFTError as error:
-            print(f"{type(error).__name__}: {error}")
-            os._exit(2)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
 
-    process = FORK.Process(target=main)
-    process.start()
-    process.join()
-    return Ended(process.exitcode, log.read_text(encoding="utf-8", errors="replace"))
+def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = lambda: None) -> list[Ended]:
+    """Train in `count` processes, which all call `inject` first, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [Path(f"{config.output_dir}-{rank}.log") for rank in range(count)]
+    processes = []
+    for rank, log in enumerate(logs):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in (ranks | address).items()} if count > 1 else {}
+        processes.append(FORK.Process(target=_main, args=(config, environment, inject, log)))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    outputs = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+    return [Ended(process.exitcode, output) for process, output in zip(processes, outputs)]
+
+
+def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], None], log: Path) -> None:
+    """The whole life of a process that trains."""
+    os.environ.update(environment)
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    show_warnings()
+    gc.freeze()  # what was imported is not searched again
+    inject()
+    try:
+        train(config)
+    except TrainingInterrupted as stop:
+        print(stop)
+        os._exit(128 + stop.signal_number)
+    except EBFTError as error:
+        print(f"{type(error).__name__}: {error}")
+        os._exit(2)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def kill() -> None:

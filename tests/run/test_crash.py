@@ -1,5 +1,7 @@
 """A run that is killed at any moment resumes from its newest checkpoint and ends with the bits of an unbroken one."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Trainer
@@ -8,7 +10,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
-from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run
+from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes
 
 KILLED = -9
 
@@ -59,3 +61,35 @@ def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, u
     method = list(METHODS)[seed * 3 % len(METHODS)]
     killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
     assert result(tmp_path / "out") == unbroken(method)
+
+
+@pytest.mark.parametrize(("method", "processes"), [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))])
+def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
+    """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
+    keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
+    _, wanted = copy.deepcopy(unbroken(method, micro_batch_size=2, **keys))
+    injections = [before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
+    for count, inject, code in zip(processes, injections, (KILLED, 0)):
+        config = config_of(method, inputs, tmp_path / "out", micro_batch_size=2 // count, **keys)
+        ended = run_processes(config, count, inject)
+        assert {process.code for process in ended} == {code}, ended[0].output
+    _, logged = result(tmp_path / "out")
+    assert len(logged) == len(wanted)
+    for entry, other in zip(logged, wanted):
+        for numbers in (entry, other):
+            numbers.pop("budget/flops", None)  # of SFT: batches of other sizes have other padding
+        assert entry == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_two_processes_resume_as_one_does(inputs, tmp_path):
+    """The order of an epoch reaches the samplers that accelerate wraps for several processes."""
+    logged = []
+    for name, inject in (("a", lambda: None), ("b", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6))):
+        config = config_of("grpo", inputs, tmp_path / name, micro_batch_size=2)
+        ended = run_processes(config, 2, inject)
+        if name == "b":
+            assert {process.code for process in ended} == {KILLED}, ended[0].output
+            ended = run_processes(config, 2)
+        assert {process.code for process in ended} == {0}, ended[0].output
+        logged.append(result(tmp_path / name))
+    assert logged[0] == logged[1]
