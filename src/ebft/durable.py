@@ -21,19 +21,25 @@ def clean_staging(parent: Path) -> None:
 def publish(staged: Path, folder: Path) -> None:
     """Move the complete folder `staged` to `folder`, replacing an existing one. Both must be on one file system."""
     flush(staged)
-    if folder.exists():
-        discard(folder)
+    parked = _park(folder) if folder.exists() else None
     os.replace(staged, folder)
-    flush_entries(folder.parent)
+    _flush_one(folder.parent)
+    if parked is not None:
+        shutil.rmtree(parked, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Delete a folder such that no part of it remains under its name if the deletion is interrupted."""
+    shutil.rmtree(_park(folder), ignore_errors=True)
+
+
+def _park(folder: Path) -> Path:
+    """Move a folder to the staging folder, and return its new path."""
     parked = folder.parent / STAGING / f"{folder.name}.old"
     shutil.rmtree(parked, ignore_errors=True)
     parked.parent.mkdir(exist_ok=True)
     os.replace(folder, parked)
-    shutil.rmtree(parked, ignore_errors=True)
+    return parked
 
 
 def publish_files(staged: Path, folder: Path) -> None:
@@ -43,7 +49,7 @@ def publish_files(staged: Path, folder: Path) -> None:
         target = folder / path.relative_to(staged)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)
-    flush_entries(folder)
+    _flush_one(folder)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -52,21 +58,15 @@ def write_text(path: Path, text: str) -> None:
     draft.write_text(text, encoding="utf-8")
     _flush_one(draft)
     os.replace(draft, path)
-    flush_entries(path.parent)
+    _flush_one(path.parent)
 
 
 def flush(folder: Path) -> None:
-    """Flush all files and folders below `folder` to the disk."""
+    """Flush all files and folders below `folder` to the disk; without effect on Windows."""
     for path in _files(folder):
         _flush_one(path)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        flush_entries(path)
-
-
-def flush_entries(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the operating system supports it."""
-    if os.name == "posix":
-        _flush_one(folder)
+        _flush_one(path)
 
 
 def _files(folder: Path) -> Iterable[Path]:
@@ -74,6 +74,8 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _flush_one(path: Path) -> None:
+    if os.name != "posix":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -107,10 +107,10 @@ class OverTrainer(Trainer):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._remember(evaluation=True)
-        self.may_stop = True
+        could_stop, self.may_stop = self.may_stop, True
         self.when_stoppable()
         metrics = super()._evaluate(*args, **kwargs)
-        self.may_stop = False
+        self.may_stop = could_stop
         return metrics
 
     def _remember(self, evaluation: bool) -> None:
@@ -159,6 +159,8 @@ class OverTrainer(Trainer):
             super()._push_from_checkpoint(str(folder))
         if self.args.should_save and self.args.save_total_limit:
             rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.args.should_save:
+            clean_staging(folder.parent)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the checkpoint is pushed when it is in its folder."""

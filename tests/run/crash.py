@@ -46,6 +46,7 @@ STRIDED = {
 TRL = {"num_generations": 2, "max_completion_length": 3}
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "gt_length_floor": 1}, "trl": TRL}
 GRPO = {"rl": "grpo", "trl": {**TRL, "reward_funcs": ["tests.golden.runs.spaces_and_es"]}}
+SECOND_USES = {"replay_buffer_size": 4, "reroll_start_fraction": 0.2}
 # Eight rows, of which two are held out: three steps per epoch with two rows per step. name -> (rows, transform, keys)
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
@@ -67,6 +68,11 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "pairs",
         "ebft_opencode.transform",
         {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "num_iterations": 2}},
+    ),
+    "grpo_second_uses": (  # groups without a signal are replaced by stored ones, failed prompts sampled again
+        "pairs",
+        "ebft_opencode.transform",
+        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], **SECOND_USES}},
     ),
 }
 STEPS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.run.final import is_final
+from ebft.run.final import final_step
 from ebft.run.integrity import STATE, DamagedError, check_complete, has_optimizer_state, read_json
 from ebft.run.same_run import check_same_run
 
@@ -17,15 +17,22 @@ from ebft.run.same_run import check_same_run
 class Found:
     """What an earlier run left behind: its newest weights, and the newest checkpoint that training can resume from.
 
-    `newest` may be a checkpoint without optimizer state or the final model in `output_dir`.
+    `newest` may be a checkpoint without optimizer state or, if `is_final`, the final model in `output_dir`.
     """
 
     newest: Path | None = None
     resumable: Path | None = None
+    is_final: bool = False
 
     def checkpoint(self) -> str | None:
         """The checkpoint to resume training from. Raises ConfigError if there are only some that cannot be resumed."""
-        if self.resumable is None and self.newest is not None and not is_final(self.newest):
+        if self.resumable is None and self.is_final:
+            warnings.warn(
+                f"{self.newest} contains the final model of a shorter run without checkpoints that can be resumed, so "
+                "training starts from the beginning.",
+                stacklevel=2,
+            )
+        elif self.resumable is None and self.newest is not None:
             raise ConfigError(
                 f"Training cannot be resumed from {self.newest}: it has no optimizer state, as with save_only_model: "
                 "true. Resume from another checkpoint, or start a new run from its weights: in another output_dir, "
@@ -71,18 +78,21 @@ def _newest_of(output_dir: Path) -> Found:
         if has_optimizer_state(folder):
             resumable = folder
             break
-    if is_final(output_dir) and (newest is None or step_of(output_dir) > step_of(newest)):
-        newest = output_dir
+    if final_step(output_dir) is not None and (newest is None or step_of(output_dir) > step_of(newest)):
+        return Found(output_dir, resumable, is_final=True)
     return Found(newest, resumable)
 
 
 def _complete(output_dir: Path, last_step: float = math.inf, *, warn: bool) -> Iterator[Path]:
-    """The complete checkpoints up to a step, the highest step first; damaged ones give a warning."""
+    """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning.
+
+    Only with `warn`, before resuming, are all bytes read.
+    """
     for folder in sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir()), key=_step, reverse=True):
         if not 0 <= _step(folder) <= last_step:
             continue
         try:
-            check_complete(folder)
+            check_complete(folder, reads_all=warn)
         except DamagedError as error:
             if warn:
                 warnings.warn(

@@ -20,11 +20,6 @@ from ebft.run.same_run import write_run_keys
 MARK = "ebft_final.json"  # written last: the step of the model, and the sizes of its files
 
 
-def is_final(output_dir: Path) -> bool:
-    """Whether the folder contains a complete final model."""
-    return final_step(output_dir) is not None
-
-
 def final_step(output_dir: Path) -> int | None:
     """The step of the final model in `output_dir`; None if there is none or if files are missing or truncated."""
     try:
@@ -34,6 +29,11 @@ def final_step(output_dir: Path) -> int | None:
         return mark["step"] if complete else None
     except (OSError, ValueError, KeyError):
         return None
+
+
+def forget_final(output_dir: Path) -> None:
+    """Remove the mark of the final model of an earlier run, when a new one starts."""
+    (output_dir / MARK).unlink(missing_ok=True)
 
 
 def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -55,7 +55,7 @@ def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]
             write_run_keys(config, staged)
             write_model_card(config, metrics, staged)
             mark = {"step": trainer.state.global_step, "files": _sizes(staged)}
-            (output_dir / MARK).unlink(missing_ok=True)
+            forget_final(output_dir)
             publish_files(staged, output_dir)
             write_text(output_dir / MARK, json.dumps(mark, indent=2) + "\n")
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)

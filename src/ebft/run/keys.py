@@ -141,7 +141,8 @@ class CheckpointKeys(Section):
     )
     save_only_model: bool = Field(
         False,
-        description="Save checkpoints without optimizer state: they are smaller, but training cannot be resumed.",
+        description="Save checkpoints without optimizer state: they are smaller, but an unfinished run cannot be "
+        "resumed.",
     )
     resume_from_checkpoint: str | None = Field(
         None,
@@ -149,7 +150,9 @@ class CheckpointKeys(Section):
         "same as in its run.",
     )
     auto_resume_from_checkpoints: bool = Field(
-        False, description="Resume from the checkpoint with the highest step in output_dir, if there is one."
+        False,
+        description="Resume from the complete checkpoint with the highest step in output_dir, if there is one. Damaged "
+        "ones are skipped with a warning.",
     )
 
     @field_validator("resume_from_checkpoint", mode="before")

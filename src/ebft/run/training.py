@@ -25,7 +25,7 @@ from ebft.over_transformers import load_weights, use_one_gpu
 from ebft.run.arguments import planned_steps, training_kwargs
 from ebft.run.checkpoints import Found, find_checkpoints, newest_checkpoint, step_of
 from ebft.run.checks import Machine, check_machine, check_runnable
-from ebft.run.final import final_step, save_final
+from ebft.run.final import final_step, forget_final, save_final
 from ebft.run.hub import check_hub, push
 from ebft.run.integrity import STATE, has_optimizer_state
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
@@ -103,6 +103,8 @@ def _train(config: RunConfig, found: Found, server: VLLMServer | None, stop: Sto
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
 
     if finished is None:
+        if checkpoint is None and trainer.args.should_save:
+            forget_final(Path(config.output_dir))
         run(trainer, checkpoint, stop)
     else:
         restore(config, trainer, finished)
