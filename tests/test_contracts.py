@@ -26,6 +26,8 @@ COUNTS = "(batches, device) -> what the loss is normalised by"
 # Private names of the libraries' trainers that each of our classes reads, sets, calls or overrides.
 OF_TRAINERS = {
     OverTrainer: {
+        "_globalstep_last_logged": "the step of the last log",
+        "_tr_loss": "the sum of losses since the last log",
         "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
         "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
         "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
@@ -40,16 +40,18 @@ class OverTrainer(Trainer):
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
     _is_saving = _is_stopping = False
     _remembered: dict[str, Any] | None = None
+    _loss_to_log: tuple[Tensor, int] | None = None
 
     def running_state(self) -> dict[str, Any]:
         """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
 
         Tensors and plain Python values; they must not be changed by later steps.
         """
-        return {}
+        return {"loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged)}
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
+        self._loss_to_log = state.get("loss_to_log")
 
     def save_stopped(self) -> None:
         """Save a checkpoint of the last completed step, after an exception was raised where `may_stop` allows it."""
@@ -82,7 +84,7 @@ class OverTrainer(Trainer):
                 self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{self.state.global_step}")
             del self.state.stateful_callbacks[_PENDING]
 
-    # Order of the rows
+    # Order of the rows, and the sums of logs
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **others: Any) -> None:
         sampler = getattr(train_dataloader, "batch_sampler", None)
@@ -90,6 +92,10 @@ class OverTrainer(Trainer):
             sampler = sampler.batch_sampler
         if isinstance(sampler, BatchSampler) and hasattr(sampler.sampler, "set_epoch"):
             sampler.sampler.set_epoch(epoch)
+        if self._loss_to_log is not None:  # transformers has set both to those of a new run
+            loss, self._globalstep_last_logged = self._loss_to_log
+            self._tr_loss += loss
+            self._loss_to_log = None
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
 
     # Phases of a step

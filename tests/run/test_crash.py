@@ -53,6 +53,13 @@ def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbro
     assert step >= 3 and result(out) == unbroken("strided")
 
 
+@pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
+def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, tmp_path):
+    out, inject = tmp_path / "out", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)
+    assert killed_and_resumed(method, inject, inputs, out, logging_steps=4) == 5
+    assert result(out) == unbroken(method, logging_steps=4)
+
+
 SEEDS = [pytest.param(seed, marks=[] if seed < 3 else [pytest.mark.slow]) for seed in range(20)]
 
 

@@ -215,6 +215,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
                 self._metrics.add(f"ebft/{term}_grad_norm", norm, 1)
         return loss
 
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {"metrics": self._metrics.state()}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._metrics.restore(state.get("metrics", {}))
+
     def computing_models(self) -> list[nn.Module]:
         return [self.model, self.feature_network.causal_lm]
 

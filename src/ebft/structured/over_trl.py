@@ -140,16 +140,18 @@ class OverTRL(OverTrainer, GRPOTrainer):
         return EpochSampler.like(super()._get_train_sampler(dataset))
 
     def running_state(self) -> dict[str, Any]:
-        """Return the position in the generation batch, and the batch itself if it is used by later steps."""
+        """Return what is to be logged, the position in the generation batch, and the batch if it is still needed."""
         is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         return super().running_state() | {
             "batches": self._batch_sizes(),
             "micro_batches": self._step,
             "generation_batch": None if is_used_up else self._buffered_inputs,
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
         }
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
         super().restore_running_state(state)
+        self._metrics["train"].update(state.get("metrics", {}))
         if state.get("batches") == self._batch_sizes():
             self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
         else:  # of an earlier release, of another number of processes, or with other batches
