@@ -6,12 +6,13 @@ import torch
 import ebft.run.final
 import ebft.run.training
 from ebft.monitor.budget import Budget
+from ebft.over_trainer import OverTrainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
 from ebft.sft import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.generation import RolloutJob
-from tests.run.crash import STEPS, before, config_of, press_ctrl_c, result, run, terminate
+from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result, run, terminate
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
 LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
@@ -50,6 +51,15 @@ def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):
     ended = run(config, before(ebft.run.training, "load_model", 1, terminate))
     assert ended.code == 128 + 15 and "Interrupted before training started; nothing was saved." in ended.output
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
+    out = tmp_path / "out"
+    assert run(config_of("sft", inputs, out), before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
+    config = config_of("sft", inputs, out, max_steps=STEPS + 2)
+    ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
+    assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume with:" in ended.output
+    assert run(config).code == 0 and final_step(out) == STEPS + 2
 
 
 def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, tmp_path):

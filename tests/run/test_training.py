@@ -177,7 +177,7 @@ def test_a_finished_run_without_its_model_gets_it_from_the_checkpoint(make, tmp_
 def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
     config = make(base_model="does/not-exist", resume_from_checkpoint=tmp_path / "nope")
     with pytest.raises(
-        ConfigError, match="resume_from_checkpoint: .*nope is not a folder. output_dir .* has no checkpoint"
+        ConfigError, match="resume_from_checkpoint: .*nope is not a folder. output_dir .* has no complete checkpoint"
     ):
         train(config)
 

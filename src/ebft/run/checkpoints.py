@@ -71,6 +71,22 @@ def step_of(checkpoint: Path) -> int:
     return read_json(checkpoint / STATE)["global_step"]
 
 
+def how_to_resume(output_dir: Path, step: int, resumed: str | None) -> str:
+    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any."""
+    newest = newest_checkpoint(output_dir, last_step=step)  # later ones are from another run
+    if newest is None and resumed is not None:
+        newest = Path(resumed)
+    if newest is None:
+        return f"Stopped at step {step}; no checkpoint was saved."
+    step = max(step, step_of(newest))  # 0 until the state of the checkpoint is loaded
+    if not has_optimizer_state(newest):
+        return (
+            f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
+            "no optimizer state (save_only_model: true)."
+        )
+    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+
+
 def _newest_of(output_dir: Path) -> Found:
     newest = resumable = None
     for folder in _complete(output_dir, warn=True):

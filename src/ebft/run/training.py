@@ -5,29 +5,28 @@ training or resuming, saving.
 """
 
 import os
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
+from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.over_trainer import OverTrainer
-from ebft.over_transformers import load_weights, use_one_gpu
-from ebft.run.arguments import planned_steps, training_kwargs
-from ebft.run.checkpoints import Found, find_checkpoints, newest_checkpoint, step_of
+from ebft.over_transformers import use_one_gpu
+from ebft.run.arguments import training_kwargs
+from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.final import final_step, forget_final, save_final
+from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
-from ebft.run.integrity import STATE, has_optimizer_state
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.plugins import add_plugins
 from ebft.run.same_run import write_run_keys
@@ -94,7 +93,7 @@ def _train(config: RunConfig, found: Found, server: VLLMServer | None, stop: Sto
     tokenizer = load_tokenizer(config)
     train_data, eval_data = config.method.load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
-    finished = finished_at(config, found, rows=len(train_data))
+    finished = finished_at(config, found, this_machine(), rows=len(train_data))
     checkpoint = found.checkpoint() if finished is None else None
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
@@ -208,51 +207,13 @@ def run(trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> Non
             raise StopRequested
     except StopRequested:
         trainer.save_stopped()
-        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
+        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
     except KeyboardInterrupt:
-        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
+        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
 
 
-def finished_at(config: RunConfig, found: Found, rows: int) -> Path | None:
-    """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
-
-    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder.
-    """
-    if found.newest is None:
-        return None
-    last_step = planned_steps(config, this_machine(), rows)
-    is_complete = step_of(found.newest) >= last_step or limit_reached(config.budget, spent_at(found.newest)) is not None
-    return found.newest if is_complete else None
-
-
-def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
-    """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
-    step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
-    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
-    warnings.warn(
-        f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
-        "continue training.",
-        stacklevel=2,
-    )
-    trainer.state = TrainerState.load_from_json(str(folder / STATE))
-    load_weights(trainer, str(folder))
-    trainer.finish_evaluation()
-    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    if best is not None and Path(best).is_dir() and folder != Path(config.output_dir):  # which has the best weights
-        load_weights(trainer, best)
-
-
-def _how_to_resume(trainer: OverTrainer) -> str:
-    step = trainer.state.global_step
-    newest = newest_checkpoint(Path(trainer.args.output_dir), last_step=step)  # later ones are from another run
-    if newest is None:
-        return f"Stopped at step {step}; no checkpoint was saved."
-    if not has_optimizer_state(newest):
-        return (
-            f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
-            "no optimizer state (save_only_model: true)."
-        )
-    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+def _how_to_resume(trainer: OverTrainer, resumed: str | None = None) -> str:
+    return how_to_resume(Path(trainer.args.output_dir), trainer.state.global_step, resumed)
 
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
