@@ -31,13 +31,16 @@ class OverTrainer(Trainer):
     `may_stop`: whether an exception may be raised now, after which `save_stopped` can save the state of the last
     completed step; not during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
     The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
-    Subclasses extend `running_state` and `restore_running_state`.
+    `is_interrupted` is set if training ends before its last step. Subclasses extend `running_state` and
+    `restore_running_state`.
     """
 
     may_stop = True
+    is_interrupted = False
     into_checkpoint: Sequence[Callable[[Path], None]] = ()
     when_stoppable: Callable[[], None] = staticmethod(lambda: None)
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
+    _evaluated_step = -1
     _is_saving = _is_stopping = False
     _remembered: dict[str, Any] | None = None
     _loss_to_log: tuple[Tensor, int] | None = None
@@ -69,6 +72,14 @@ class OverTrainer(Trainer):
     def leave_evaluation_pending(self) -> None:
         """Note in the trainer state that the evaluation of this step is still to be made."""
         self.state.stateful_callbacks[_PENDING] = {"step": self.state.global_step}
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the end of this epoch, or of training, is evaluated after the step has been completed and saved."""
+        ends_training = self.control.should_training_stop and not self.is_interrupted
+        ends_epoch = self.state.epoch is not None and float(self.state.epoch).is_integer()
+        at_end = self.args.eval_strategy == "epoch" and (ends_epoch or ends_training)
+        return at_end and self._evaluated_step != self.state.global_step
 
     @property
     def has_pending_evaluation(self) -> bool:
@@ -107,7 +118,7 @@ class OverTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._remember(evaluation=False)
+        self._remember(evaluation=self.is_evaluation_due)
         self.may_stop = True
         self.when_stoppable()
 
@@ -116,7 +127,7 @@ class OverTrainer(Trainer):
         could_stop, self.may_stop = self.may_stop, True
         self.when_stoppable()
         metrics = super()._evaluate(*args, **kwargs)
-        self.may_stop = could_stop
+        self.may_stop, self._evaluated_step = could_stop, self.state.global_step
         return metrics
 
     def _remember(self, evaluation: bool) -> None:
@@ -138,6 +149,9 @@ class OverTrainer(Trainer):
         folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         staged = folder.parent / STAGING / folder.name
         could_stop, self.may_stop = self.may_stop, False
+        evaluates_later = self.is_evaluation_due and not self.has_pending_evaluation
+        if evaluates_later:
+            self.leave_evaluation_pending()
         try:
             if self.args.should_save:
                 clean_staging(folder.parent)
@@ -161,6 +175,8 @@ class OverTrainer(Trainer):
         finally:
             self._is_saving, self.may_stop = False, could_stop
         self._saved_step = self.state.global_step
+        if evaluates_later and not self._is_stopping:
+            del self.state.stateful_callbacks[_PENDING]
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
         if self.args.should_save and self.args.save_total_limit:

@@ -10,6 +10,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
+from ebft.sft import SFTTrainer
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes
 
 KILLED = -9
@@ -51,6 +52,13 @@ def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbro
     out = tmp_path / "out"
     step = killed_and_resumed("strided", MOMENTS[moment], inputs, out)
     assert step >= 3 and result(out) == unbroken("strided")
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
+def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
+    keys, out = {"eval_steps": None}, tmp_path / "out"
+    step = killed_and_resumed("sft_full", before(SFTTrainer, "prediction_step", 2 * number), inputs, out, **keys)
+    assert step == {1: 3, 3: STEPS}[number] and result(out) == unbroken("sft_full", **keys)
 
 
 @pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])

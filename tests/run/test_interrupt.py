@@ -28,6 +28,7 @@ PHASES = {
     "generation": ("structured", before(RolloutJob, "run", 6, press_ctrl_c), NO_SAVES, 4),
     "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
     "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
+    "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_SAVES | {"eval_steps": None}, 3),
     "a save": ("sft_full", before(torch, "save", 8, terminate), {}, 2),
 }
 

@@ -90,9 +90,9 @@ class StopOnSignal(TrainerCallback):
         if not self._requested_anywhere():
             return
         self.requested = self._is_stopping = True
-        ends_epoch = state.epoch is not None and float(state.epoch).is_integer()
-        if control.should_evaluate or (args.eval_strategy == "epoch" and ends_epoch):
+        if control.should_evaluate or self._trainer.is_evaluation_due:
             self._trainer.leave_evaluation_pending()
+        self._trainer.is_interrupted = True
         control.should_save = control.should_training_stop = True
         control.should_evaluate = False
 
