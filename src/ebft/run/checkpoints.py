@@ -62,8 +62,8 @@ def find_checkpoints(config: RunConfig) -> Found:
 
 
 def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | None:
-    """The complete checkpoint with the highest step up to `last_step` in `output_dir`, if there is one."""
-    return next(_complete(output_dir, last_step, warn=False), None)
+    """The complete checkpoint with the highest step up to `last_step`, if there is one; checksums are not computed."""
+    return next(_complete(output_dir, last_step, reads_all=False), None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -99,16 +99,15 @@ def _newest_of(output_dir: Path) -> Found:
     return Found(newest, resumable)
 
 
-def _complete(output_dir: Path, last_step: float = math.inf, *, warn: bool) -> Iterator[Path]:
-    """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning.
-
-    Only with `warn`, before resuming, are all bytes read.
-    """
+def _complete(
+    output_dir: Path, last_step: float = math.inf, *, warn: bool = False, reads_all: bool = True
+) -> Iterator[Path]:
+    """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning."""
     for folder in sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir()), key=_step, reverse=True):
         if not 0 <= _step(folder) <= last_step:
             continue
         try:
-            check_complete(folder, reads_all=warn)
+            check_complete(folder, reads_all)
         except DamagedError as error:
             if warn:
                 warnings.warn(
@@ -144,7 +143,7 @@ def _named(folder: Path, output_dir: Path) -> Path:
             return folder
     else:
         problem = "is not a folder"
-    newest = newest_checkpoint(output_dir)
+    newest = next(_complete(output_dir), None)
     hint = (
         f"The newest complete one in output_dir is {newest}."
         if newest
