@@ -196,8 +196,8 @@ class OverTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             path = self._running_state_path(checkpoint)
-            exists = os.path.isfile(path)
-            state = torch.load(path, map_location=self.args.device, weights_only=True) if exists else {}
+            device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
+            state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
             self.restore_running_state(state)
 
     def _running_state_path(self, folder: str) -> str:
