@@ -16,6 +16,7 @@ import transformers
 import trl
 from transformers.core_model_loading import revert_weight_conversion
 
+from ebft.over_trainer import OverTrainer
 from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
@@ -25,6 +26,21 @@ ROOT = Path(__file__).parents[1] / "src" / "ebft"
 COUNTS = "(batches, device) -> what the loss is normalised by"
 # Private names of the libraries' trainers that each of our classes reads, sets, calls or overrides.
 OF_TRAINERS = {
+    OverTrainer: {
+        "_globalstep_last_logged": "the step of the last log",
+        "_tr_loss": "the sum of losses since the last log",
+        "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
+        "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
+        "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",
+        "_init_training_state": "(...) sets the trainer state, from a checkpoint if there is one",
+        "_load_optimizer_and_scheduler": "(checkpoint) when training resumes",
+        "_load_rng_state": "(checkpoint) before the first step that is trained after resuming",
+        "_maybe_log_save_evaluate": "(...) logs, evaluates and saves after a step and after an epoch",
+        "_push_from_checkpoint": "(folder) uploads it",
+        "_run_epoch": "(*, epoch, train_dataloader, ...) trains one epoch",
+        "_save_checkpoint": "(model, trial) writes checkpoint-<step>",
+        "_save_rng_state": "(folder) on every process, unless only the model is saved",
+    },
     SFTTrainer: {"_prepare_inputs": "puts a batch on the device"},
     StridedEBFTTrainer: {"_get_num_items_in_batch": COUNTS},
     OverTRL: {
@@ -34,6 +50,7 @@ OF_TRAINERS = {
         "_entropy_bonus_enabled": "whether the loss has an entropy term",
         "_generate": "(prompts) -> a tuple: completions fourth, log-probabilities fifth",
         "_generate_and_score_completions": "(rows) -> the inputs of the loss; gives rollout_func the prompts alone",
+        "_get_train_sampler": "(dataset) -> a RepeatSampler",
         "_generate_single_turn": "(token ids of prompts, ...) -> (token ids, log-probabilities or None) of completions",
         "_get_num_items_in_batch": COUNTS,
         "_get_per_token_logps_and_entropies": "(model, ids, mask, length, ...) -> what the loss needs",
@@ -50,7 +67,7 @@ OF_TRAINERS = {
 }
 SEAM = ROOT / "over_transformers.py"
 # Names of TRL's modules that are not in its documented interface.
-OF_TRL = {"trl.models": ("unwrap_model_for_generation",), "trl.trainer.utils": ("pad",)}
+OF_TRL = {"trl.models": ("unwrap_model_for_generation",), "trl.trainer.utils": ("RepeatSampler", "pad")}
 OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),

@@ -55,6 +55,7 @@ __all__ = [
     "override_attn_implementation",
     "read_gguf_metadata",
     "revert_weights",
+    "save_final_weights",
     "switch_attention",
     "takes_attention_functions",
     "use_one_gpu",
@@ -81,6 +82,11 @@ def end_progress_bars() -> None:
     """Close all progress bars, also those of other libraries; tqdm has no public list of them."""
     for bar in list(tqdm._instances):
         bar.close()
+
+
+def save_final_weights(trainer: Trainer, folder: str) -> None:
+    """Save the model and its tokenizer in `folder`, without a push to the Hub."""
+    trainer.save_model(folder, _internal_call=True)
 
 
 def forget_title(config: PretrainedConfig) -> None:

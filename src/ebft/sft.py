@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
+from ebft.over_trainer import OverTrainer
 from ebft.scores import perplexities
 
 
-class SFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
+class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:

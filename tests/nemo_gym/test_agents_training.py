@@ -1,6 +1,7 @@
 """Training on the runs of agents, which sample from the policy's adapter on a (stand-in) vLLM server."""
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,9 +12,12 @@ import torch
 from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.structured.rollouts.prefetch import Prefetcher
 from tests.nemo_gym.agents import TOOL, TwoReplies
 from tests.nemo_gym.servers import row
 from tests.nemo_gym.stand_in_vllm import StandInVLLM
+from tests.run.crash import before, run
 
 TEMPERATURE = 0.9
 
@@ -166,6 +170,15 @@ def test_agents_that_die_end_the_run_and_the_checkpoint_stays(agent, make, tmp_p
     agent.before = lambda body: None
     result = train(make({"async_prefetch": ahead}, resume_from_checkpoint=str(checkpoint)))
     assert result.trainer.state.global_step == 3
+
+
+def test_a_run_that_is_killed_while_it_prefetches_is_resumed(agent, make, tmp_path, vllm):
+    config = make({"async_prefetch": True}, auto_resume_from_checkpoints=True)
+    assert run(config, before(Prefetcher, "take", 3)).code == -signal.SIGKILL
+    assert newest_checkpoint(tmp_path / "out").name == "checkpoint-2"
+    result = train(config)
+    assert [entry["step"] for entry in steps(result)] == [1, 2, 3]
+    assert [entry["rollouts/staleness"] for entry in steps(result)] == [0, 1, 0]
 
 
 def test_an_interrupt_does_not_wait_for_running_agents(agent, make):

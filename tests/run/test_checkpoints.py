@@ -1,14 +1,15 @@
 """Which checkpoint a run resumes from, and which it refuses."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
-from transformers import TrainerState
+import torch
+from safetensors.torch import save_file
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.run.checkpoints import find_checkpoint
-from ebft.run.same_run import SaveRunKeys
+from ebft.run.checkpoints import Found, find_checkpoints
+from ebft.run.same_run import write_run_keys
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
@@ -23,24 +24,50 @@ def make(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """`checkpoint(step, *files)`: the folder of a complete checkpoint in `tmp_path`, with these empty files."""
+    """`checkpoint(step, *files)`: the folder of a complete checkpoint in `tmp_path`, with these small files.
+
+    It has weights in any case, and the other parts of a training state if one of the files is an optimizer's.
+    """
 
     def save(step, *files):
         folder = tmp_path / f"checkpoint-{step}"
-        for name in ("trainer_state.json", *files):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+        names = {"trainer_state.json", *files}
+        if not any("model" in name for name in files):
+            names.add("model.safetensors")
+        if any(name.startswith(("optimizer", "global_step")) for name in files):
+            names |= {"scheduler.pt", "rng_state.pth"}
+        for name in names:
+            write(folder / name, step)
+        if "adapter_model.safetensors" in names and not (folder / "adapter_config.json").exists():
+            (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         return folder
 
     return save
 
 
+def write(path, step):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file({"weight": torch.ones(3)}, path)
+    elif path.suffix in (".pt", ".pth", ".bin"):
+        torch.save({"weight": torch.ones(3)}, path)
+    else:
+        path.write_text(json.dumps({"global_step": step} if path.name == "trainer_state.json" else {}))
+
+
+AUTO = {"auto_resume_from_checkpoints": True}
+
+
+def resumed(config):
+    return find_checkpoints(config).checkpoint()
+
+
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_checkpoint_without_optimizer_state_is_refused(make, checkpoint, auto):
     folder = checkpoint(3, "model.safetensors")
-    keys = {"auto_resume_from_checkpoints": True} if auto else {"resume_from_checkpoint": folder}
+    keys = AUTO if auto else {"resume_from_checkpoint": folder}
     with pytest.raises(ConfigError, match="checkpoint-3: it has no optimizer state.*save_only_model.*lora_model_dir"):
-        find_checkpoint(make(**keys))
+        resumed(make(**keys))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +75,78 @@ def test_a_checkpoint_without_optimizer_state_is_refused(make, checkpoint, auto)
 )
 def test_optimizer_state_may_be_sharded(make, checkpoint, file):
     folder = checkpoint(3, file)
-    assert find_checkpoint(make(resume_from_checkpoint=folder)) == str(folder)
+    assert resumed(make(resume_from_checkpoint=folder)) == str(folder)
+
+
+def test_a_checkpoint_without_optimizer_state_is_skipped_for_one_with_it(make, checkpoint):
+    folder = checkpoint(3, "optimizer.pt")
+    newest = checkpoint(6)
+    assert find_checkpoints(make(**AUTO)) == Found(newest, folder)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def delete(path):
+    path.unlink()
+
+
+def overwrite(path):
+    """Change bytes of the content; the length is the same."""
+    content = bytearray(path.read_bytes())
+    at = content.index(b"PK", 4) - 8
+    content[at : at + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+
+
+def forget(path):
+    path.write_text("{}")
+
+
+PARTS = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json")
+DAMAGES = [(damage, name) for damage in (cut, empty, delete) for name in PARTS]
+DAMAGES += [(overwrite, name) for name in PARTS[:3]] + [(forget, "trainer_state.json"), (cut, "config.json")]
+DAMAGES += [(cut, "adapter_model.safetensors"), (delete, "adapter_model.safetensors"), (delete, "adapter_config.json")]
+DAMAGES += [(cut, "running_state.pth"), (delete, "model-00002-of-00002.safetensors")]
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_or_named(make, checkpoint, damage, name):
+    good = checkpoint(3, "optimizer.pt")
+    files = ["optimizer.pt", "running_state.pth", "config.json"]
+    if name.startswith("adapter"):
+        files.append("adapter_model.safetensors")
+    if name.startswith("model-"):
+        files += ["model-00001-of-00002.safetensors", name, "model.safetensors.index.json"]
+    torn = checkpoint(6, *files)
+    if name.startswith("model-"):
+        weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": name}}
+        (torn / "model.safetensors.index.json").write_text(json.dumps(weights))
+    damage(torn / name)
+    word = {"rng_state.pth": "rng_state", "optimizer.pt": "optimizer", "model.safetensors": "model.safetensors"}
+    word = word.get(name, name).partition("_model.")[0]
+    with pytest.warns(UserWarning, match=f"checkpoint-6 is not used: .*{word}.* older checkpoint is used") as caught:
+        assert resumed(make(**AUTO)) == str(good)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    with pytest.raises(ConfigError, match=f"checkpoint-6 is not a complete checkpoint: .*{word}.*is .*checkpoint-3"):
+        resumed(make(resume_from_checkpoint=torn))
+
+
+def test_only_damaged_checkpoints(make, checkpoint):
+    empty(checkpoint(3, "optimizer.pt") / "optimizer.pt")
+    with pytest.warns(UserWarning, match="checkpoint-3 is not used: optimizer.pt is damaged .it is empty"):
+        assert resumed(make(**AUTO)) is None
 
 
 def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoint, recwarn):
     checkpoint(7, "optimizer.pt")
     checkpoint(300, "optimizer.pt")
-    assert find_checkpoint(make()) is None
+    assert resumed(make()) is None
     assert [str(warning.message) for warning in recwarn] == [
         f"output_dir: {make().output_dir} has checkpoints of an earlier run, up to checkpoint-300. This run does not "
         "resume from them, but auto_resume_from_checkpoints would later continue from the highest step of both runs. "
@@ -64,16 +156,11 @@ def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoin
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_resumed_run_or_an_empty_folder_gives_no_warning(make, checkpoint, recwarn, tmp_path, auto):
-    assert find_checkpoint(make(auto_resume_from_checkpoints=auto)) is None
+    assert resumed(make(auto_resume_from_checkpoints=auto)) is None
     folder = checkpoint(300, "optimizer.pt")
     keys = {"auto_resume_from_checkpoints": True} if auto else {"resume_from_checkpoint": folder}
-    assert find_checkpoint(make(**keys)) == str(folder)
+    assert resumed(make(**keys)) == str(folder)
     assert not list(recwarn)
-
-
-def save_keys(config, folder):
-    state = TrainerState(global_step=int(folder.name.rpartition("-")[2]))
-    SaveRunKeys(config).on_save(SimpleNamespace(output_dir=folder.parent), state, None)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +183,22 @@ def save_keys(config, folder):
 )
 def test_a_changed_setting_is_refused(make, checkpoint, changes, message):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(**STRIDED, **LORA), folder)
+    write_run_keys(make(**STRIDED, **LORA), folder)
     with pytest.raises(ConfigError, match=message):
-        find_checkpoint(make(**{**STRIDED, **LORA, **changes, "resume_from_checkpoint": folder}))
+        resumed(make(**{**STRIDED, **LORA, **changes, "resume_from_checkpoint": folder}))
 
 
 def test_an_added_adapter_is_refused(make, checkpoint):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(), folder)
+    write_run_keys(make(), folder)
     with pytest.raises(ConfigError, match="adapter: lora differs from adapter: null") as caught:
-        find_checkpoint(make(**LORA, auto_resume_from_checkpoints=True))
+        resumed(make(**LORA, auto_resume_from_checkpoints=True))
     assert "lora_r" not in str(caught.value)
 
 
 def test_the_length_and_the_order_of_target_modules_may_change(make, checkpoint, recwarn):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(**LORA, max_steps=5), folder)
+    write_run_keys(make(**LORA, max_steps=5), folder)
     changes = {
         "lora_target_modules": ["v_proj", "q_proj"],
         "learning_rate": 1e-4,
@@ -120,45 +207,46 @@ def test_the_length_and_the_order_of_target_modules_may_change(make, checkpoint,
         "budget": {"documents": 7},
         "seed": 1,
     }
-    assert find_checkpoint(make(**{**LORA, **changes, "resume_from_checkpoint": folder})) == str(folder)
+    assert resumed(make(**{**LORA, **changes, "resume_from_checkpoint": folder})) == str(folder)
     assert not list(recwarn)
 
 
 def test_another_base_model_gives_a_warning(make, checkpoint):
     folder = checkpoint(3, "optimizer.pt")
-    save_keys(make(), folder)
+    write_run_keys(make(), folder)
     with pytest.warns(UserWarning, match="base_model: other/model differs from base_model: some/model of "):
-        assert find_checkpoint(make(base_model="other/model", resume_from_checkpoint=folder)) == str(folder)
+        assert resumed(make(base_model="other/model", resume_from_checkpoint=folder)) == str(folder)
 
 
 @pytest.mark.parametrize(
     ("file", "keys", "message"),
     [
-        ("adapter_config.json", LORA | {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4"),
-        ("adapter_config.json", LORA | {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8"),
-        ("adapter_config.json", {}, "adapter: null differs from adapter: lora"),
+        ("adapter_model.safetensors", LORA | {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4"),
+        ("adapter_model.safetensors", LORA | {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8"),
+        ("adapter_model.safetensors", {}, "adapter: null differs from adapter: lora"),
         ("model.safetensors", LORA, "adapter: lora differs from adapter: null"),
-        ("adapter_config.json", LORA, None),
-        ("adapter_config.json", {"adapter": "lora", "lora_model_dir": "checkpoint-3"}, None),
+        ("adapter_model.safetensors", LORA, None),
+        ("adapter_model.safetensors", {"adapter": "lora", "lora_model_dir": "checkpoint-3"}, None),
         ("model.safetensors", {}, None),
-        ("adapter_config.json", {"lora_model_dir": "checkpoint-3"}, "adapter: null differs from adapter: lora"),
+        ("adapter_model.safetensors", {"lora_model_dir": "checkpoint-3"}, "adapter: null differs from adapter: lora"),
         ("pytorch_model_fsdp_0/.metadata", LORA, None),  # whether these weights are an adapter is unknown
     ],
 )
 def test_an_older_checkpoint_is_checked_by_its_files(make, checkpoint, monkeypatch, tmp_path, file, keys, message):
     monkeypatch.chdir(tmp_path)
     folder = checkpoint(3, "optimizer.pt", file)
-    if file == "adapter_config.json":
-        (folder / file).write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    if file == "adapter_model.safetensors":
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     config = make(**keys, resume_from_checkpoint=folder)
     if message is None:
-        assert find_checkpoint(config) == str(folder)
+        assert resumed(config) == str(folder)
     else:
         with pytest.raises(ConfigError, match=message):
-            find_checkpoint(config)
+            resumed(config)
 
 
 def test_a_file_of_settings_that_cannot_be_read(make, checkpoint):
-    folder = checkpoint(3, "optimizer.pt", "ebft_run.json")
+    folder = checkpoint(3, "optimizer.pt")
+    (folder / "ebft_run.json").write_text("[1]")
     with pytest.raises(ConfigError, match="ebft_run.json cannot be read .* Resume from another checkpoint"):
-        find_checkpoint(make(resume_from_checkpoint=folder))
+        resumed(make(resume_from_checkpoint=folder))

@@ -177,7 +177,7 @@ def test_a_finished_run_without_its_model_gets_it_from_the_checkpoint(make, tmp_
 def test_a_missing_checkpoint_is_told_before_anything_is_loaded(make, tmp_path):
     config = make(base_model="does/not-exist", resume_from_checkpoint=tmp_path / "nope")
     with pytest.raises(
-        ConfigError, match="resume_from_checkpoint: .*nope is not a folder. output_dir .* has no checkpoint"
+        ConfigError, match="resume_from_checkpoint: .*nope is not a folder. output_dir .* has no complete checkpoint"
     ):
         train(config)
 
@@ -212,7 +212,7 @@ def test_a_signal_saves_a_checkpoint(make, press, tmp_path, name):
     earlier.touch()
     handler = signal.getsignal(number)
     with pytest.raises(
-        TrainingInterrupted, match="Stopped at step 2.*resume_from_checkpoint=.*checkpoint-2$"
+        TrainingInterrupted, match="Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"
     ) as caught:
         train(make(max_steps=50, save_strategy="no"))
     assert signal.getsignal(number) is handler and caught.value.signal_number == number
@@ -222,7 +222,7 @@ def test_a_signal_does_not_recommend_a_checkpoint_without_optimizer_state(make, 
     import signal
 
     press(signal.SIGINT)
-    with pytest.raises(TrainingInterrupted, match="saved in .*checkpoint-2, but training cannot be resumed from it"):
+    with pytest.raises(TrainingInterrupted, match="saved in .*checkpoint-1, but training cannot be resumed from it"):
         train(make(max_steps=50, save_strategy="no", save_only_model=True))
 
 

@@ -222,7 +222,7 @@ def test_resuming_goes_on_with_the_generations_that_were_due(chat_tokenizer, tmp
     whole = run(6)
     resumed = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [step for step, _ in whole] == [0, 2, 4]
-    assert resumed[0] == (3, whole[1][1]) and resumed[1:] == whole[2:]
+    assert resumed == whole[2:]  # the batch of step 2 is part of the checkpoint
 
 
 def test_a_long_ground_truth_that_no_reward_compares_with(chat_tokenizer, tmp_path):

@@ -12,8 +12,8 @@ from ebft.cli import evaluate as evaluate_command
 from ebft.cli import fetch as fetch_command
 from ebft.cli import inference as inference_command
 from ebft.cli import merge_lora as merge_lora_command
-from ebft.cli import quantize as quantize_command
 from ebft.cli import preprocess as preprocess_command
+from ebft.cli import quantize as quantize_command
 from ebft.cli import quickstart as quickstart_command
 from ebft.cli import report as report_command
 from ebft.cli import show as show_command

@@ -22,10 +22,10 @@ from ebft.models.base import check_sequence_len, find_base_model, load_model_con
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.quantisation import quantisation_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.checkpoints import find_checkpoint
+from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.trackers import trackers
-from ebft.run.training import this_machine
+from ebft.run.training import load_data, this_machine
 from ebft.serving.interpreter import find_interpreter
 
 _SERVER_TIMEOUT = 5.0  # seconds
@@ -46,12 +46,12 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     yield from tokenizer.checks
     data = None
     if not (tokenizer.failed or settings.failed):
-        data = Attempt("data", (ImportError,)).run(lambda: config.method.load_data(config, tokenizer.result), ok=_rows)
+        data = Attempt("data", (ImportError,)).run(load_data, config, tokenizer.result, ok=_rows)
         yield from data.checks
     server = Attempt("server").run(_check_server, config, ok=lambda found: found)
     if config.uses_server:
         yield from server.checks
-    checkpoint = Attempt("checkpoint").run(find_checkpoint, config, ok=lambda found: found or "a new run")
+    checkpoint = Attempt("checkpoint").run(_find_checkpoint, config, ok=lambda found: found)
     yield from checkpoint.checks
     if config.hub_model_id:
         yield from Attempt("hub").run(_check_login, config, ok="logged in").checks
@@ -139,6 +139,11 @@ def _check_server(config: RunConfig) -> str:
     finally:
         client.close()
     return f"{client.address} serves {served.get('root') or served['id']}"
+
+
+def _find_checkpoint(config: RunConfig) -> str:
+    found = find_checkpoints(config)
+    return str(found.resumable or found.newest or "a new run")
 
 
 def _check_login(config: RunConfig) -> None:

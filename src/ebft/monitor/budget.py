@@ -122,7 +122,7 @@ def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None
     return next((name for name, limit in given.items() if totals.get(name, 0) >= limit), None)
 
 
-def spent_at(checkpoint: str) -> dict[str, float]:
+def spent_at(checkpoint: str | Path) -> dict[str, float]:
     """Return the totals saved in a checkpoint; empty if it has none."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
-    return state["stateful_callbacks"].get(_SAVED_AS, {})
+    return state.get("stateful_callbacks", {}).get(_SAVED_AS, {})

@@ -38,6 +38,15 @@ class MeanMetrics:
         self._sums.clear()
         return means
 
+    def state(self) -> dict[str, list[Tensor]]:
+        """Return what was added since the last `drain`, for `restore`."""
+        return {name: list(pairs) for name, pairs in self._sums.items()}
+
+    def restore(self, state: dict[str, list[Tensor]]) -> None:
+        """Continue from a result of `state`."""
+        self._sums.clear()
+        self._sums.update({name: list(pairs) for name, pairs in state.items()})
+
 
 class HeldOutMeans:
     """Weighted means of values by name over one evaluation of `rows` rows (None: no limit).

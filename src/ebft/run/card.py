@@ -16,11 +16,12 @@ _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
 _ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
-def write_model_card(config: RunConfig, metrics: Mapping[str, float]) -> Path:
-    """Write README.md into the run's output folder and return its path."""
-    path = Path(config.output_dir) / "README.md"
-    path.write_text(model_card(config, metrics), encoding="utf-8")
-    return path
+CARD = "README.md"
+
+
+def write_model_card(config: RunConfig, metrics: Mapping[str, float], folder: Path) -> None:
+    """Write README.md into `folder`."""
+    (folder / CARD).write_text(model_card(config, metrics), encoding="utf-8")
 
 
 def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:

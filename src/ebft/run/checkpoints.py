@@ -1,59 +1,120 @@
 """Finding the checkpoint to resume a run from."""
 
-import json
 import math
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.final import final_step
+from ebft.run.integrity import STATE, DamagedError, check_complete, has_optimizer_state, read_json
 from ebft.run.same_run import check_same_run
 
-# Trainer writes this file last, so a checkpoint without it is incomplete.
-_LAST_FILE = "trainer_state.json"
 
+@dataclass(frozen=True)
+class Found:
+    """What an earlier run left behind: its newest weights, and the newest checkpoint that training can resume from.
 
-def find_checkpoint(config: RunConfig) -> str | None:
-    """The checkpoint folder to resume from, or None. Raises ConfigError if the configured one is unusable.
-
-    A new run whose output_dir has checkpoints of an earlier one gives a warning.
+    `newest` may be a checkpoint without optimizer state or, if `is_final`, the final model in `output_dir`.
     """
-    checkpoint = None
+
+    newest: Path | None = None
+    resumable: Path | None = None
+    is_final: bool = False
+
+    def checkpoint(self) -> str | None:
+        """The checkpoint to resume training from. Raises ConfigError if there are only some that cannot be resumed."""
+        if self.resumable is None and self.is_final:
+            warnings.warn(
+                f"{self.newest} contains the final model of a shorter run without checkpoints that can be resumed, so "
+                "training starts from the beginning.",
+                stacklevel=2,
+            )
+        elif self.resumable is None and self.newest is not None:
+            raise ConfigError(
+                f"Training cannot be resumed from {self.newest}: it has no optimizer state, as with save_only_model: "
+                "true. Resume from another checkpoint, or start a new run from its weights: in another output_dir, "
+                "with lora_model_dir (for an adapter) or base_model set to this folder."
+            )
+        return None if self.resumable is None else str(self.resumable)
+
+
+def find_checkpoints(config: RunConfig) -> Found:
+    """The checkpoints of an earlier run that the config asks to resume. Raises ConfigError if a named one is unusable.
+
+    Damaged checkpoints are skipped with a warning, if no particular one is configured. A new run whose output_dir has
+    checkpoints of an earlier one gives a warning.
+    """
+    output_dir = Path(config.output_dir)
     if config.resume_from_checkpoint is not None:
-        checkpoint = _named(Path(config.resume_from_checkpoint), Path(config.output_dir))
+        named = _named(Path(config.resume_from_checkpoint), output_dir)
+        found = Found(named, named if has_optimizer_state(named) else None)
     elif config.auto_resume_from_checkpoints:
-        checkpoint = newest_checkpoint(Path(config.output_dir))
-    if checkpoint is None:
-        _warn_of_earlier_run(Path(config.output_dir))
-        return None
-    if not has_optimizer_state(checkpoint):
-        raise ConfigError(
-            f"Training cannot be resumed from {checkpoint}: it has no optimizer state, as with save_only_model: true. "
-            "Resume from another checkpoint, or start a new run from its weights: in another output_dir, with "
-            "lora_model_dir (for an adapter) or base_model set to this folder."
-        )
-    check_same_run(config, checkpoint)
-    return str(checkpoint)
+        found = _newest_of(output_dir)
+    else:
+        found = Found()
+        _warn_of_earlier_run(output_dir)
+    for folder in {found.newest, found.resumable} - {None}:
+        check_same_run(config, folder)
+    return found
 
 
 def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | None:
-    """The complete checkpoint with the highest step up to `last_step` in `output_dir`, if there is one."""
-    found = [folder for folder in output_dir.glob("checkpoint-*") if (folder / _LAST_FILE).is_file()]
-    return max((folder for folder in found if _step(folder) <= last_step), key=_step, default=None)
+    """The complete checkpoint with the highest step up to `last_step`, if there is one; checksums are not computed."""
+    return next(_complete(output_dir, last_step, reads_all=False), None)
 
 
-def has_optimizer_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint has optimizer state: a file or folder `optimizer*`, or DeepSpeed's `global_step*`."""
-    return any(found for pattern in ("optimizer*", "global_step*") for found in checkpoint.glob(pattern))
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step of a complete checkpoint, or of the final model in an output folder."""
+    return read_json(checkpoint / STATE)["global_step"]
 
 
-def step_of(checkpoint: str) -> int:
-    """The optimizer step of a complete checkpoint. Raises ConfigError if its state cannot be read."""
-    path = Path(checkpoint) / _LAST_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
+def how_to_resume(output_dir: Path, step: int, resumed: str | None) -> str:
+    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any."""
+    newest = newest_checkpoint(output_dir, last_step=step)  # later ones are from another run
+    if newest is None and resumed is not None:
+        newest = Path(resumed)
+    if newest is None:
+        return f"Stopped at step {step}; no checkpoint was saved."
+    step = max(step, step_of(newest))  # 0 until the state of the checkpoint is loaded
+    if not has_optimizer_state(newest):
+        return (
+            f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
+            "no optimizer state (save_only_model: true)."
+        )
+    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+
+
+def _newest_of(output_dir: Path) -> Found:
+    newest = resumable = None
+    for folder in _complete(output_dir, warn=True):
+        newest = newest or folder
+        if has_optimizer_state(folder):
+            resumable = folder
+            break
+    if final_step(output_dir) is not None and (newest is None or step_of(output_dir) > step_of(newest)):
+        return Found(output_dir, resumable, is_final=True)
+    return Found(newest, resumable)
+
+
+def _complete(
+    output_dir: Path, last_step: float = math.inf, *, warn: bool = False, reads_all: bool = True
+) -> Iterator[Path]:
+    """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning."""
+    for folder in sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir()), key=_step, reverse=True):
+        if not 0 <= _step(folder) <= last_step:
+            continue
+        try:
+            check_complete(folder, reads_all)
+        except DamagedError as error:
+            if warn:
+                warnings.warn(
+                    f"{folder} is not used: {error}. An older checkpoint is used, if there is one.", stacklevel=4
+                )
+        else:
+            yield folder
 
 
 def _warn_of_earlier_run(output_dir: Path) -> None:
@@ -73,13 +134,19 @@ def _step(folder: Path) -> int:
 
 
 def _named(folder: Path, output_dir: Path) -> Path:
-    if (folder / _LAST_FILE).is_file():
-        return folder
-    newest = newest_checkpoint(output_dir)
-    problem = f"has no {_LAST_FILE}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
+    if folder.is_dir():
+        try:
+            check_complete(folder)
+        except DamagedError as error:
+            problem = f"is not a complete checkpoint: {error}"
+        else:
+            return folder
+    else:
+        problem = "is not a folder"
+    newest = next(_complete(output_dir), None)
     hint = (
-        f"The one with the highest step in output_dir is {newest}."
+        f"The newest complete one in output_dir is {newest}."
         if newest
-        else f"output_dir ({output_dir}) has no checkpoint."
+        else f"output_dir ({output_dir}) has no complete checkpoint."
     )
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")

@@ -1,4 +1,4 @@
-"""Ctrl-C or SIGTERM during training: finish the step, save a checkpoint, and print how to resume."""
+"""Ctrl-C or SIGTERM during a run: stop, save a checkpoint of the last completed step, and print how to resume."""
 
 import signal
 import sys
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from ebft.over_trainer import OverTrainer
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -22,31 +24,33 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
-class StopAtStepEnd(TrainerCallback):
-    """Stops training and saves a checkpoint after the step in which `requested` is set on any process."""
+class StopRequested(KeyboardInterrupt):
+    """A signal arrived at a point where the run can stop immediately."""
+
+
+class StopOnSignal(TrainerCallback):
+    """Stops a run on Ctrl-C or SIGTERM: immediately, or where that is not possible, after the step or the save.
+
+    Several processes must stop after the same step, so they always complete it and its evaluation. `requested` is set
+    by a signal.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.signal_number: int = signal.SIGINT
-        self.accelerator: Any = None
+        self.is_saving_model = False  # set while the final model is saved
+        self._trainer: OverTrainer | None = None
+        self._is_stopping = False  # all processes agreed to stop after this step
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._requested_anywhere():
-            self.requested = True
-            control.should_save = True
-            control.should_training_stop = True
-
-    def _requested_anywhere(self) -> bool:
-        """Whether any process has a request: all must stop at the same step, or some would wait forever."""
-        if self.accelerator.num_processes == 1:
-            return self.requested
-        flag = torch.tensor(int(self.requested), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
+    def follow(self, trainer: OverTrainer) -> None:
+        """Stop this trainer, whose training starts now."""
+        self._trainer = trainer
+        trainer.add_callback(self)
+        trainer.when_stoppable = self._stop_if_requested
 
     @contextmanager
-    def listening(self, trainer: Any) -> Iterator[None]:
-        """Context manager in which SIGTERM or Ctrl-C stops training after the step, and another Ctrl-C immediately."""
-        self.accelerator = trainer.accelerator
+    def listening(self) -> Iterator[None]:
+        """Context manager in which signals are handled."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
@@ -63,7 +67,43 @@ class StopAtStepEnd(TrainerCallback):
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
         self.requested, self.signal_number = True, number
-        print(
-            "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
-            file=sys.stderr,
-        )
+        if self._can_stop():
+            raise StopRequested
+        before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
+        print(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", file=sys.stderr)
+
+    def _can_stop(self) -> bool:
+        if self.is_saving_model:
+            return False
+        return self._trainer is None or (self._trainer.may_stop and self._trainer.accelerator.num_processes == 1)
+
+    def _stop_if_requested(self) -> None:
+        if self.requested and not self._is_stopping and self._can_stop():
+            raise StopRequested
+
+    # An update, its log and its checkpoint are completed
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.may_stop = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._requested_anywhere():
+            return
+        self.requested = self._is_stopping = True
+        if control.should_evaluate or self._trainer.is_evaluation_due:
+            self._trainer.leave_evaluation_pending()
+        self._trainer.is_interrupted = True
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_stopping:  # saved, and to be evaluated by the resumed run
+            control.should_evaluate = control.should_save = False
+
+    def _requested_anywhere(self) -> bool:
+        """Whether any process has a request: all must stop at the same step, or some would wait forever."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return self.requested
+        flag = torch.tensor(int(self.requested), device=accelerator.device)
+        return bool(accelerator.reduce(flag, "sum") > 0)

@@ -143,7 +143,8 @@ class CheckpointKeys(Section):
     )
     save_only_model: bool = Field(
         False,
-        description="Save checkpoints without optimizer state: they are smaller, but training cannot be resumed.",
+        description="Save checkpoints without optimizer state: they are smaller, but an unfinished run cannot be "
+        "resumed.",
     )
     resume_from_checkpoint: NotBlank | None = Field(
         None,
@@ -151,7 +152,9 @@ class CheckpointKeys(Section):
         "same as in its run.",
     )
     auto_resume_from_checkpoints: bool = Field(
-        False, description="Resume from the checkpoint with the highest step in output_dir, if there is one."
+        False,
+        description="Resume from the complete checkpoint with the highest step in output_dir, if there is one. Damaged "
+        "ones are skipped with a warning.",
     )
 
     _run_paths = paths("output_dir", "resume_from_checkpoint")

@@ -26,7 +26,7 @@ _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @contextmanager
-def recorded(config: RunConfig, checkpoint: str | None) -> Iterator[RunFiles | None]:
+def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | None]:
     """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
 
     Yields the callback that also writes the metrics, or None in processes other than the main one.

@@ -9,9 +9,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from ebft.config.schema import RunConfig
+from ebft.durable import write_text
 from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
 
@@ -21,16 +20,9 @@ _ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_lin
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
 
-class SaveRunKeys(TrainerCallback):
-    """Saves the settings that must be the same on resuming in every checkpoint."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.keys = run_keys(config)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            (folder / _FILE).write_text(json.dumps(self.keys, indent=2) + "\n", encoding="utf-8")
+def write_run_keys(config: RunConfig, folder: Path) -> None:
+    """Write the file of settings into the folder of a checkpoint or of the final model."""
+    write_text(folder / _FILE, json.dumps(run_keys(config), indent=2) + "\n")
 
 
 def run_keys(config: RunConfig) -> dict[str, Any]:

@@ -5,13 +5,13 @@ training or resuming, saving.
 """
 
 import os
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, NonFiniteLossError
@@ -20,19 +20,21 @@ from ebft.health.outcome import training_outcome
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget, limit_reached, spent_at
+from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.monitor.run_files import RunFiles
-from ebft.over_transformers import load_weights, use_one_gpu
+from ebft.over_trainer import OverTrainer
+from ebft.over_transformers import use_one_gpu
 from ebft.prepared.rows import run_rows
-from ebft.run.arguments import planned_steps, training_kwargs
-from ebft.run.card import write_model_card
-from ebft.run.checkpoints import find_checkpoint, has_optimizer_state, newest_checkpoint, step_of
+from ebft.run.arguments import training_kwargs
+from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.final import final_step, forget_final, save_final
+from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
-from ebft.run.interrupt import StopAtStepEnd, TrainingInterrupted
+from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.plugins import add_plugins
 from ebft.run.record import recorded
-from ebft.run.same_run import SaveRunKeys
+from ebft.run.same_run import write_run_keys
 from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
@@ -61,18 +63,32 @@ def train(config: RunConfig) -> TrainResult:
     """Train with the settings of `config` and save model, tokenizer and model card in `config.output_dir`.
 
     Raises ConfigError, DataError or ModelError (all ValueError) for user errors, if possible before the model is
-    loaded; TrainingInterrupted (a KeyboardInterrupt) after Ctrl-C or SIGTERM, with a checkpoint saved. A run whose
-    checkpoint is already at the last step is not trained further; its saved model is left unchanged.
+    loaded; SaveError if a checkpoint or the model cannot be written; TrainingInterrupted (a KeyboardInterrupt) after
+    Ctrl-C or SIGTERM, with a checkpoint of the last completed step. A run whose checkpoint is already at the last step
+    is not trained further; its saved model is left unchanged if it is complete.
     """
+    stop = StopOnSignal()
+    with stop.listening():
+        try:
+            return _checked_and_trained(config, stop)
+        except TrainingInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(
+                "Interrupted before training started; nothing was saved.", stop.signal_number
+            ) from None
+
+
+def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     check_runnable(config)
     check_machine(config, this_machine())
-    checkpoint = find_checkpoint(config)
+    found = find_checkpoints(config)
     make_output_dir(config.output_dir)
-    with recorded(config, checkpoint) as files:
-        return _train(config, checkpoint, files)
+    with recorded(config, found.resumable or found.newest) as files:
+        return _train(config, found, files, stop)
 
 
-def _train(config: RunConfig, checkpoint: str | None, files: RunFiles | None) -> TrainResult:
+def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
     """`train` after the checks of the config; `files` describe the run, on the main process."""
     check_hub(config)
     os.environ.update(wandb_environment(config))
@@ -82,20 +98,20 @@ def _train(config: RunConfig, checkpoint: str | None, files: RunFiles | None) ->
     settings = config.server_settings if config.manages_server else None
     managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
     with config.method.services(config), managed as server:
-        return _train_with(server, config, checkpoint, files)
+        return _train_with(server, config, found, files, stop)
 
 
 def _train_with(
-    server: VLLMServer | None, config: RunConfig, checkpoint: str | None, files: RunFiles | None
+    server: VLLMServer | None, config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal
 ) -> TrainResult:
     """`train` with its services running; `server` is the one started for this run, if any."""
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
-    rows = run_rows(config, tokenizer)
-    config.method.check_rows(config, rows)
-    train_data, eval_data = config.method.arrange(config, rows.train), rows.evaluation
+    train_data, eval_data = load_data(config, tokenizer)
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
+    finished = finished_at(config, found, this_machine(), rows=len(train_data))
+    checkpoint = found.checkpoint() if finished is None else None
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
     warn_of_lost_steps(model, config.learning_rate)
@@ -104,18 +120,25 @@ def _train_with(
     if files is not None:
         trainer.add_callback(files)
 
-    if is_finished(config, checkpoint, rows=len(train_data)):
-        restore(config, trainer, checkpoint)
+    if finished is None:
+        if checkpoint is None and trainer.args.should_save:
+            forget_final(Path(config.output_dir))
+        run(trainer, checkpoint, stop)
+    else:
+        restore(config, trainer, finished)
         if files is not None:
             files.restore(trainer.state)
-        must_save = not has_model(config.output_dir)
-    else:
-        run(trainer, checkpoint)
-        must_save = True
     metrics = last_metrics(trainer)
-    if must_save:
-        save(config, trainer, metrics)
+    if finished is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
+        save(config, trainer, metrics, stop)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+
+
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """The training rows as the trainer receives them, and the evaluation rows or None."""
+    rows = run_rows(config, tokenizer)
+    config.method.check_rows(config, rows)
+    return config.method.arrange(config, rows.train), rows.evaluation
 
 
 def await_server(config: RunConfig) -> None:
@@ -168,7 +191,7 @@ def build_trainer(
         callbacks=[ConsoleMetrics()],
     )
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
-    trainer.add_callback(SaveRunKeys(config))
+    trainer.into_checkpoint = [partial(write_run_keys, config)]
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
     add_plugins(trainer, config.plugins)
@@ -204,62 +227,28 @@ def make_output_dir(folder: str) -> None:
         raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
 
 
-def run(trainer: Trainer, checkpoint: str | None) -> None:
+def run(trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
-    stop = StopAtStepEnd()
-    trainer.add_callback(stop)
+    stop.follow(trainer)
     try:
-        with stop.listening(trainer):
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        is_complete = trainer.state.global_step >= trainer.state.max_steps and not trainer.has_pending_evaluation
+        if stop.requested and not is_complete:
+            raise StopRequested
     except NonFiniteLossError as error:
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, HealthCallback):
                 callback.failed(error, trainer.args, trainer.state)
         raise
+    except StopRequested:
+        trainer.save_stopped()
+        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
     except KeyboardInterrupt:
-        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number) from None
-    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise TrainingInterrupted(_how_to_resume(trainer), stop.signal_number)
+        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
 
 
-def is_finished(config: RunConfig, checkpoint: str | None, rows: int) -> bool:
-    """Whether `checkpoint` is at or past the last step or the budget of the run, so that training is complete."""
-    if checkpoint is None:
-        return False
-    last_step = planned_steps(config, this_machine(), rows)
-    return step_of(checkpoint) >= last_step or limit_reached(config.budget, spent_at(checkpoint)) is not None
-
-
-def restore(config: RunConfig, trainer: Trainer, checkpoint: str) -> None:
-    """Restore model and state of a finished run from `checkpoint`, and warn that nothing is trained."""
-    step, limit = step_of(checkpoint), limit_reached(config.budget, spent_at(checkpoint))
-    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
-    warnings.warn(
-        f"Training is already complete: {checkpoint} is at step {step}, the end of this run. Increase {keys} to "
-        "continue training.",
-        stacklevel=2,
-    )
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    load_weights(trainer, best if best is not None and Path(best).is_dir() else checkpoint)
-
-
-def has_model(output_dir: str) -> bool:
-    """Whether `output_dir` contains a final model or adapter; a run may have ended between checkpoint and model."""
-    return any(Path(output_dir).glob("*.safetensors"))
-
-
-def _how_to_resume(trainer: Trainer) -> str:
-    step = trainer.state.global_step
-    newest = newest_checkpoint(Path(trainer.args.output_dir), last_step=step)  # later ones are from another run
-    if newest is None:
-        return f"Stopped at step {step}; no checkpoint was saved."
-    if not has_optimizer_state(newest):
-        return (
-            f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
-            "no optimizer state (save_only_model: true)."
-        )
-    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+def _how_to_resume(trainer: OverTrainer, resumed: str | None = None) -> str:
+    return how_to_resume(Path(trainer.args.output_dir), trainer.state.global_step, resumed)
 
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
@@ -270,12 +259,26 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
 
 
-def save(config: RunConfig, trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured."""
-    trainer.save_model(config.output_dir)
-    trainer.save_state()
-    if not trainer.is_world_process_zero():
+def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
+    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured.
+
+    After Ctrl-C or SIGTERM, the model is still saved, but not pushed. Raises TrainingInterrupted if it is not saved or
+    not pushed.
+    """
+    stop.is_saving_model = True
+    try:
+        save_final(config, trainer, metrics)
+    except KeyboardInterrupt:
+        message = f"Interrupted while the final model was saved, so it is incomplete. {_how_to_resume(trainer)}"
+        raise TrainingInterrupted(message, stop.signal_number) from None
+    finally:
+        stop.is_saving_model = False
+    if not config.hub_model_id or not trainer.is_world_process_zero():
         return
-    write_model_card(config, metrics)
-    if config.hub_model_id:
+    try:
+        if stop.requested:
+            raise StopRequested
         push(config)
+    except KeyboardInterrupt:
+        message = f"The model is saved in {config.output_dir}, but it was not pushed to {config.hub_model_id}."
+        raise TrainingInterrupted(message, stop.signal_number) from None

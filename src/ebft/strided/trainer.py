@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from ebft.config.options import (
     StridedOptions,
@@ -33,6 +33,7 @@ from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
+from ebft.over_trainer import OverTrainer
 from ebft.prefix.policy import check_supported, prepare
 from ebft.rewards import compute_advantages, match_features
 from ebft.strided.embed import embed_blocks
@@ -64,7 +65,7 @@ class StridedEBFTConfig(StridedOptions, TrainingArguments):
         self.remove_unused_columns = False
 
 
-class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
+class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """Trainer for strided EBFT of a causal LM (Jelassi et al. 2026, section 2 and appendix F).
 
     Rows of `train_dataset` contain `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
@@ -213,6 +214,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, Trainer):
             for term, norm in self._term_gradients.drain(self.accelerator).items():
                 self._metrics.add(f"ebft/{term}_grad_norm", norm, 1)
         return loss
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {"metrics": self._metrics.state()}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._metrics.restore(state.get("metrics", {}))
 
     def computing_models(self) -> list[nn.Module]:
         return [self.model, self.feature_network.causal_lm]

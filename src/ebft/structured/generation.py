@@ -286,8 +286,6 @@ class GeneratesRollouts(UsesPromptsAgain):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
-        if self.trained_micro_batches == 0:  # TRL restarts at 0 after resuming and would generate at the wrong steps
-            self.trained_micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
         if self._prefetcher is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is not self._epoch_iterator:

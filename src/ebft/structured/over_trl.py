@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, device, nn
+from torch.utils.data import Sampler
 from trl import GRPOTrainer
 
+from ebft.over_trainer import OverTrainer
+from ebft.structured.sampler import EpochSampler
 from ebft.structured.shared_prompt import Padded
 
 ROW = "row"  # key of each row's index in the generation batch
 COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
 
 
-class OverTRL(GRPOTrainer):
+class OverTRL(OverTrainer, GRPOTrainer):
     """GRPOTrainer with hooks that subclasses can override.
 
     `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times, and so are
@@ -130,6 +133,35 @@ class OverTRL(GRPOTrainer):
             return inputs
         self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    # Resuming
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        return EpochSampler.like(super()._get_train_sampler(dataset))
+
+    def running_state(self) -> dict[str, Any]:
+        """Return what is to be logged, the position in the generation batch, and the batch if it is still needed."""
+        is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return super().running_state() | {
+            "batches": self._batch_sizes(),
+            "micro_batches": self._step,
+            "generation_batch": None if is_used_up else self._buffered_inputs,
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+        }
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._metrics["train"].update(state.get("metrics", {}))
+        if state.get("batches") == self._batch_sizes():
+            self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
+        else:  # of an earlier release, of another number of processes, or with other batches
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def _batch_sizes(self) -> list[int]:
+        """Return what the generation batch of a process, and the number of micro-batches so far, depend on."""
+        args = self.args
+        sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.steps_per_generation)
+        return [*sizes, self.num_iterations, self.num_generations, args.world_size]
 
     # Public names
 

@@ -53,6 +53,16 @@ class ReplayBuffer:
             return inputs, rows
         return inputs | {key: self._joined(key, [_of(group, key) for group in groups]) for key in of_rows}, rows
 
+    def state(self) -> dict[str, Any]:
+        """Return the stored groups and the state of the random numbers, for `restore`."""
+        return {"groups": list(self._groups), "random": self._random.getstate()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `state`."""
+        self._groups.clear()
+        self._groups.extend(state["groups"])
+        self._random.setstate(state["random"])
+
     def _joined(self, key: str, parts: list[Tensor]) -> Tensor:
         """Concatenate the rows of groups, padded to the longest."""
         if parts[0].dim() == 1:
@@ -73,6 +83,14 @@ class FailedPrompts:
     def __init__(self, max_groups: int, group_size: int) -> None:
         self._rows: deque[Row] = deque()
         self._max_groups, self._group_size = max_groups, group_size
+
+    def state(self) -> list[Row]:
+        """Return the stored prompts, for `restore`."""
+        return list(self._rows)
+
+    def restore(self, rows: list[Row]) -> None:
+        """Continue from a result of `state`."""
+        self._rows = deque(rows)
 
     def add(self, rows: list[Row], rewards: Iterable[float]) -> None:
         """Store the rows of groups that failed; `rewards` are the total rewards of the completions."""
@@ -111,6 +129,18 @@ class UsesPromptsAgain(SharedPromptScoring):
             )
         self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
         self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
+
+    def running_state(self) -> dict[str, Any]:
+        replay = self._replay.state() if self._replay is not None else None
+        failed = self._failed.state() if self._failed is not None else None
+        return super().running_state() | {"replay": replay, "failed": failed}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        if self._replay is not None and state.get("replay") is not None:
+            self._replay.restore(state["replay"])
+        if self._failed is not None and state.get("failed") is not None:
+            self._failed.restore(state["failed"])
 
     def inject_failed(self, rows: list[Row]) -> None:
         """Replace some of the rows, in place, by prompts that failed before, in the last part of training."""

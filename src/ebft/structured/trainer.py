@@ -90,6 +90,15 @@ class EBFTTrainer(RolloutGRPOTrainer):
         args = self.args
         return ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
 
+    # Resuming
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {"reference_nll": self._reference_nll.state()}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._reference_nll.restore(state.get("reference_nll", {}))
+
     # Advantages
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Folders that are written completely or not at all, also if the process is killed or the machine loses power.
+
+A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
+
+
+def clean_staging(parent: Path) -> None:
+    """Delete what earlier saves left behind in `parent`."""
+    shutil.rmtree(parent / STAGING, ignore_errors=True)
+
+
+def publish(staged: Path, folder: Path) -> None:
+    """Move the complete folder `staged` to `folder`, replacing an existing one. Both must be on one file system."""
+    flush(staged)
+    parked = _park(folder) if folder.exists() else None
+    os.replace(staged, folder)
+    _flush_one(folder.parent)
+    if parked is not None:
+        shutil.rmtree(parked, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder such that no part of it remains under its name if the deletion is interrupted."""
+    shutil.rmtree(_park(folder), ignore_errors=True)
+
+
+def _park(folder: Path) -> Path:
+    """Move a folder to the staging folder, and return its new path."""
+    parked = folder.parent / STAGING / f"{folder.name}.old"
+    shutil.rmtree(parked, ignore_errors=True)
+    parked.parent.mkdir(exist_ok=True)
+    os.replace(folder, parked)
+    return parked
+
+
+def publish_files(staged: Path, folder: Path) -> None:
+    """Move the files of `staged` into the existing `folder` one by one, replacing files of the same name."""
+    flush(staged)
+    for path in _files(staged):
+        target = folder / path.relative_to(staged)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+    _flush_one(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is either complete or not there."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    _flush_one(draft)
+    os.replace(draft, path)
+    _flush_one(path.parent)
+
+
+def flush(folder: Path) -> None:
+    """Flush all files and folders below `folder` to the disk; without effect on Windows."""
+    for path in _files(folder):
+        _flush_one(path)
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _flush_one(path)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _flush_one(path: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

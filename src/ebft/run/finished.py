@@ -1,0 +1,44 @@
+"""Runs that are already complete: recognising them, and restoring their model without training."""
+
+import warnings
+from pathlib import Path
+
+from transformers import TrainerState
+
+from ebft.config.schema import RunConfig
+from ebft.monitor import limit_reached, spent_at
+from ebft.over_trainer import OverTrainer
+from ebft.over_transformers import load_weights
+from ebft.run.arguments import planned_steps
+from ebft.run.checkpoints import Found, step_of
+from ebft.run.checks import Machine
+from ebft.run.integrity import STATE
+
+
+def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) -> Path | None:
+    """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
+
+    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder.
+    """
+    if found.newest is None:
+        return None
+    last_step = planned_steps(config, machine, rows)
+    is_complete = step_of(found.newest) >= last_step or limit_reached(config.budget, spent_at(found.newest)) is not None
+    return found.newest if is_complete else None
+
+
+def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
+    """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
+    step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
+    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
+    warnings.warn(
+        f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
+        "continue training.",
+        stacklevel=2,
+    )
+    trainer.state = TrainerState.load_from_json(str(folder / STATE))
+    load_weights(trainer, str(folder))
+    trainer.finish_evaluation()
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    if best is not None and Path(best).is_dir() and folder != Path(config.output_dir):  # which has the best weights
+        load_weights(trainer, best)

@@ -1,0 +1,225 @@
+"""Runs of every method on a tiny model that are killed with SIGKILL at chosen moments, and then resumed.
+
+A run is a process forked from this one, which has imported PyTorch but not computed with it. The kill is injected here:
+nothing in the package knows of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+import ebft.durable
+import ebft.over_trainer
+import ebft.run.final
+import ebft.sft
+import ebft.strided
+import ebft.structured  # noqa: F401 (with the two above: imported once, not by every process)
+from ebft import train
+from ebft.cli.console import show_warnings
+from ebft.config.schema import RunConfig
+from ebft.errors import EBFTError
+from ebft.run.interrupt import TrainingInterrupted
+from tests.golden.runs import ROWS, is_of_the_machine
+from tests.structured.conftest import chat_model, make_chat_tokenizer
+
+FORK = multiprocessing.get_context("fork")
+LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
+STRIDED = {
+    "rl": "ebft",
+    "ebft": {"mode": "strided", "stride": 8, "context_length": 4, "generate_max_len": 2, "n_samples_per_prompt": 2},
+}
+TRL = {"num_generations": 2, "max_completion_length": 3}
+STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "gt_length_floor": 1}, "trl": TRL}
+GRPO = {"rl": "grpo", "trl": {**TRL, "reward_funcs": ["tests.golden.runs.spaces_and_es"]}}
+SECOND_USES = {"replay_buffer_size": 4, "reroll_start_fraction": 0.2}
+# Eight rows, of which two are held out: three steps per epoch with two rows per step. name -> (rows, transform, keys)
+METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
+    "sft_full": ("texts", "completion", {"micro_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "strided": ("texts", "ebft_pretrain.transform", {**STRIDED, **LORA}),
+    "strided_full": (
+        "texts",
+        "ebft_pretrain.transform",
+        {**STRIDED, "micro_batch_size": 1, "gradient_accumulation_steps": 2},
+    ),
+    "structured": ("pairs", "ebft_opencode.transform", {**STRUCTURED, **LORA, "micro_batch_size": 4}),
+    "structured_full": (
+        "pairs",
+        "ebft_opencode.transform",
+        {**STRUCTURED, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    ),
+    "grpo": ("pairs", "ebft_opencode.transform", {**GRPO, **LORA, "micro_batch_size": 4}),
+    "grpo_iterations": (  # checkpoints lie between the updates on one batch of completions
+        "pairs",
+        "ebft_opencode.transform",
+        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "num_iterations": 2}},
+    ),
+    "grpo_second_uses": (  # groups without a signal are replaced by stored ones, failed prompts sampled again
+        "pairs",
+        "ebft_opencode.transform",
+        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], **SECOND_USES}},
+    ),
+}
+STEPS = 8
+
+
+def write_inputs(folder: Path) -> None:
+    """The model and the rows of all runs, in `folder`."""
+    tokenizer = make_chat_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
+    chat_model(tokenizer, seed=1, **sizes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name in ("texts", "pairs"):
+        rows = ROWS[name.replace("texts", "text")]()[:8]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def config_of(method: str, inputs: Path, out: Path, **changes: Any) -> RunConfig:
+    rows, transform, keys = METHODS[method]
+    values = {
+        "base_model": str(inputs / "model"),
+        "datasets": [{"path": str(inputs / f"{rows}.jsonl"), "type": transform}],
+        "val_set_size": 2,
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "max_steps": STEPS,
+        "eval_steps": 3,
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "learning_rate": 1e-2,
+        "torch_dtype": "float32",
+        "auto_resume_from_checkpoints": True,
+        "output_dir": str(out),
+        **keys,
+        **changes,
+    }
+    with warnings.catch_warnings(action="ignore"):
+        return RunConfig.from_dict(values)
+
+
+@dataclass
+class Ended:
+    """How a run ended: its exit code, which is minus the number of a signal, and what it printed."""
+
+    code: int
+    output: str
+
+
+def run(config: RunConfig, inject: Callable[[], None] = lambda: None) -> Ended:
+    """Train in a process of its own, which calls `inject` first."""
+    return run_processes(config, 1, inject)[0]
+
+
+def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = lambda: None) -> list[Ended]:
+    """Train in `count` processes, which all call `inject` first, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [Path(f"{config.output_dir}-{rank}.log") for rank in range(count)]
+    processes = []
+    for rank, log in enumerate(logs):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in (ranks | address).items()} if count > 1 else {}
+        processes.append(FORK.Process(target=_main, args=(config, environment, inject, log)))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    outputs = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+    return [Ended(process.exitcode, output) for process, output in zip(processes, outputs)]
+
+
+def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], None], log: Path) -> None:
+    """The whole life of a process that trains."""
+    os.environ.update(environment)
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    show_warnings()
+    gc.freeze()  # what was imported is not searched again
+    inject()
+    try:
+        train(config)
+    except TrainingInterrupted as stop:
+        print(stop)
+        os._exit(128 + stop.signal_number)
+    except EBFTError as error:
+        print(f"{type(error).__name__}: {error}")
+        os._exit(2)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def before(owner: Any, name: str, count: int, act: Callable[[], None] = kill) -> Callable[[], None]:
+    """An injection: `act` before the call number `count`, from 1, of a function."""
+
+    def inject() -> None:
+        original, calls = getattr(owner, name), [0]
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == count:
+                act()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, spy)
+
+    return inject
+
+
+def after_calls(seed: int) -> Callable[[], None]:
+    """An injection: a kill at a random moment of training or saving, by the number of calls of functions until it."""
+
+    def inject() -> None:
+        left = [random.Random(seed).randrange(20_000, 400_000)]
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            left[0] -= 1
+            if left[0] <= 0:
+                kill()
+
+        def start(*_: Any, original: Any = ebft.over_trainer.OverTrainer._init_training_state) -> Any:
+            sys.setprofile(count)
+            return original(*_)
+
+        ebft.over_trainer.OverTrainer._init_training_state = start
+
+    return inject
+
+
+def result(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """The bytes of the final weights, and what was logged, apart from times."""
+    (path,) = out.glob("*model.safetensors")
+    with safe_open(path, "pt") as file:
+        weights = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    skipped = lambda key: is_of_the_machine(key) or "preparation_time" in key
+    logged = [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
+    return weights, [entry for entry in logged if "train_loss" not in entry]

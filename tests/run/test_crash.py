@@ -1,0 +1,110 @@
+"""A run that is killed at any moment resumes from its newest checkpoint and ends with the bits of an unbroken one."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Trainer
+
+import ebft.over_trainer
+import ebft.run.final
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.final import final_step
+from ebft.sft import SFTTrainer
+from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes
+
+KILLED = -9
+
+
+def killed_and_resumed(method, inject, inputs, out, **changes):
+    """Kill a run with `inject`, which must happen, and resume it; returns the step it was resumed from."""
+    config = config_of(method, inputs, out, **changes)
+    assert (ended := run(config, inject)).code == KILLED, ended.output
+    newest = newest_checkpoint(out)
+    assert (ended := run(config)).code == 0, ended.output
+    assert final_step(out) == STEPS and not (out / "_saving").exists()
+    assert not list(out.glob("*.tmp"))
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+
+# What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
+MOMENTS = {
+    "between the update and its save": before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 5),
+    "between the files of a save": before(torch, "save", 5 * 5 - 2),
+    "before the rename": before(ebft.over_trainer, "publish", 5),
+    "in the rotation": before(ebft.over_trainer, "discard", 3),
+    "in an evaluation": before(Trainer, "_determine_best_metric", 2),
+    "before the final save": before(ebft.run.final, "save_final_weights", 1),
+    "between the files of the final save": before(ebft.run.final, "publish_files", 1),
+    "before the mark of the final save": before(ebft.run.final, "write_text", 1),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, tmp_path):
+    out = tmp_path / "out"
+    step = killed_and_resumed(method, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), inputs, out)
+    assert step == 5 and result(out) == unbroken(method)
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS)[1:])
+def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbroken, tmp_path):
+    out = tmp_path / "out"
+    step = killed_and_resumed("strided", MOMENTS[moment], inputs, out)
+    assert step >= 3 and result(out) == unbroken("strided")
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
+def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
+    keys, out = {"eval_steps": None}, tmp_path / "out"
+    step = killed_and_resumed("sft_full", before(SFTTrainer, "prediction_step", 2 * number), inputs, out, **keys)
+    assert step == {1: 3, 3: STEPS}[number] and result(out) == unbroken("sft_full", **keys)
+
+
+@pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
+def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, tmp_path):
+    out, inject = tmp_path / "out", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)
+    assert killed_and_resumed(method, inject, inputs, out, logging_steps=4) == 5
+    assert result(out) == unbroken(method, logging_steps=4)
+
+
+SEEDS = [pytest.param(seed, marks=[] if seed < 3 else [pytest.mark.slow]) for seed in range(20)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, tmp_path):
+    method = list(METHODS)[seed * 3 % len(METHODS)]
+    killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
+    assert result(tmp_path / "out") == unbroken(method)
+
+
+@pytest.mark.parametrize(("method", "processes"), [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))])
+def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
+    """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
+    keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
+    _, wanted = copy.deepcopy(unbroken(method, micro_batch_size=2, **keys))
+    injections = [before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
+    for count, inject, code in zip(processes, injections, (KILLED, 0)):
+        config = config_of(method, inputs, tmp_path / "out", micro_batch_size=2 // count, **keys)
+        ended = run_processes(config, count, inject)
+        assert {process.code for process in ended} == {code}, ended[0].output
+    _, logged = result(tmp_path / "out")
+    assert len(logged) == len(wanted)
+    for entry, other in zip(logged, wanted):
+        for numbers in (entry, other):
+            numbers.pop("budget/flops", None)  # of SFT: batches of other sizes have other padding
+        assert entry == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_two_processes_resume_as_one_does(inputs, tmp_path):
+    """The order of an epoch reaches the samplers that accelerate wraps for several processes."""
+    logged = []
+    for name, inject in (("a", lambda: None), ("b", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6))):
+        config = config_of("grpo", inputs, tmp_path / name, micro_batch_size=2)
+        ended = run_processes(config, 2, inject)
+        if name == "b":
+            assert {process.code for process in ended} == {KILLED}, ended[0].output
+            ended = run_processes(config, 2)
+        assert {process.code for process in ended} == {0}, ended[0].output
+        logged.append(result(tmp_path / name))
+    assert logged[0] == logged[1]

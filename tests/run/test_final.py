@@ -1,0 +1,118 @@
+"""The final model is complete or is saved again; what a full disk and a finished run leave behind."""
+
+import errno
+import json
+import resource
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ebft.over_trainer
+import ebft.run.final
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.final import final_step
+from tests.run.crash import before, config_of, kill, result, run
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def no_space():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def limit_files(megabytes):
+    """An injection: files cannot grow beyond this size, so that a write fails in the library that makes it."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (int(megabytes * 2**20),) * 2)
+
+
+def test_a_run_that_was_extended_and_killed_before_its_final_save_saves_the_new_weights(inputs, unbroken, out):
+    assert run(config_of("strided", inputs, out, max_steps=4)).code == 0 and final_step(out) == 4
+    longer = config_of("strided", inputs, out)
+    assert run(longer, before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
+    assert newest_checkpoint(out).name == "checkpoint-8" and final_step(out) == 4
+    ended = run(longer)
+    assert ended.code == 0 and final_step(out) == 8
+    last = load_file(out / "checkpoint-8" / "adapter_model.safetensors")
+    final = load_file(out / "adapter_model.safetensors")
+    assert all(torch.equal(value, last[name]) for name, value in final.items())
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "adapter_config.json", "ebft_final.json"])
+def test_a_final_model_without_a_file_is_saved_again(name, inputs, out):
+    config = config_of("sft", inputs, out, max_steps=1)
+    assert run(config).code == 0
+    (out / name).unlink()
+    assert run(config).code == 0 and final_step(out) == 1 and (out / name).is_file()
+
+
+def test_a_finished_run_without_optimizer_state_is_complete(inputs, out):
+    config = config_of("sft", inputs, out, max_steps=2, save_only_model=True)
+    assert run(config).code == 0
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    ended = run(config)
+    assert ended.code == 0 and "Training is already complete" in ended.output
+    assert files == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    ended = run(config_of("sft", inputs, out, max_steps=3, save_only_model=True))
+    assert ended.code == 2 and "it has no optimizer state, as with save_only_model: true" in ended.output
+
+
+def test_a_finished_run_without_checkpoints_is_complete(inputs, out):
+    config = config_of("sft", inputs, out, max_steps=2, save_steps=None, save_strategy="no")
+    assert run(config).code == 0
+    ended = run(config)
+    assert ended.code == 0 and f"Training is already complete: {out} is at step 2" in ended.output
+
+
+@pytest.mark.parametrize("inject", [before(torch, "save", 14, no_space), limit_files(0.03)], ids=["error", "limit"])
+def test_a_full_disk_leaves_the_checkpoint_before(inject, inputs, unbroken, out):
+    """With the limit no checkpoint is saved at all: the weights themselves are too large for it."""
+    config = config_of("sft_full", inputs, out)
+    ended = run(config, inject)
+    saved = [path.name for path in sorted(out.glob("checkpoint-*"))]
+    assert ended.code == 2, ended.output
+    assert f"checkpoint-{len(saved) + 1} could not be saved: " in ended.output and " MiB are free in" in ended.output
+    assert "Earlier checkpoints are unchanged. Free disk space" in ended.output and not (out / "_saving").exists()
+    assert [newest_checkpoint(out)] == [out / saved[-1] if saved else None]
+    assert run(config).code == 0 and result(out) == unbroken("sft_full")
+
+
+def test_a_full_disk_in_the_final_save(inputs, unbroken, out):
+    config = config_of("sft_full", inputs, out)
+    ended = run(config, before(ebft.run.final, "publish_files", 1, no_space))
+    assert ended.code == 2 and f"{out} could not be saved: [Errno 28] No space left on device" in ended.output
+    assert final_step(out) is None
+    assert run(config).code == 0 and result(out) == unbroken("sft_full")
+
+
+def test_a_damaged_newest_checkpoint_is_skipped(inputs, unbroken, out):
+    config = config_of("strided_full", inputs, out)
+    assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)).code == -9
+    (out / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
+    ended = run(config)
+    assert ended.code == 0 and "checkpoint-5 is not used: optimizer.pt is damaged (it is empty)" in ended.output
+    assert result(out) == unbroken("strided_full")
+
+
+def test_rotation_keeps_the_newest_complete_checkpoint_beside_one_of_a_longer_run(inputs, out):
+    """A folder with a higher step, of another run, is neither resumed from nor kept instead of the new one."""
+    (out / "checkpoint-300").mkdir(parents=True)
+    assert run(config_of("sft", inputs, out, max_steps=3, save_total_limit=1)).code == 0
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
+    keys = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, "learning_rate": 1.0}
+    assert run(config_of("sft", inputs, out, **keys)).code == 0
+    whole = result(out), json.loads((out / "trainer_state.json").read_text())["best_global_step"]
+    shutil.rmtree(out)
+    config = config_of("sft", inputs, out, **keys)
+    assert run(config, before(ebft.over_trainer, "publish", 6)).code == -9
+    assert run(config).code == 0
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert (result(out), state["best_global_step"]) == whole
+    assert state["best_model_checkpoint"] == str(out / f"checkpoint-{whole[1]}")

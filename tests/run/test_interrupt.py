@@ -1,0 +1,78 @@
+"""Ctrl-C and SIGTERM in every phase of a run: it stops soon, and resumed, it ends with the bits of an unbroken one."""
+
+import pytest
+import torch
+
+import ebft.run.final
+import ebft.run.training
+from ebft.monitor.budget import Budget
+from ebft.over_trainer import OverTrainer
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.final import final_step
+from ebft.sft import SFTTrainer
+from ebft.strided.held_out import HeldOutMeasure
+from ebft.structured.generation import RolloutJob
+from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result, run, terminate
+
+NO_SAVES = {"save_strategy": "no", "save_steps": None}
+LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
+# phase -> (method, moment of the signal, changed keys, step of the checkpoint)
+PHASES = {
+    "evaluation": ("strided", before(HeldOutMeasure, "add", 2, terminate), NO_SAVES, 6),
+    "the last evaluation": (
+        "sft",
+        before(SFTTrainer, "prediction_step", 2, terminate),
+        NO_SAVES | {"eval_steps": 4},
+        8,
+    ),
+    "generation": ("structured", before(RolloutJob, "run", 6, press_ctrl_c), NO_SAVES, 4),
+    "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
+    "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
+    "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_SAVES | {"eval_steps": None}, 3),
+    "a save": ("sft_full", before(torch, "save", 8, terminate), {}, 2),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, unbroken, tmp_path):
+    method, inject, keys, step = PHASES[phase]
+    out = tmp_path / "out"
+    config = config_of(method, inputs, out, **keys)
+    ended = run(config, inject)
+    assert ended.code in (128 + 2, 128 + 15), ended.output
+    assert f"Stopped at step {step}. Resume with:" in ended.output
+    assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
+    assert (ended := run(config)).code == 0, ended.output
+    evaluations = {"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {}
+    assert final_step(out) == STEPS and result(out) == unbroken(method, **evaluations)
+
+
+def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):
+    config = config_of("sft", inputs, tmp_path / "out")
+    ended = run(config, before(ebft.run.training, "load_model", 1, terminate))
+    assert ended.code == 128 + 15 and "Interrupted before training started; nothing was saved." in ended.output
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
+    out = tmp_path / "out"
+    assert run(config_of("sft", inputs, out), before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
+    config = config_of("sft", inputs, out, max_steps=STEPS + 2)
+    ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
+    assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume with:" in ended.output
+    assert run(config).code == 0 and final_step(out) == STEPS + 2
+
+
+def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, tmp_path):
+    config = config_of("sft_full", inputs, tmp_path / "out")
+    ended = run(config, before(ebft.run.final, "publish_files", 1, press_ctrl_c))
+    assert ended.code == 0 and "Stopping after saving the final model" in ended.output
+    assert final_step(tmp_path / "out") == STEPS and result(tmp_path / "out") == unbroken("sft_full")
+
+
+def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, tmp_path):
+    config = config_of("sft_full", inputs, tmp_path / "out")
+    ended = run(config, before(ebft.run.final, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()]))
+    assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 8. " in ended.output
+    assert final_step(tmp_path / "out") is None
+    assert run(config).code == 0 and final_step(tmp_path / "out") == STEPS
