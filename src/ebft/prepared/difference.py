@@ -16,7 +16,7 @@ def closest_difference(base: Path, inputs: dict[str, Any]) -> list[str]:
     Empty if there are no stored rows.
     """
     found = [differences(stored, inputs) for stored in _stored_inputs(base)]
-    return min(found, key=len, default=[])
+    return min(found, key=lambda names: (len(names), names), default=[])
 
 
 def differences(stored: dict[str, Any], inputs: dict[str, Any]) -> list[str]:
