@@ -80,7 +80,7 @@ def show_warnings() -> None:
     warnings.showwarning = show
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
     # transformers imports torchao where it is installed, and torchao logs each CUDA library that cannot be loaded.
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

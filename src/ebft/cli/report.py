@@ -16,7 +16,9 @@ HELP = """Write report.html into the output folder of a run: curves, samples, he
 
 `ebft train` writes it at the end of a run. The page is a single file without external resources.
 
-Example:
+Examples:
+
+ebft report outputs/run
 
 ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
 """

@@ -19,6 +19,12 @@ The run may be running, also on another machine with the same file system, or ha
 not affect it. Requires textual: pip install '.[tui]' (in a clone of the repository).
 
 Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
+
+Examples:
+
+ebft tui outputs/run
+
+ebft train run.yaml --tui
 """
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 
