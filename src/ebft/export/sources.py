@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peft import PeftConfig
-
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
-from ebft.export.adapter import CONFIG
+from ebft.export.adapter import CONFIG, read_adapter_config
 from ebft.export.merge import MergeSource
 from ebft.models.base import find_base_model
 from ebft.models.precision import weights_dtype
@@ -45,14 +43,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
     Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
     """
-    if not (folder / CONFIG).is_file():
-        raise ModelError(
-            f"{folder} does not contain an adapter (no {CONFIG}). Give the folder of a saved LoRA adapter."
-        )
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{folder / CONFIG} cannot be read: {error}") from error
+    config = read_adapter_config(folder)
     if _was_quantised(folder):
         raise ModelError(
             f"The adapter in {folder} was trained on quantised weights (adapter: qlora). Give the config of the run "
