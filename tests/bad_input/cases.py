@@ -50,7 +50,7 @@ GRPO = {
     "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}],
     "micro_batch_size": 2,
     "chat_template": "chatml",
-    "trl": {"num_generations": 2, "max_completion_length": 4, "reward_funcs": ["rewards.score"]},
+    "trl": {"num_generations": 2, "max_completion_length": 4, "reward_funcs": ["my_rewards.score"]},
 }
 TEXT = "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n"
 ROWS = [{"text": TEXT * 2}] * 4

@@ -33,7 +33,7 @@ def reward(name: str, body: str, *expect: str, ok: bool = False, trl: dict | Non
     trl = GRPO["trl"] | (trl or {})
     make = good if ok else bad
     name = f"reward: {name}{' in workers' if 'reward_num_workers' in trl else ''}"
-    return make(name, *expect, files={"rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True)
+    return make(name, *expect, files={"my_rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True)
 
 
 def plugin(name: str, body: str, *expect: str, **rest: Any) -> Case:
@@ -113,15 +113,15 @@ REWARDS = [
     bad("reward: not there", "trl.reward_funcs", "nowhere",
         config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
     bad("reward: no function", "trl.reward_funcs", "scor", config={**GRPO, "trl": {
-        "num_generations": 2, "reward_funcs": ["rewards.scor"]}}, files={"rewards.py": "def score(): pass\n"}),
-    bad("reward: exits on import", "rewards.py", "line 1", "exit", config=GRPO,
-        files={"rewards.py": "raise SystemExit(0)\n"}),
-    reward("raises", RAISES, "rewards.py", "line 5", "KeyError", "score"),
-    reward("raises", RAISES, "rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
-    reward("exits with 0", "import sys; sys.exit(0)", "rewards.py", "line 5", "exit", "score"),
-    reward("exits with 0", "import sys; sys.exit(0)", "rewards.py", "line 5", "exit", "score", trl=PARALLEL),
-    reward("recursion", DEEP, "rewards.py", "RecursionError"),
-    reward("long message", LONG, "rewards.py", "ValueError"),
+        "num_generations": 2, "reward_funcs": ["my_rewards.scor"]}}, files={"my_rewards.py": "def score(): pass\n"}),
+    bad("reward: exits on import", "my_rewards.py", "line 1", "exit", config=GRPO,
+        files={"my_rewards.py": "raise SystemExit(0)\n"}),
+    reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score"),
+    reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
+    reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score"),
+    reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score", trl=PARALLEL),
+    reward("recursion", DEEP, "my_rewards.py", "RecursionError"),
+    reward("long message", LONG, "my_rewards.py", "ValueError"),
     reward("returns None", "return None", "score", "None"),
     reward("returns None", "return None", "score", "None", trl=PARALLEL),
     reward("returns a number", "return 1.0", "score", "1.0"),
@@ -140,11 +140,11 @@ REWARDS = [
     reward("returns infinity", "return [math.inf] * len(prompts)", "score", "inf"),
     reward("returns complex numbers", "return [1j] * len(prompts)", "score", "complex"),
     bad("reward: takes no columns", "score", "prompts", config=GRPO, trains=True,
-        files={"rewards.py": "def score(texts):\n    return [1.0] * len(texts)\n"}),
+        files={"my_rewards.py": "def score(texts):\n    return [1.0] * len(texts)\n"}),
     bad("reward: a class", "score", config=GRPO, trains=True,
-        files={"rewards.py": "class score:\n    def __init__(self, **kw): pass\n"}),
-    bad("reward: a coroutine that raises", "rewards.py", "line 2", "KeyError", config=GRPO, trains=True,
-        files={"rewards.py": "async def score(prompts, **kw):\n    raise KeyError('missing')\n"}),
+        files={"my_rewards.py": "class score:\n    def __init__(self, **kw): pass\n"}),
+    bad("reward: a coroutine that raises", "my_rewards.py", "line 2", "KeyError", config=GRPO, trains=True,
+        files={"my_rewards.py": "async def score(prompts, **kw):\n    raise KeyError('missing')\n"}),
     reward("returns numbers", "return [float(len(c)) for c in completions]", ok=True),
     reward("returns some None", "return [None] + [1.0] * (len(prompts) - 1)", ok=True),
     reward("returns ints", "return [n for n, _ in enumerate(prompts)]", ok=True),
@@ -154,7 +154,7 @@ REWARDS = [
     reward("returns a tuple", "return tuple(0.5 * n for n, _ in enumerate(prompts))", ok=True),
     reward("returns a tensor", "import torch\nreturn torch.arange(len(prompts)).float()", ok=True, trl=PARALLEL),
     good("reward: a coroutine", config=GRPO, trains=True, files={
-        "rewards.py": "async def score(prompts, **kw):\n    return [float(n) for n, _ in enumerate(prompts)]\n"}),
+        "my_rewards.py": "async def score(prompts, **kw):\n    return [float(n) for n, _ in enumerate(prompts)]\n"}),
 ]  # fmt: skip
 
 PLUGINS = [

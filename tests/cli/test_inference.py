@@ -111,8 +111,10 @@ def test_a_session_in_a_terminal(ends, folders):
 def _adopt():
     """Make the terminal on the standard input that of the new session, so that Ctrl-C is a signal."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # test runners may ignore it, which their children inherit
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

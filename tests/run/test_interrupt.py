@@ -1,5 +1,7 @@
 """Ctrl-C and SIGTERM in every phase of a run: it stops soon, and resumed, it ends with the bits of an unbroken one."""
 
+import json
+
 import pytest
 import torch
 
@@ -51,7 +53,8 @@ def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):
     config = config_of("sft", inputs, tmp_path / "out")
     ended = run(config, before(ebft.run.training, "load_model", 1, terminate))
     assert ended.code == 128 + 15 and "Interrupted before training started; nothing was saved." in ended.output
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not any((tmp_path / "out").glob("checkpoint-*")) and final_step(tmp_path / "out") is None
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "stopped"
 
 
 def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):

@@ -36,7 +36,11 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
                 check(path, reads_all)
             except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
                 raise DamagedError(f"{path.relative_to(checkpoint)} is damaged ({error})") from error
-    if not isinstance(read_json(checkpoint / STATE).get("global_step"), int):
+    try:
+        state = read_json(checkpoint / STATE)
+    except ValueError as error:
+        raise DamagedError(f"{STATE} is damaged ({error})") from error
+    if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     _check_weights(checkpoint)
     _check_training_state(checkpoint)
