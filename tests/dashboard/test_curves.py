@@ -60,7 +60,7 @@ def test_the_curves_of_a_strided_run():
     assert list(curves)[:3] == ["alignment", "diversity", "reward"]
     assert {"loss", "grad_norm", "grad norms of terms", "held-out cfm_loss"} <= curves.keys()
     assert list(curves["grad norms of terms"].series) == ["rl", "ce"]
-    assert curves["alignment"].healthy == (0.3, 0.9) and curves["loss"].healthy is None
+    assert curves["alignment"].healthy == (0.3, 1.9) and curves["loss"].healthy is None
 
 
 def test_the_curves_of_reward_functions():
@@ -77,7 +77,7 @@ def test_the_curves_of_reward_functions():
         ("grad_norm", {"rl": None}, (None, 10.0)),
         ("grad_norm", {"rl": "grpo"}, (None, 1.0)),
         ("alignment", {"rl": "ebft", "ebft": {"use_whitening": False}}, None),
-        ("diversity", STRIDED, (None, 0.1)),
+        ("alignment", STRIDED, (0.3, 1.9)),
         ("loss", STRIDED, None),
         ("kl", {}, None),
     ],

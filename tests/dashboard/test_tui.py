@@ -62,7 +62,7 @@ def test_every_tab_in_every_size(run, size):
         assert ("completion 0 of step 62" in found) == ("Too [high]." in found) == is_spacious
         if size[0] >= 80:
             assert "running" in found and "EBFT in strided mode" in found and "diversity" in found
-            assert "2 s/step  1,234 tok/s  4.00 docs/s  1.5 GiB peak" in found and "[0.3-0.9]" in found
+            assert "2 s/step  1,234 tok/s  4.00 docs/s  1.5 GiB peak" in found and "[0.3-1.9]" in found
         await pilot.press("2")
         await shows(app, pilot, "step 62, token 5", "reference", "return a + b", "completion 0 of step 62", "+0.100")
         await pilot.press("3")

@@ -81,4 +81,4 @@ def command(
     if own:
         console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)
     rest = "options not shown have their default values. Data and models were not checked"
-    console.print(f"{check} is valid; {rest}.", markup=False)
+    console.print(f"{check} is valid for {config.method.name}; {rest}.", markup=False)

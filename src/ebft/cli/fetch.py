@@ -88,7 +88,8 @@ def _copy_examples(to: Path, force: bool) -> None:
     from ebft.fetch.examples import copy_examples
 
     copies = copy_examples(to, force)
-    typer.echo(f"Copied {len(copies)} files. Run one with: ebft train {copies[0]}", err=True)
+    first = next(path for path in copies if path.suffix == ".yaml")
+    typer.echo(f"{len(copies)} files are in {to}. Run one with: ebft train {first}", err=True)
     typer.echo(to)
 
 

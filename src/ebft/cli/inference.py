@@ -105,6 +105,12 @@ def command(
         raise ConfigError("--reference: the text is empty.")
     if reference is not None and samples > 1 and temperature == 0:
         raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
+    if serve and (prompt is not None or reference is not None or compare):
+        raise ConfigError("--serve opens a page for prompts, references and comparison: give none of them as options.")
+    if base and compare:
+        raise ConfigError("--base and --compare exclude each other: --compare shows both models.")
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("--prompt: the text is empty.")
     config = load_config(source, overrides or []) if is_config else None
     asked = None if serve else prompt if prompt is not None else _from_stdin()
     from ebft.inference.models import model_in_folder, model_of_run  # what follows imports torch

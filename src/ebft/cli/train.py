@@ -44,8 +44,8 @@ def command(
         typer.Option(
             "--tui",
             help="Show a terminal dashboard. Training runs in another process, with its output in train.log in "
-            "output_dir; Ctrl-C stops it after the step and saves a checkpoint, q closes the dashboard. Requires "
-            "textual.",
+            "output_dir; Ctrl-C stops it and saves a checkpoint of the last completed step, q closes the dashboard. "
+            "Requires the package textual.",
         ),
     ] = False,
 ) -> None:

@@ -16,7 +16,7 @@ from ebft.errors import RunError
 HELP = """Follow a run in a terminal dashboard, from the files in its output folder.
 
 The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
-not affect it. Requires textual: pip install '.[tui]' (in a clone of the repository).
+not affect it. Requires the package textual: pip install textual.
 
 Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
 

@@ -72,16 +72,13 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
 def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
     """The usual range of values of a curve, by the method and the reward of the config; None if there is none.
 
-    The ranges of alignment and diversity are for whitened features. Values outside can be right for a run; they are
-    a reason to look at its rollouts.
+    Values outside can be right for a run; they are a reason to look at its rollouts.
     """
     method, ebft = config.get("rl"), config.get("ebft") or {}
     if title == "grad_norm":
         return {"ebft": (None, 3.0), "grpo": (None, 1.0)}.get(method, (None, 10.0))
-    if method == "ebft" and ebft.get("use_whitening"):
-        found = {"alignment": (0.3, 0.9), "diversity": (None, 0.1)}.get(title)
-        if found:
-            return found
+    if method == "ebft" and title == "alignment" and ebft.get("use_whitening"):
+        return (0.3, 1.9)
     if method in ("ebft", "grpo"):
         return {"kl": (0.0, 0.5), "truncated completions": (None, 0.3)}.get(title)
     return None

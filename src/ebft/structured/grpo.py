@@ -227,7 +227,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         """Log with the throughput since the last call added; documents are prompts."""
         if self.model.training and "loss" in logs:
             logs |= self._throughput.drain(self.accelerator)
-        super().log(logs, start_time)
+        prints, self.log_completions = self.log_completions, self.log_completions and "train_runtime" not in logs
+        super().log(logs, start_time)  # the completions of the last step were printed before the summary of the run
+        self.log_completions = prints
 
     # Loss
 

@@ -154,7 +154,7 @@ class TrainingDashboard(Dashboard):
         if self.training.interrupts > 1:
             self.notify("Stopping immediately.", severity="warning")
         else:
-            text = "Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately."
+            text = "Stopping, with a checkpoint of the last completed step. Ctrl-C again stops immediately."
             self.notify(text, severity="warning")
 
     def action_close(self) -> None:

@@ -60,7 +60,7 @@ def _bar(fraction: float, width: int) -> Text:
 def _facts(live: LiveRun, width: int) -> Text:
     latest = live.metrics.latest
     facts = [text.format(latest[name]) for name, text in _SPEEDS if name in latest]
-    each = live.metrics.seconds_per_step()
+    each = live.seconds_per_step()
     facts = ([] if each is None else [f"{each:.3g} s/step"]) + facts
     if live.state == "running" and live.seconds_since_update() > _STALE:
         facts.append(f"no update for {duration(live.seconds_since_update())}")
