@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines below, also
 # for type checking alone; what composes a run is on the last line. `keys` are the files keys.py of all rooms.
 ROOMS = (
-    "durable errors",
+    "durable errors secrets",
     "paths",
     "anchors config dashboard fetch.cache over_trainer over_transformers rewards",
     "keys fetch.catalog",

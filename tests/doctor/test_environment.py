@@ -46,8 +46,12 @@ def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
         ("TOKENIZERS_PARALLELISM", "false", "false"),
         ("HF_HUB_OFFLINE", "1", "1"),
         ("VLLM_API_KEY", "k", "(set, not shown)"),
-        ("HTTPS_PROXY", "http://user:secret@proxy:80", "http://(hidden)@proxy:80"),
-        ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(hidden)"),
+        ("HTTPS_PROXY", "http://user:secret@proxy:80", "http://(removed)@proxy:80"),
+        ("http_proxy", "user:secret@proxy:3128", "(removed)@proxy:3128"),
+        ("VLLM_PAT", "abc", "(set, not shown)"),
+        ("VLLM_MAX_TOKENS", "100", "100"),
+        ("HF_HOME", "/data/hf_checkpoints/x@y", "/data/hf_checkpoints/x@y"),
+        ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(removed)"),
     ],
 )
 def test_secrets_are_hidden(name, value, shown):

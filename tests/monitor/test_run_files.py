@@ -14,7 +14,6 @@ from ebft.monitor.continuing import remove_from_step, set_run_aside
 from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.run_files import RunFiles
 from ebft.run.interrupt import TrainingInterrupted
-from ebft.run.record import without_secrets
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 from tests.strided.families import tiny_model
@@ -191,14 +190,3 @@ def test_another_process_than_the_main_one_writes_nothing(run_file, out, monkeyp
     with recorded(SimpleNamespace(output_dir=str(out)), None) as files:
         assert files is None
     assert not out.exists()
-
-
-def test_secrets_are_left_out():
-    values = {
-        "hub_token": "hf_x", "api-key": "k", "pad_token": "<pad>", "special_tokens": {"eos_token": "<e>"},
-        "url": "http://me:pw@host/x", "nested": [{"password": "p", "a": 1}], "unset_secret": None, "kept": 1.5,
-    }  # fmt: skip
-    found = without_secrets(values)
-    assert found["special_tokens"] == {"eos_token": "<e>"} and found["pad_token"] == "<pad>" and found["kept"] == 1.5
-    assert found["url"] == "http://(removed)@host/x" and found["unset_secret"] is None
-    assert found["hub_token"] == found["api-key"] == found["nested"][0]["password"] == "(removed)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
+
+from ebft.secrets import is_secret_variable, without_secrets_in_text
 
 PACKAGE = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -27,12 +28,6 @@ _PREFIXES = (
 )
 _NAMES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
-_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|HEADER", re.IGNORECASE)
-_HIDDEN = (
-    (re.compile(r"://[^/\s@]+@"), "://(hidden)@"),  # user and password in a URL
-    (re.compile(r"\b(hf|sk|api|ghp|github_pat)_[A-Za-z0-9_]{10,}"), "(hidden)"),
-    (re.compile(r"\bsk-[A-Za-z0-9_-]{10,}"), "(hidden)"),
-)
 # Distributions of vLLM; importing it to ask for its version would take half a minute.
 _VLLM_VERSION = """
 from importlib.metadata import distributions
@@ -105,11 +100,9 @@ def memory_bytes() -> int | None:
 
 
 def _without_secrets(name: str, value: str) -> str:
-    if _SECRET.search(name):
+    if is_secret_variable(name, value):
         return "(set, not shown)" if value else "(empty)"
-    for pattern, replacement in _HIDDEN:
-        value = pattern.sub(replacement, value)
-    return value
+    return without_secrets_in_text(value)
 
 
 def _version(name: str) -> str | None:

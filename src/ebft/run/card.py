@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
+from ebft.secrets import without_secrets, without_secrets_in_text
 
 # Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
 _RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
@@ -34,11 +35,11 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
 
 def _header(config: RunConfig) -> str:
     header = ModelCardData(
-        base_model=base_name(config.base_model, config.gguf_file),
+        base_model=without_secrets_in_text(base_name(config.base_model, config.gguf_file)),
         library_name="peft" if config.adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[config.method.tag],
-        datasets=[entry.path for entry in config.datasets if not os.path.exists(entry.path)] or None,
+        datasets=without_secrets([entry.path for entry in config.datasets if not os.path.exists(entry.path)]) or None,
     )
     return f"---\n{header.to_yaml()}\n---"
 
@@ -47,15 +48,15 @@ def _summary(config: RunConfig) -> str:
     method = config.method.summary(config)
     weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
     data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
-    return (
+    return without_secrets_in_text(
         f"# {Path(config.output_dir).name}\n\nThis is {weights} `{config.base_model}`, trained by {method} with "
         f"`ebft` {version('ebft')}.\n\n## Data\n\n{data}"
     )
 
 
 def _config(config: RunConfig) -> str:
-    shown = {key: value for key, value in changed_keys(config) if key not in ("base_model", "datasets")}
-    rows = "\n".join(f"| `{key}` | `{_cell(value)}` |" for key, value in shown.items())
+    changed = {key: value for key, value in changed_keys(config) if key not in ("base_model", "datasets")}
+    rows = "\n".join(f"| `{key}` | `{_cell(value)}` |" for key, value in without_secrets(changed).items())
     return (
         "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
         f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"

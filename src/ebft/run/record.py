@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,9 @@ from ebft.dashboard.report import write_report
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
 from ebft.run.checkpoints import step_of
+from ebft.secrets import without_secrets, without_secrets_in_text
 
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
-# Not special tokens of a tokenizer, such as pad_token.
-_SECRET_KEY = re.compile(r"(^|(hub|access|auth|api|hf)[_-]?)token$|api[_-]?key$|passw(or)?d$|secret|credential", re.I)
-_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @contextmanager
@@ -42,7 +39,7 @@ def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | 
         _end(config, files, "stopped")
         raise
     except BaseException as error:
-        _end(config, files, "failed", f"{type(error).__name__}: {error}")
+        _end(config, files, "failed", without_secrets_in_text(f"{type(error).__name__}: {error}"))
         raise
     _end(config, files, "finished")
 
@@ -61,7 +58,7 @@ def description(config: RunConfig) -> dict[str, Any]:
     """What run.json contains about a run in addition to its state, as JSON values."""
     return {
         "method": " ".join(filter(None, selecting_keys(config).values())) or config.method.name,  # "ebft strided"
-        "model": config.base_model,
+        "model": without_secrets(config.base_model),
         "output_dir": config.output_dir,
         "config": without_secrets(config.model_dump(mode="json")),
         "changed": without_secrets(dict(changed_keys(config))),
@@ -78,16 +75,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def without_secrets(value: Any, key: str = "") -> Any:
-    """`value` as JSON, without the values of keys such as `token`, and without user names and passwords in URLs."""
-    if isinstance(value, dict):
-        return {str(name): without_secrets(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(item, key) for item in value]
-    if _SECRET_KEY.search(key.rpartition(".")[2]) and value is not None:
-        return "(removed)"
-    if isinstance(value, str):
-        return _SECRET_IN_URL.sub("(removed)@", value)
-    return value if isinstance(value, int | float | None) else str(value)

@@ -1,0 +1,105 @@
+import json
+import os
+
+import pytest
+import yaml
+
+from ebft.config.schema import RunConfig
+from ebft.dashboard.report import report
+from ebft.run.card import model_card
+from ebft.run.record import recorded
+from ebft.secrets import without_secrets, without_secrets_in_text
+
+
+def test_values_of_secret_options():
+    values = {
+        "hub_token": "hf_x", "api-key": "k", "pad_token": "<pad>", "special_tokens": {"eos_token": "<e>"},
+        "url": "http://me:pw@host/x", "nested": [{"password": "p", "a": 1}], "unset_secret": None, "kept": 1.5,
+    }  # fmt: skip
+    found = without_secrets(values)
+    assert found["special_tokens"] == {"eos_token": "<e>"} and found["pad_token"] == "<pad>" and found["kept"] == 1.5
+    assert found["url"] == "http://(removed)@host/x" and found["unset_secret"] is None
+    assert found["hub_token"] == found["api-key"] == found["nested"][0]["password"] == "(removed)"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["pad_token", "special_tokens.eos_token", "num_tokens", "budget.generated_tokens", "trl.max_new_tokens",
+     "single_pass", "ebft.rollout_tokens_per_pass", "evaluation.pass_at", "tokenizer_config", "dataset_prepared_path"],
+)  # fmt: skip
+def test_options_that_are_kept(key):
+    assert without_secrets({key: 12}) == {key: 12} and without_secrets({key: "text"}) == {key: "text"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SESSION_TOKEN", "NGC_TOKEN", "bearer_token", "Authorization", "WANDB_API_KEY", "MY_KEY", "PASSPHRASE", "pwd",
+     "auth", "cookie", "GITHUB_PAT", "CLIENT_SECRET", "GOOGLE_CREDENTIALS", "token"],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["env", "vllm.env"])
+def test_variables_of_a_mapping_of_the_environment(name, key):
+    values = {key: {name: "x", "PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "5"}}
+    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "5"}
+    assert without_secrets(values) == {key: {name: "(removed)", **kept}}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:p@ss/word@host/x", "https://(removed)@host/x"),
+        ("https://u:p/w@host", "https://(removed)@host"),
+        ("https://token@host/a@b", "https://(removed)@host/a@b"),
+        ("postgres://u:p?w@host/db", "postgres://(removed)@host/db"),
+        ("user:secret@proxy:3128", "(removed)@proxy:3128"),
+        ("to `user:a/b@host` failed", "to `(removed)@host` failed"),
+        ("https://h/x?token=abc&split=1&X-Amz-Signature=9f#top", "https://h/x?token=(removed)&split=1&X-Amz-Signature=(removed)#top"),
+        ("https://h/?sig=a%2Fb&AWSAccessKeyId=c", "https://h/?sig=(removed)&AWSAccessKeyId=(removed)"),
+        ("hf_abcdefghijklmnopqrstuvwxyz012345", "(removed)"),
+        ("ghp_abcdefghijklmnop and gho_abcdefghijklmnop", "(removed) and (removed)"),
+        ("key sk-proj-abcDEF0123456789", "key (removed)"),
+        ("Authorization: Bearer abcdefgh", "Authorization: Bearer (removed)"),
+        ("env HF_TOKEN=abc vllm", "env HF_TOKEN=(removed) vllm"),
+    ],
+)  # fmt: skip
+def test_secrets_in_text(text, shown):
+    assert without_secrets_in_text(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://host:80/a?split=x&max_tokens=5", "hf://datasets/a/b@main/c.jsonl", "git@host:me/x.git", "a@b.org",
+     "/data/hf_checkpoints/run", "x/sk-learn", "{% for m in messages %}{{ bos_token + m }}", "C:/data",
+     "ValueError: no text", "pad_token=<pad>", "https://host/@scope/x"],
+)  # fmt: skip
+def test_text_without_secrets_is_unchanged(text):
+    assert without_secrets_in_text(text) == text
+
+
+KEYS = {
+    "base_model": "some/model",
+    "datasets": [{"path": "https://me:SEKRIT/0@host/d.jsonl?token=SEKRIT1&a=1", "type": "completion"}],
+    "rl": "ebft",
+    "vllm": {"env": {"NGC_TOKEN": "SEKRIT2", "KEPT": "kept"}},
+    "wandb_name": "hf_abcdefghijklmnopqrstuvwxyzSEKRIT3",
+    "special_tokens": {"pad_token": "<pad>"},
+    "budget": {"generated_tokens": 77},
+}
+
+
+def test_the_model_card_has_no_secrets():
+    card = model_card(RunConfig.from_dict(KEYS), {})
+    assert "SEKRIT" not in card
+    assert "| `special_tokens.pad_token` | `<pad>` |" in card and "| `budget.generated_tokens` | `77` |" in card
+    assert "'KEPT': 'kept'" in card and "https://(removed)@host/d.jsonl?token=(removed)&a=1" in card
+    assert yaml.safe_load(card.split("---")[1])["datasets"] == ["https://(removed)@host/d.jsonl?token=(removed)&a=1"]
+
+
+def test_the_files_of_a_run_have_no_secrets(tmp_path):
+    config = RunConfig.from_dict({**KEYS, "output_dir": str(tmp_path)})
+    with pytest.raises(OSError), recorded(config, None):
+        raise OSError("no answer from https://me:SEKRIT/4@host?key=SEKRIT5, Bearer SEKRIT6x")
+    run = (tmp_path / "run.json").read_text()
+    assert "SEKRIT" not in run and "SEKRIT" not in report(tmp_path)
+    assert json.loads(run)["config"]["special_tokens"]["pad_token"] == "<pad>"
+    assert "no answer from https://(removed)@host?key=(removed)" in json.loads(run)["error"]
+    assert os.listdir(tmp_path).count("report.html") == 1
