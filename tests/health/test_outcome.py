@@ -1,5 +1,7 @@
 from random import Random
 
+import pytest
+
 from ebft import training_outcome
 
 
@@ -44,7 +46,7 @@ def test_the_reward_is_not_repeated_if_features_are_its_only_part():
 def test_evaluations_come_first():
     log = evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2]) + training("ebft/cfm_loss", [0.5] * 50)
     text = training_outcome(log)
-    assert "learned: eval_cfm_loss improved" in text and "eval_cfm_loss 0.5 -> 0.2 (-0.3 ± 0.01)" in text
+    assert "learned: eval_cfm_loss improved" in text and "eval_cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from " in text
     assert "fifth" not in text
 
 
@@ -59,3 +61,52 @@ def test_a_short_log_and_values_that_are_no_numbers():
     assert "unknown" in training_outcome([]) and "test_datasets" in training_outcome([])
     log = training("reward", [0.5] * 7) + [{"step": 8, "reward": float("nan")}, {"step": 9, "reward": None}]
     assert training_outcome(log).startswith("Outcome: unknown")
+
+
+def evaluated(**metrics):
+    return [{"step": i, **dict(zip(metrics, values))} for i, values in enumerate(zip(*metrics.values()))]
+
+
+@pytest.mark.parametrize("count", [4, 5, 7, 12, 40])
+@pytest.mark.parametrize("names", [["eval_loss"], ["eval_cfm_loss", "eval_alignment", "eval_reward", "eval_ce_loss"]])
+def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
+    random, verdicts = Random(count), 0
+    for _ in range(400):
+        text = training_outcome(evaluated(**{name: [random.gauss(2, 0.1) for _ in range(count)] for name in names}))
+        verdicts += "no change larger than its error" not in text
+    assert verdicts < 0.05 * 400
+
+
+def test_noise_of_training_logs_rarely_gives_a_verdict():
+    random, verdicts = Random(0), 0
+    for _ in range(400):
+        log = [{"step": i, "ebft/ce_loss": random.gauss(2, 1), "ebft/alignment": random.random()} for i in range(8)]
+        verdicts += "no change larger than its error" not in training_outcome(log)
+    assert verdicts < 0.05 * 400
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[5, 3, 2.9, 2.85, 2.84, 2.83], [5, 4.1, 3, 2], [3, 2.5, 2.2, 2.0, 1.9, 1.85], [3 * 0.9**i for i in range(30)]],
+)
+def test_a_step_and_a_trend_are_not_noise(values):
+    assert "the model learned: eval_loss improved" in training_outcome(evaluated(eval_loss=values))
+
+
+def test_a_damaged_model():
+    assert "did not learn: eval_loss became worse" in training_outcome(evaluated(eval_loss=[2, 9, 9.1, 9]))
+
+
+def test_a_model_did_not_learn_if_a_held_out_metric_is_far_worse():
+    falling = [{"step": i, "loss": 3 - 0.1 * i} for i in range(20)]
+    text = training_outcome(evaluated(eval_loss=[3, 9]) + falling)
+    assert "the model learned" not in text and "loss improved, but eval_loss moved in the wrong direction" in text
+    assert "unknown with fewer than four evaluations" in text
+    both = {"eval_cfm_loss": [3, 2, 1, 0.1], "eval_ce_loss": [3, 9, 5, 9]}
+    text = training_outcome(evaluated(**both))
+    assert "the model learned" not in text and "eval_ce_loss" in text.partition(".")[0]
+
+
+def test_two_different_values_show_no_error():
+    text = training_outcome(evaluated(eval_reward=[0, 1, 1, 1]))
+    assert "unknown, since the standard error" in text and "±" not in text

@@ -4,38 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import mean, stdev, variance
+from statistics import mean, variance
 from typing import Any, NamedTuple
+
+from ebft.health.noise import series_error, series_quantile, t_quantile
 
 # The metrics of an outcome, most important first, and whether greater is better.
 _HELD_OUT = {"eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False}
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False}
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
-_ERRORS = 3  # standard errors that a change must exceed: several metrics are compared, on neighbouring logs
+_ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
+_LEVEL = 0.03  # probability that any metric without a change is counted as changed, under independent normal noise
 
 
 class Change(NamedTuple):
-    """The change of a metric between two parts of a run; `error` is its standard error, None if unknown."""
+    """The change of a metric between two parts of a run.
+
+    `error` is its standard error and `limit` the change that it must exceed to count; None if unknown.
+    """
 
     name: str
     before: float
     after: float
     error: float | None
+    limit: float | None
     greater_is_better: bool
 
     @property
+    def improvement(self) -> float:
+        """The difference, positive if the metric became better."""
+        return (self.after - self.before) * (1 if self.greater_is_better else -1)
+
+    @property
     def verdict(self) -> int | None:
-        """1: better, -1: worse, 0: not more than three standard errors, None: the error is unknown."""
-        difference = self.after - self.before
-        if self.error is None:
-            return None if difference else 0
-        if abs(difference) <= _ERRORS * self.error:
+        """1: better, -1: worse, 0: not more than the limit, None: the error is unknown."""
+        if self.limit is None:
+            return None if self.improvement else 0
+        if abs(self.improvement) <= self.limit:
             return 0
-        return 1 if (difference > 0) == self.greater_is_better else -1
+        return 1 if self.improvement > 0 else -1
+
+    @property
+    def may_be_worse(self) -> bool:
+        """Whether the metric moved in the wrong direction by 1.5 standard errors, or at all if they are unknown."""
+        return -self.improvement > 1.5 * (self.error or 0.0)
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f" ± {self.error:.2g}"
+        error = "" if self.error is None else f" ± {self.error:.2g}, counts from {self.limit:.2g}"
         return f"{self.name} {self.before:.4g} -> {self.after:.4g} ({self.after - self.before:+.2g}{error})"
 
 
@@ -43,8 +59,8 @@ def training_outcome(log_history: list[dict[str, Any]]) -> str:
     """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
-    also compares the first and the last fifth of the logs of training, and concludes from these. Changes of at most
-    three standard errors are not counted as changes.
+    also compares the first and the last fifth of the logs of training, and concludes from these. A change counts if it
+    exceeds a limit that depends on its standard error, the number of values, and the number of metrics.
     """
     held_out = list(_held_out_changes(log_history))
     is_known = bool(held_out) and all(change.error is not None for change in held_out)
@@ -54,29 +70,34 @@ def training_outcome(log_history: list[dict[str, Any]]) -> str:
             f"Outcome: unknown. The log has fewer than two evaluations and fewer than {2 * _FEWEST} entries of "
             "training. Set test_datasets or val_set_size with eval_steps, or train longer."
         )
-    parts = [f"Outcome: {_conclusion(training or held_out)}."]
+    parts = [f"Outcome: {_conclusion(training, held_out)}."]
     if training:
         parts.append(f"First and last fifth of the training logs: {_listed(training)}.")
     if held_out:
         parts.append(f"First and last evaluation: {_listed(held_out)}.")
     if any(change.error is not None for change in (*held_out, *training)):
-        parts.append("± is one standard error; a change counts from three.")
+        parts.append("± is one standard error.")
     if held_out and not is_known:
         parts.append(
-            "Fewer than four evaluations do not show how much these metrics vary: `ebft evaluate CONFIG` compares the "
-            "trained model with the base model and gives confidence intervals."
+            "The standard error is unknown with fewer than four evaluations, or if they have only two different "
+            "values: `ebft evaluate CONFIG` compares the trained model with the base model and gives confidence "
+            "intervals."
         )
     return " ".join(parts)
 
 
-def _conclusion(changes: list[Change]) -> str:
+def _conclusion(training: list[Change], held_out: list[Change]) -> str:
+    changes = [*training, *(change for change in held_out if not training or change.error is not None)]
     verdicts = [change.verdict for change in changes]
     better = [change.name for change in changes if change.verdict == 1]
     worse = [change.name for change in changes if change.verdict == -1]
+    doubtful = [change.name for change in held_out if change.may_be_worse and change.name not in worse]
     if None in verdicts and not better and not worse:
         return "unknown, since the standard error of these changes is unknown"
     if better and worse:
         return f"{_and(better)} improved, but {_and(worse)} became worse"
+    if better and doubtful:
+        return f"{_and(better)} improved, but {_and(doubtful)} moved in the wrong direction on held-out data"
     if better:
         return f"the model learned: {_and(better)} improved"
     if worse:
@@ -86,28 +107,26 @@ def _conclusion(changes: list[Change]) -> str:
 
 def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
     names = _HELD_OUT if _values(log_history, "eval_ce_loss") or _values(log_history, "eval_reward") else {}
-    for name, greater_is_better in (names or {"eval_loss": False}).items():
-        values = _values(log_history, name)
-        if len(values) < 2:
-            continue
-        differences = [b - a for a, b in zip(values, values[1:])]
-        # Differences between successive evaluations vary by the noise of two evaluations, like that of first and last.
-        error = stdev(differences) if len(values) >= _FEWEST else None
-        yield Change(name, values[0], values[-1], error, greater_is_better)
+    found = {name: _values(log_history, name) for name in names or {"eval_loss": False}}
+    found = {name: values for name, values in found.items() if len(values) >= 2}
+    for name, values in found.items():
+        error = series_error(values) if len(values) >= _FEWEST else None
+        limit = None if error is None else error * series_quantile(len(values), _LEVEL / len(found))
+        yield Change(name, values[0], values[-1], error, limit, names.get(name, False))
 
 
 def _training_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
     names = _TRAINING if any(_values(log_history, name) for name in _TRAINING) else _SFT_LOSS
-    for name, greater_is_better in names.items():
-        values = _values(log_history, name)
-        if name == "reward" and values == _values(log_history, "ebft/mean_reward"):
-            continue  # alignment and diversity are its only parts
+    found = {name: _values(log_history, name) for name in names}
+    if found.get("reward") == _values(log_history, "ebft/mean_reward"):
+        found.pop("reward", None)  # alignment and diversity are its only parts
+    found = {name: values for name, values in found.items() if len(values) >= 2 * _FEWEST}
+    for name, values in found.items():
         part = max(_FEWEST, len(values) // 5)
-        if len(values) < 2 * part:
-            continue
         first, last = values[:part], values[-part:]
         error = math.sqrt((variance(first) + variance(last)) / part)
-        yield Change(name, mean(first), mean(last), error, greater_is_better)
+        limit = error * max(_ERRORS, t_quantile(2 * part - 2, _LEVEL / len(found)))
+        yield Change(name, mean(first), mean(last), error, limit, names[name])
 
 
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
