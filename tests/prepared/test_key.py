@@ -1,6 +1,7 @@
 """What changes the key of prepared rows, and what does not."""
 
 import json
+import sys
 
 import pytest
 
@@ -82,6 +83,33 @@ def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key
     of = lambda **code: key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(**code)}])
     assert of() == of()
     assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
+
+
+def test_a_local_module_with_the_name_of_one_of_pythons_library_changes_the_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_with_turtle.py").write_text("import json, turtle\n\ndef transform(cfg):\n    return turtle.NAME\n")
+    (tmp_path / "turtle.py").write_text("NAME = 'a'\n")
+    found = code.transform_sources(["own_with_turtle.transform"])
+    assert set(found) == {"own_with_turtle", "turtle"} and found["turtle"] == "NAME = 'a'\n"
+    for name in found:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbfimport own_encoded_helper\n",
+        "# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"),
+    ],
+)
+def test_the_source_of_a_transform_in_another_encoding(tmp_path, monkeypatch, content):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_encoded.py").write_bytes(content + b"\ndef transform(cfg):\n    return None\n")
+    (tmp_path / "own_encoded_helper.py").write_text("")
+    found = code.transform_sources(["own_encoded.transform"])
+    assert set(found) == {"own_encoded", "own_encoded_helper"} and "import own_encoded_helper" in found["own_encoded"]
+    for name in found:
+        del sys.modules[name]
 
 
 def test_a_setting_that_a_custom_transform_reads_changes_the_key(key_for, own_transform):

@@ -51,9 +51,10 @@ def _collect(name: str, sources: dict[str, str]) -> None:
         path = _file_of(name)
         if name in sources or path is None:
             continue
-        sources[name] = path.read_text(encoding="utf-8", errors="replace")
+        content = path.read_bytes()
+        sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
         if path.suffix == ".py":
-            waiting += [other for other in _imported(sources[name], name, path) if _is_local(other)]
+            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
 
 
 def _file_of(name: str) -> Path | None:
@@ -66,10 +67,14 @@ def _file_of(name: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _imported(source: str, name: str, path: Path) -> Iterator[str]:
-    """The names of the modules that a source imports; some may be functions."""
+def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
+    """The names of the modules that a source imports; some may be functions. A source with a syntax error has none."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # a module that is not imported when the transform runs
+        return
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,9 +85,15 @@ def _imported(source: str, name: str, path: Path) -> Iterator[str]:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed."""
-    if name.partition(".")[0] in {*sys.stdlib_module_names, "ebft", ""}:
+    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
+    library may be that of a local file."""
+    top = name.partition(".")[0]
+    if top in ("ebft", "") or _is_installed(_file_of(top)):
         return False
     path = _file_of(name)
-    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
-    return path is not None and not any(path.resolve().is_relative_to(folder) for folder in installed)
+    return path is not None and not _is_installed(path)
+
+
+def _is_installed(path: Path | None) -> bool:
+    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
