@@ -137,3 +137,36 @@ def test_a_report_that_fails_is_a_warning(run_file, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="The report of the run was not written .a bug"):
         train(quietly(run_file, ["rl=", "max_steps=1"]))
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
+
+
+BROKEN = ["text", None, -1, float("inf"), float("nan"), 10**400, 1e300, -1e300, [], {}, [[1]], True, "\ud800"]
+
+
+@pytest.mark.parametrize("value", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
+def test_values_of_the_wrong_kind(run, value):
+    model = {"model": "b", "metrics": {"m": 2}, "differences": {"m": 1}, "difference_intervals": {"m": [0, 2]}}
+    compared = {"settings": {"confidence": 0.95}, "models": [{"model": "a", "metrics": {"m": 1}}, model]}
+    whole = json.loads((run / "run.json").read_text())
+    for key in whole:
+        (run / "run.json").write_text(json.dumps(whole | {key: value}))
+        Tags(report(run))
+    for section in ("rl", "ebft"):
+        (run / "run.json").write_text(json.dumps(whole | {"config": whole["config"] | {section: value}}))
+        Tags(report(run))
+    for key in ("metrics", "differences", "difference_intervals"):
+        (run / "evaluation.json").write_text(json.dumps(compared | {"models": [model | {key: value}] * 2}))
+        Tags(report(run))
+    for settings in (value, {"confidence": value}):
+        (run / "evaluation.json").write_text(json.dumps(compared | {"settings": settings}))
+        Tags(report(run))
+    append(run / "metrics.jsonl", log_line(101) | {"loss": None if isinstance(value, str) else value})
+    (run / "health.jsonl").write_text(
+        json.dumps({"time": value, "step": value, "name": value, "message": value}) + "\n"
+    )
+    write_report(run)
+
+
+def test_objects_that_are_nested_too_deeply(run):
+    for name in ("run.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "evaluation.json"):
+        (run / name).write_text("[" * 200_000 + "\n" + '{"a":' * 200_000)
+    Tags(report(run))

@@ -74,10 +74,10 @@ def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
 
     Values outside can be right for a run; they are a reason to look at its rollouts.
     """
-    method, ebft = config.get("rl"), config.get("ebft") or {}
+    method, ebft = config.get("rl"), config.get("ebft")
     if title == "grad_norm":
-        return {"ebft": (None, 3.0), "grpo": (None, 1.0)}.get(method, (None, 10.0))
-    if method == "ebft" and title == "alignment" and ebft.get("use_whitening"):
+        return {"ebft": (None, 3.0), "grpo": (None, 1.0)}.get(str(method), (None, 10.0))
+    if method == "ebft" and title == "alignment" and isinstance(ebft, dict) and ebft.get("use_whitening"):
         return (0.3, 1.9)
     if method in ("ebft", "grpo"):
         return {"kl": (0.0, 0.5), "truncated completions": (None, 0.3)}.get(title)

@@ -80,7 +80,7 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
     """The object in a line, or None if there is none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return None
     return row if isinstance(row, dict) else None
 

@@ -118,8 +118,17 @@ class LiveRun:
         return value if is_number(value) else None
 
 
+def local_time(seconds: Any) -> datetime | None:
+    """Seconds since 1970 as a local time, or None if they are no number or no time."""
+    try:
+        return datetime.fromtimestamp(seconds) if is_number(seconds) else None
+    except (ValueError, OverflowError, OSError):  # a year beyond 9999
+        return None
+
+
 def clock(value: Any) -> str:
     """A time of a message, in seconds since 1970 or as text, as hours and minutes."""
     if isinstance(value, int | float):
-        return datetime.fromtimestamp(value).strftime("%H:%M:%S")
+        when = local_time(value)
+        return str(value) if when is None else when.strftime("%H:%M:%S")
     return str(value or "")[11:19] if "T" in str(value) else str(value or "")

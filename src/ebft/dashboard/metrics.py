@@ -74,7 +74,12 @@ class Metrics:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ebft.dashboard import sections
 from ebft.dashboard.files import REPORT
-from ebft.dashboard.live import LiveRun
+from ebft.dashboard.live import LiveRun, local_time
 from ebft.dashboard.rollouts import first_and_last
 from ebft.dashboard.svg import figure
 from ebft.dashboard.text import duration, html_text
@@ -84,8 +83,8 @@ def _summary(live: LiveRun) -> str:
 
 
 def _environment(live: LiveRun) -> dict[str, Any]:
-    started = live.run.get("started")
-    when = datetime.fromtimestamp(started).isoformat(" ", "seconds") if isinstance(started, int | float) else None
+    started = local_time(live.run.get("started"))
+    when = None if started is None else started.isoformat(" ", "seconds")
     latest = live.metrics.latest
     found = {"host": live.run.get("host"), "started": when, "output_dir": live.run.get("output_dir")}
     if "memory/peak_gib" in latest:

@@ -28,16 +28,18 @@ def check_rollouts(folder: Path) -> None:
     if rollout_files(folder):
         return
     run = read_run(folder)
-    config, state = run.get("config", {}), state_of(run)
-    if "config" in run and config.get("rl") is None:
+    config, state = run.get("config"), state_of(run)
+    config = config if isinstance(config, dict) else {}
+    if config and config.get("rl") is None:
         raise RunError(f"{folder} has no {ROLLOUTS}: supervised fine-tuning samples no rollouts.")
     keys = "ebft.log_completions (strided mode) or trl.log_completions (structured mode, GRPO)"
     if config:
-        strided = config["rl"] == "ebft" and config.get("ebft", {}).get("mode") == "strided"
+        sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+        strided = config.get("rl") == "ebft" and sections.get("ebft", {}).get("mode") == "strided"
         key = "ebft.log_completions" if strided else "trl.log_completions"
         section, _, name = key.partition(".")
         keys = key
-        if (config.get(section) or {}).get(name):
+        if sections.get(section, {}).get(name):
             raise RunError(f"{folder} has no {ROLLOUTS} yet: {key} is set, but no step is complete (run: {state}).")
     raise RunError(f"{folder} has no {ROLLOUTS}. Set {keys}: true in the config of the run to write it.")
 

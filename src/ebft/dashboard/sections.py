@@ -74,12 +74,18 @@ def evaluation(live: LiveRun, path: Path) -> str:
     return "\n".join(filter(None, parts))
 
 
+def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The object under a key; empty if there is none."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def _comparison(base: dict[str, Any], model: dict[str, Any], compared: dict[str, Any]) -> str:
     """The differences of a model from the first one, with their intervals."""
     rows = []
-    intervals, settings = model.get("difference_intervals") or {}, compared.get("settings") or {}
-    for name, difference in (model.get("differences") or {}).items():
-        values = [(found.get("metrics") or {}).get(name) for found in (base, model)]
+    intervals, settings = _object(model, "difference_intervals"), _object(compared, "settings")
+    for name, difference in _object(model, "differences").items():
+        values = [_object(found, "metrics").get(name) for found in (base, model)]
         if not all(is_number(value) for value in (*values, difference)):
             continue
         bounds = intervals.get(name)
