@@ -159,7 +159,8 @@ def address(sampler):
 
 def post(url, body, **headers):
     headers = {"Content-Type": "application/json", **headers}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request) as response:
             return response.status, response.read().decode()
@@ -187,6 +188,33 @@ def test_the_page(address, sampler):
         ("/reply", {}, {}, "needs text"),
         ("/reply", [], {}, "JSON object"),
         ("/reply", {"text": "a", "temperature": -1}, {}, "temperature: invalid value -1"),
+        (
+            "/reply",
+            {"text": "a", "temperature": float("nan")},
+            {},
+            "temperature: invalid value nan; expected 0 or a number",
+        ),
+        ("/reply", {"text": "a", "temperature": 1e-320}, {}, "temperature: invalid value 1e-320"),
+        ("/reply", {"text": "a", "temperature": 10**400}, {}, "temperature: invalid value 1000"),
+        (
+            "/reply",
+            {"text": "a", "max_new_tokens": float("inf")},
+            {},
+            "max_new_tokens: invalid value inf; expected an integer",
+        ),
+        ("/reply", {"text": "a", "max_new_tokens": float("nan")}, {}, "max_new_tokens: invalid value nan"),
+        ("/reply", {"text": "a", "max_new_tokens": 0}, {}, "expected an integer from 1"),
+        ("/reply", {"text": "a", "max_new_tokens": 1.5}, {}, "max_new_tokens: invalid value 1.5"),
+        ("/reply", {"text": "a", "seed": 2**32}, {}, "expected an integer from 0 to 4294967295"),
+        ("/reply", {"text": "a", "seed": "1"}, {}, "seed: invalid value '1'"),
+        ("/reply", {"text": "a", "top_k": 2**40}, {}, "top_k: invalid value"),
+        ("/reply", {"text": "a", "top_p": 1.1}, {}, "top_p: invalid value 1.1"),
+        ("/reply", {"text": "a \ud800"}, {}, "half of a surrogate pair"),
+        ("/reply", {"messages": [{"role": "user", "content": "\udfff"}]}, {}, "half of a surrogate pair"),
+        ("/score", {"text": "a", "reference": "\ud800"}, {}, "half of a surrogate pair"),
+        ("/score", {"text": "a", "reference": "b", "samples": 0}, {}, "samples: invalid value 0"),
+        ("/reply", b"[" * 200_000, {}, "nested too deeply"),
+        ("/reply", b'{"a": ' + b"9" * 5000 + b"}", {}, "not JSON"),
         ("/reply", {"text": "a"}, {"Origin": "http://example.org"}, "Requests from http://example.org"),
         ("/reply", {"text": "a"}, {"Host": "example.org:80"}, "Requests to example.org"),
         ("/reply", {"text": "a"}, {"Content-Type": "text/plain"}, "must be JSON"),

@@ -20,7 +20,15 @@ from ebft.inference.scoring import Scorer
 
 MAX_BODY = 2**20  # bytes
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-_OPTIONS = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+_MOST_TOKENS = 2**20  # per reply; a model with fewer positions generates fewer
+# Sampling options with their type, least and greatest value. 0 is allowed for the temperature as well.
+_OPTIONS = {
+    "max_new_tokens": (int, 1, _MOST_TOKENS),
+    "temperature": (float, 1e-3, 1e3),  # logits are divided by it
+    "top_p": (float, 0, 1),
+    "top_k": (int, 0, 2**31 - 1),
+    "seed": (int, 0, 2**32 - 1),
+}
 
 
 class PageServer(ThreadingHTTPServer):
@@ -90,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _score(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
         reference, samples = request.get("reference"), request.get("samples", 4)
-        if not isinstance(reference, str) or not reference.strip() or not isinstance(samples, int):
-            raise ConfigError("reference must be a text, and samples a number.")
+        if not isinstance(reference, str) or not reference.strip() or type(samples) is not int:
+            raise ConfigError("reference must be a text, and samples an integer.")
         scored = Scorer(sampler, samples)(prompt, reference, bool(request.get("base")))
         self._send(HTTPStatus.OK, "application/json", json.dumps(asdict(scored)))
 
@@ -110,8 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConfigError(f"The request must have a Content-Length of at most {MAX_BODY} bytes.")
         try:
             request = json.loads(self.rfile.read(int(length)))
+            json.dumps(request, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("The request contains half of a surrogate pair, which is not a character.") from error
         except ValueError as error:
             raise ConfigError(f"The request is not JSON: {error}") from error
+        except RecursionError as error:
+            raise ConfigError("The request is nested too deeply.") from error
         if not isinstance(request, dict):
             raise ConfigError("The request must be a JSON object.")
         return request
@@ -127,13 +140,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _sampler(self, request: dict[str, Any]) -> Sampler:
         given = {}
-        for name, kind in _OPTIONS.items():
+        for name, (kind, least, greatest) in _OPTIONS.items():
             if (value := request.get(name)) is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                    raise ConfigError(f"{name}: invalid value {value!r}; expected a number.")
+                zero = name == "temperature" and value == 0
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                # The comparison is false for NaN.
+                if not is_number or not (zero or least <= value <= greatest) or kind(value) != value:
+                    what = "an integer" if kind is int else "0 or a number" if name == "temperature" else "a number"
+                    expected = f"{what} from {least} to {greatest}"
+                    raise ConfigError(f"{name}: invalid value {value!r:.100}; expected {expected}.")
                 given[name] = kind(value)
-        if given.get("max_new_tokens") == 0 or given.get("top_p", 0) > 1:
-            raise ConfigError("max_new_tokens must be at least 1, and top_p at most 1.")
         options: SamplingOptions = replace(self.server.sampler.options, **given)
         return Sampler(self.server.sampler.loaded, options)
 
