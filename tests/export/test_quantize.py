@@ -51,6 +51,24 @@ def test_int8(tiny_llama_dir, text, ebft, tmp_path):
     assert again.exit_code == 2 and "is not empty" in flat(again.output)
 
 
+def test_a_link_to_an_empty_folder(tiny_llama_dir, text, tmp_path):
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    result = quantize_model(tiny_llama_dir, link, "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+    assert result.folder == link and link.is_symlink() and (folder / "model.safetensors").is_file()
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_failure_leaves_nothing(tiny_llama_dir, text, tmp_path, monkeypatch):
+    perplexities = iter([1.0])
+    monkeypatch.setattr("ebft.export.quantize.perplexity", lambda model, scored: next(perplexities))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StopIteration):
+        quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     config = {
         "base_model": str(tiny_llama_dir),

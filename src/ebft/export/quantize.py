@@ -62,6 +62,7 @@ def quantize_model(
     machine, or if the folder has no model that can be quantised.
     """
     _check_source(folder)
+    given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --to.")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -74,15 +75,18 @@ def quantize_model(
     model = _loaded(AutoModelForCausalLM, folder, quantization_config=TorchAoConfig(settings), **options)
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    del model
-    after = perplexity(_loaded(AutoModelForCausalLM, partial, **options), scored)
-    if to.exists():
-        to.rmdir()
-    partial.rename(to)
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        del model
+        after = perplexity(_loaded(AutoModelForCausalLM, partial, **options), scored)
+        if to.exists():
+            to.rmdir()
+        partial.rename(to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     own = sum(path.stat().st_size for path in to.glob("*.safetensors"))
-    return QuantizeResult(to, size, own, sum(one.scored for one in scored), before, after)
+    return QuantizeResult(given, size, own, sum(one.scored for one in scored), before, after)
 
 
 def torchao_settings(kind: str, device: torch.device) -> Any:
