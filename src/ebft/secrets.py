@@ -26,13 +26,13 @@ _TEXTS = (
     (re.compile(r"(?<![^\s\"'<>=(,`])[^\s/@:\"'<>=(,`]+:(?!//)[^\s\"'<>`]*@(?=[\w\[])"), f"{REMOVED}@"),  # no scheme
     (re.compile(rf"(?i)([?&;][^=&;?\s]*(?:{_URL_PARAMETER})[^=&;?\s]*=)[^&;#\s\"'<>`]+"), rf"\1{REMOVED}"),
     (
-        re.compile(r"\b([A-Z0-9_]*(?:TOKEN(?!I[ZS]|S)|KEY|SECRET|PASSW|CREDENTIAL)[A-Z0-9_]*=)[^\s\"'`]+"),
+        re.compile(r"\b([A-Z0-9_]{0,60}?(?:TOKEN(?!I[ZS]|S)|KEY|SECRET|PASSW|CREDENTIAL)[A-Z0-9_]{0,60}=)[^\s\"'`]+"),
         rf"\1{REMOVED}",
     ),
     (re.compile(r"\b([Bb]earer|BEARER)\s+[\w.~+/=-]{6,}"), rf"\1 {REMOVED}"),
     (re.compile(r"\b(hf_|api_org_|gh[oprsu]_)[A-Za-z0-9]{12,}"), REMOVED),
     (re.compile(r"\b(github_pat_\w{12,}|(glpat|xox[abeprs])-[\w-]{10,}|A[KS]IA[0-9A-Z]{16})"), REMOVED),
-    (re.compile(r"\bsk[-_](?=[\w-]*[0-9A-Z])[\w-]{10,}"), REMOVED),
+    (re.compile(r"(?<![\w-])sk[-_](?=[\w-]*[0-9A-Z])[\w-]{10,}"), REMOVED),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), REMOVED),  # a JSON Web Token
 )
 
