@@ -62,8 +62,8 @@ How to read it:
 - **distance of samples** is 1 - chrF, on average over the pairs of samples of a prompt; **distinct samples** and
   **distinct-2** are shares of samples that differ, and of pairs of adjacent words that do.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT.
-- **EBFT, structured** trains on translations for {structured_steps} steps of 16 prompts with 4 completions each, which are
-  fewer documents than the other methods train on: its difference from SFT is not that of the same training.
+- **EBFT, structured** trains on translations for {structured_steps} steps of 16 prompts with 4 completions each, on
+  fewer documents than the other methods: its difference from SFT is not that of the same training.
 - EBFT's settings change [configs/ebft.yaml](configs/ebft.yaml): {settings}.
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
