@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
@@ -191,6 +192,13 @@ class OverTrainer(Trainer):
         super()._save_rng_state(output_dir)
         state = self._remembered["running"] if self._is_stopping else self.running_state()
         torch.save(state, self._running_state_path(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        target, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
+        if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
+            target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

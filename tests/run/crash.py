@@ -63,7 +63,17 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ebft_opencode.transform",
         {**STRUCTURED, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
     ),
+    "structured_reference": (  # the reference is a second adapter
+        "pairs",
+        "ebft_opencode.transform",
+        {**STRUCTURED, **LORA, "micro_batch_size": 4, "trl": {**TRL, "beta": 0.2}},
+    ),
     "grpo": ("pairs", "ebft_opencode.transform", {**GRPO, **LORA, "micro_batch_size": 4}),
+    "grpo_reference": (
+        "pairs",
+        "ebft_opencode.transform",
+        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "beta": 0.2}},
+    ),
     "grpo_iterations": (  # checkpoints lie between the updates on one batch of completions
         "pairs",
         "ebft_opencode.transform",

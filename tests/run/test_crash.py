@@ -54,6 +54,12 @@ def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbro
     assert step >= 3 and result(out) == unbroken("strided")
 
 
+def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, tmp_path):
+    out, inject = tmp_path / "out", MOMENTS["before the final save"]
+    assert killed_and_resumed("structured_reference", inject, inputs, out) == STEPS
+    assert result(out) == unbroken("structured_reference")
+
+
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
 def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
     keys, out = {"eval_steps": None}, tmp_path / "out"

@@ -68,6 +68,8 @@ def _check_weights(checkpoint: Path) -> None:
                 raise DamagedError(f"it has no {name}, which {index.name} names")
     if any(checkpoint.glob("adapter_model*")) and not (checkpoint / "adapter_config.json").is_file():
         raise DamagedError("it has no adapter_config.json")
+    if (checkpoint / "adapter_config.json").is_file() and not any(checkpoint.glob("adapter_model*")):
+        raise DamagedError("it has no adapter_model.safetensors")
 
 
 def _check_training_state(checkpoint: Path) -> None:
