@@ -33,7 +33,7 @@ class OverTrainer(Trainer):
     completed step; not during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
     The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
     `is_interrupted` is set if training ends before its last step. Subclasses extend `running_state` and
-    `restore_running_state`.
+    `restore_running_state`, `save_shared` and `load_shared`.
     """
 
     may_stop = True
@@ -56,6 +56,12 @@ class OverTrainer(Trainer):
     def restore_running_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
         self._loss_to_log = state.get("loss_to_log")
+
+    def save_shared(self, folder: Path) -> None:
+        """Write what is the same on all processes into a checkpoint with optimizer state; called on one process."""
+
+    def load_shared(self, folder: Path) -> None:
+        """Restore what `save_shared` has written; called on every process."""
 
     def save_stopped(self) -> None:
         """Save a checkpoint of the last completed step, after an exception was raised where `may_stop` allows it."""
@@ -192,6 +198,8 @@ class OverTrainer(Trainer):
         super()._save_rng_state(output_dir)
         state = self._remembered["running"] if self._is_stopping else self.running_state()
         torch.save(state, self._running_state_path(output_dir))
+        if self.args.should_save:
+            self.save_shared(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -207,6 +215,7 @@ class OverTrainer(Trainer):
             device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
             state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
             self.restore_running_state(state)
+            self.load_shared(Path(checkpoint))
 
     def _running_state_path(self, folder: str) -> str:
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""

@@ -74,6 +74,21 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ebft_opencode.transform",
         {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "beta": 0.2}},
     ),
+    "grpo_synced_reference": (
+        "pairs",
+        "ebft_opencode.transform",
+        {
+            **GRPO,
+            "micro_batch_size": 4,
+            "trl": {
+                **GRPO["trl"],
+                "beta": 0.1,
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 2,
+                "ref_model_mixup_alpha": 0.5,
+            },
+        },
+    ),
     "grpo_iterations": (  # checkpoints lie between the updates on one batch of completions
         "pairs",
         "ebft_opencode.transform",

@@ -60,6 +60,14 @@ def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, t
     assert result(out) == unbroken("structured_reference")
 
 
+def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tmp_path):
+    config = config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=1)
+    assert (ended := run(config)).code == 0, ended.output
+    (tmp_path / "out" / "checkpoint-1" / "synced_reference.safetensors").unlink()
+    ended = run(config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=2))
+    assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
+
+
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
 def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
     keys, out = {"eval_steps": None}, tmp_path / "out"
