@@ -28,6 +28,7 @@ COUNTS = "(batches, device) -> what the loss is normalised by"
 OF_TRAINERS = {
     OverTrainer: {
         "_globalstep_last_logged": "the step of the last log",
+        "_total_loss_scalar": "the sum of losses that were logged since the run was started or resumed",
         "_tr_loss": "the sum of losses since the last log",
         "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
         "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",

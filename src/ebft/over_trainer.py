@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,22 @@ class OverTrainer(Trainer):
     _is_saving = _is_stopping = False
     _remembered: dict[str, Any] | None = None
     _loss_to_log: tuple[Tensor, int] | None = None
+    _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
     def running_state(self) -> dict[str, Any]:
         """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
 
         Tensors and plain Python values; they must not be changed by later steps.
         """
-        return {"loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged)}
+        return {
+            "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
+            "total_loss": self._total_loss_scalar,
+            "processes": self.args.world_size,
+        }
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
-        self._loss_to_log = state.get("loss_to_log")
+        self._loss_to_log, self._total_loss = state.get("loss_to_log"), state.get("total_loss")
 
     def save_shared(self, folder: Path) -> None:
         """Write what is the same on all processes into a checkpoint with optimizer state; called on one process."""
@@ -113,14 +119,23 @@ class OverTrainer(Trainer):
         if self._loss_to_log is not None:  # transformers has set both to those of a new run
             loss, self._globalstep_last_logged = self._loss_to_log
             self._tr_loss += loss
+            self._total_loss_scalar += self._total_loss or 0.0
             self._loss_to_log = None
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with `train_loss` as the mean over all steps of the run; without it if earlier losses are unknown."""
+        if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
+            logs = {name: value for name, value in logs.items() if name != "train_loss"}
+            if self._total_loss is not None:
+                logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
 
     # Phases of a step
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         found = super()._init_training_state(*args)
-        self._saved_step, self._remembered = self.state.global_step, None
+        self._saved_step, self._remembered, self._total_loss = self.state.global_step, None, 0.0
         return found
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -211,11 +226,26 @@ class OverTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            path = self._running_state_path(checkpoint)
-            device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
-            state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
-            self.restore_running_state(state)
+            self.restore_running_state(self._load_running_state(checkpoint))
             self.load_shared(Path(checkpoint))
+
+    def _load_running_state(self, folder: str) -> dict[str, Any]:
+        """The `running_state` of this process; empty, with a warning, if the checkpoint has none that fits."""
+        path, processes = self._running_state_path(folder), self.args.world_size
+        device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
+        state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
+        if state.get("processes", processes) == processes and state:
+            return state
+        if self.is_world_process_zero():
+            reason = f"was not saved by {processes} process{'es' if processes > 1 else ''}, as this run has"
+            others = any(Path(folder).glob("running_state*.pth"))
+            warnings.warn(
+                f"{folder} {reason if others else 'has no running_state.pth'}, so what is kept per process is lost: "
+                "the sums of metrics since the last log, train_loss of the whole run, and in structured mode and GRPO "
+                "the completions sampled for later updates, replayed groups and failed prompts.",
+                stacklevel=2,
+            )
+        return {}
 
     def _running_state_path(self, folder: str) -> str:
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""

@@ -246,5 +246,10 @@ def result(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
         weights = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     skipped = lambda key: is_of_the_machine(key) or "preparation_time" in key
-    logged = [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
-    return weights, [entry for entry in logged if "train_loss" not in entry]
+    return weights, [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
+
+
+def without_summary(result: tuple[Any, list[dict[str, Any]]]) -> tuple[Any, list[dict[str, Any]]]:
+    """A result without what is logged when training ends, which a run that was already trained does not log again."""
+    weights, logged = result
+    return weights, [entry for entry in logged if "total_flos" not in entry]
