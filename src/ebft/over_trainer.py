@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
-from ebft.durable import STAGING, clean_staging, discard, publish
+from ebft.durable import STAGING, clean_staging, discard, publish, write_checksums
 from ebft.errors import SaveError
 
 _PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json
@@ -188,6 +188,7 @@ class OverTrainer(Trainer):
                     self.state.save_to_json(str(staged / "trainer_state.json"))
                 for write in self.into_checkpoint:
                     write(staged)
+                write_checksums(staged)
                 publish(staged, folder)
             self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full

@@ -92,9 +92,10 @@ def test_a_full_disk_in_the_final_save(inputs, unbroken, out):
 def test_a_damaged_newest_checkpoint_is_skipped(inputs, unbroken, out):
     config = config_of("strided_full", inputs, out)
     assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)).code == -9
-    (out / "checkpoint-5" / "optimizer.pt").write_bytes(b"")
+    weights = out / "checkpoint-5" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"~")
     ended = run(config)
-    assert ended.code == 0 and "checkpoint-5 is not used: optimizer.pt is damaged (it is empty)" in ended.output
+    assert ended.code == 0 and "checkpoint-5 is not used: model.safetensors is damaged (wrong" in ended.output
     assert result(out) == unbroken("strided_full")
 
 
