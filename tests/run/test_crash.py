@@ -22,6 +22,7 @@ def killed_and_resumed(method, inject, inputs, out, **changes):
     assert (ended := run(config, inject)).code == KILLED, ended.output
     newest = newest_checkpoint(out)
     assert (ended := run(config)).code == 0, ended.output
+    assert "training data differ" not in ended.output
     assert final_step(out) == STEPS and not (out / "_saving").exists()
     assert not list(out.glob("*.tmp"))
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
@@ -71,6 +72,31 @@ def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tm
     (tmp_path / "out" / "checkpoint-1" / "synced_reference.safetensors").unlink()
     ended = run(config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=2))
     assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("sft_full", lambda rows: rows[:-1], "5 rows instead of 6"),
+        (
+            "strided",
+            lambda rows: [row.replace(': "', ': "The ') for row in rows],
+            "6 rows as before, with other contents",
+        ),
+        ("grpo", lambda rows: rows + rows[:1], "7 rows instead of 6"),
+        ("sft_full", lambda rows: rows, None),
+    ],
+)
+def test_changed_training_data_give_a_warning(method, change, message, inputs, tmp_path):
+    source, copied = inputs / f"{METHODS[method][0]}.jsonl", tmp_path / "rows.jsonl"
+    rows = source.read_text().splitlines()
+    data = {"datasets": [{"path": str(copied), "type": METHODS[method][1]}]}
+    for steps, lines in ((1, rows), (2, change(rows))):
+        copied.write_text("\n".join(lines) + "\n")
+        ended = run(config_of(method, inputs, tmp_path / "out", max_steps=steps, **data))
+        assert ended.code == 0, ended.output
+    assert ("training data differ" in ended.output) == (message is not None)
+    assert message is None or message in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
