@@ -28,11 +28,13 @@ COUNTS = "(batches, device) -> what the loss is normalised by"
 OF_TRAINERS = {
     OverTrainer: {
         "_globalstep_last_logged": "the step of the last log",
+        "_total_loss_scalar": "the sum of losses that were logged since the run was started or resumed",
         "_tr_loss": "the sum of losses since the last log",
         "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
         "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
         "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",
         "_init_training_state": "(...) sets the trainer state, from a checkpoint if there is one",
+        "_load_from_checkpoint": "(folder, model) loads weights; of adapters in subfolders, these alone",
         "_load_optimizer_and_scheduler": "(checkpoint) when training resumes",
         "_load_rng_state": "(checkpoint) before the first step that is trained after resuming",
         "_maybe_log_save_evaluate": "(...) logs, evaluates and saves after a step and after an epoch",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # for type checking alone; what composes a run is on the last line. `keys` are the files keys.py of all rooms.
 ROOMS = (
     "durable errors secrets",
-    "paths",
+    "paths row_digest",
     "anchors config dashboard fetch.cache over_trainer over_transformers rewards",
     "keys fetch.catalog",
     "data",

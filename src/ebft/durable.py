@@ -5,12 +5,17 @@ A folder is written below `STAGING` of its parent, flushed to the disk, and then
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
+
+CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
+_TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
 
 
 def clean_staging(parent: Path) -> None:
@@ -59,6 +64,23 @@ def write_text(path: Path, text: str) -> None:
     _flush_one(draft)
     os.replace(draft, path)
     _flush_one(path.parent)
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of the files below `folder` that are not text into its file CHECKSUMS."""
+    found = {
+        path.relative_to(folder).as_posix(): checksum(path) for path in _files(folder) if path.suffix not in _TEXTS
+    }
+    write_text(folder / CHECKSUMS, json.dumps(found, indent=2) + "\n")
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file. Raises OSError."""
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
 
 
 def flush(folder: Path) -> None:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
-from ebft.durable import STAGING, clean_staging, discard, publish
+from ebft.durable import STAGING, clean_staging, discard, publish, write_checksums
 from ebft.errors import SaveError
+from ebft.row_digest import describe_rows, difference
 
 _PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json
+_ROWS = "TrainingRows"  # there too: the training data
 
 
 class OverTrainer(Trainer):
@@ -32,7 +36,7 @@ class OverTrainer(Trainer):
     completed step; not during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
     The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
     `is_interrupted` is set if training ends before its last step. Subclasses extend `running_state` and
-    `restore_running_state`.
+    `restore_running_state`, `save_shared` and `load_shared`.
     """
 
     may_stop = True
@@ -44,17 +48,28 @@ class OverTrainer(Trainer):
     _is_saving = _is_stopping = False
     _remembered: dict[str, Any] | None = None
     _loss_to_log: tuple[Tensor, int] | None = None
+    _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
     def running_state(self) -> dict[str, Any]:
         """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
 
         Tensors and plain Python values; they must not be changed by later steps.
         """
-        return {"loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged)}
+        return {
+            "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
+            "total_loss": self._total_loss_scalar,
+            "processes": self.args.world_size,
+        }
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
-        self._loss_to_log = state.get("loss_to_log")
+        self._loss_to_log, self._total_loss = state.get("loss_to_log"), state.get("total_loss")
+
+    def save_shared(self, folder: Path) -> None:
+        """Write what is the same on all processes into a checkpoint with optimizer state; called on one process."""
+
+    def load_shared(self, folder: Path) -> None:
+        """Restore what `save_shared` has written; called on every process."""
 
     def save_stopped(self) -> None:
         """Save a checkpoint of the last completed step, after an exception was raised where `may_stop` allows it."""
@@ -106,15 +121,40 @@ class OverTrainer(Trainer):
         if self._loss_to_log is not None:  # transformers has set both to those of a new run
             loss, self._globalstep_last_logged = self._loss_to_log
             self._tr_loss += loss
+            self._total_loss_scalar += self._total_loss or 0.0
             self._loss_to_log = None
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with `train_loss` as the mean over all steps of the run; without it if earlier losses are unknown."""
+        if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
+            logs = {name: value for name, value in logs.items() if name != "train_loss"}
+            if self._total_loss is not None:
+                logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
 
     # Phases of a step
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         found = super()._init_training_state(*args)
-        self._saved_step, self._remembered = self.state.global_step, None
+        self._saved_step, self._remembered, self._total_loss = self.state.global_step, None, 0.0
+        self._compare_rows()
         return found
+
+    def _compare_rows(self) -> None:
+        """Warn if the training rows are not those of the checkpoint, and describe them in the following ones."""
+        now, saved = describe_rows(self.train_dataset), self.state.stateful_callbacks.get(_ROWS)
+        if now is None:
+            return
+        changed = difference(saved, now) if saved is not None else None
+        if changed is not None and self.is_world_process_zero():
+            warnings.warn(
+                f"The training data differ from those of the checkpoint: {changed}. Training continues from step "
+                f"{self.state.global_step} at the same position in the new data, so rows may be repeated or left out. "
+                "For an exact continuation, resume with the same datasets, val_set_size and sequence_len.",
+                stacklevel=2,
+            )
+        self.state.stateful_callbacks[_ROWS] = now
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -166,6 +206,7 @@ class OverTrainer(Trainer):
                     self.state.save_to_json(str(staged / "trainer_state.json"))
                 for write in self.into_checkpoint:
                     write(staged)
+                write_checksums(staged)
                 publish(staged, folder)
             self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
@@ -191,14 +232,39 @@ class OverTrainer(Trainer):
         super()._save_rng_state(output_dir)
         state = self._remembered["running"] if self._is_stopping else self.running_state()
         torch.save(state, self._running_state_path(output_dir))
+        if self.args.should_save:
+            self.save_shared(Path(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        target, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
+        if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
+            target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            path = self._running_state_path(checkpoint)
-            device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
-            state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
-            self.restore_running_state(state)
+            self.restore_running_state(self._load_running_state(checkpoint))
+            self.load_shared(Path(checkpoint))
+
+    def _load_running_state(self, folder: str) -> dict[str, Any]:
+        """The `running_state` of this process; empty, with a warning, if the checkpoint has none that fits."""
+        path, processes = self._running_state_path(folder), self.args.world_size
+        device = self.args.device if self.args.device.type != "cpu" else "cpu"  # torch does not map to cpu:0
+        state = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else {}
+        if state.get("processes", processes) == processes and state:
+            return state
+        if self.is_world_process_zero():
+            reason = f"was not saved by {processes} process{'es' if processes > 1 else ''}, as this run has"
+            others = any(Path(folder).glob("running_state*.pth"))
+            warnings.warn(
+                f"{folder} {reason if others else 'has no running_state.pth'}, so what is kept per process is lost: "
+                "the sums of metrics since the last log, train_loss of the whole run, and in structured mode and GRPO "
+                "the completions sampled for later updates, replayed groups and failed prompts.",
+                stacklevel=2,
+            )
+        return {}
 
     def _running_state_path(self, folder: str) -> str:
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""

@@ -63,7 +63,32 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ebft_opencode.transform",
         {**STRUCTURED, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
     ),
+    "structured_reference": (  # the reference is a second adapter
+        "pairs",
+        "ebft_opencode.transform",
+        {**STRUCTURED, **LORA, "micro_batch_size": 4, "trl": {**TRL, "beta": 0.2}},
+    ),
     "grpo": ("pairs", "ebft_opencode.transform", {**GRPO, **LORA, "micro_batch_size": 4}),
+    "grpo_reference": (
+        "pairs",
+        "ebft_opencode.transform",
+        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "beta": 0.2}},
+    ),
+    "grpo_synced_reference": (
+        "pairs",
+        "ebft_opencode.transform",
+        {
+            **GRPO,
+            "micro_batch_size": 4,
+            "trl": {
+                **GRPO["trl"],
+                "beta": 0.1,
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 2,
+                "ref_model_mixup_alpha": 0.5,
+            },
+        },
+    ),
     "grpo_iterations": (  # checkpoints lie between the updates on one batch of completions
         "pairs",
         "ebft_opencode.transform",
@@ -221,5 +246,10 @@ def result(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
         weights = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     skipped = lambda key: is_of_the_machine(key) or "preparation_time" in key
-    logged = [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
-    return weights, [entry for entry in logged if "train_loss" not in entry]
+    return weights, [{key: value for key, value in entry.items() if not skipped(key)} for entry in history]
+
+
+def without_summary(result: tuple[Any, list[dict[str, Any]]]) -> tuple[Any, list[dict[str, Any]]]:
+    """A result without what is logged when training ends, which a run that was already trained does not log again."""
+    weights, logged = result
+    return weights, [entry for entry in logged if "total_flos" not in entry]

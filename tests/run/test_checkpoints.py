@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from ebft.config.schema import RunConfig
+from ebft.durable import write_checksums
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import Found, find_checkpoints
 from ebft.run.same_run import write_run_keys
@@ -35,7 +36,7 @@ def checkpoint(tmp_path):
         if not any("model" in name for name in files):
             names.add("model.safetensors")
         if any(name.startswith(("optimizer", "global_step")) for name in files):
-            names |= {"scheduler.pt", "rng_state.pth"}
+            names |= {"scheduler.pt", "rng_state.pth", "running_state.pth"}
         for name in names:
             write(folder / name, step)
         if "adapter_model.safetensors" in names and not (folder / "adapter_config.json").exists():
@@ -135,6 +136,60 @@ def test_a_damaged_checkpoint_is_skipped_or_named(make, checkpoint, damage, name
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     with pytest.raises(ConfigError, match=f"checkpoint-6 is not a complete checkpoint: .*{word}.*is .*checkpoint-3"):
         resumed(make(resume_from_checkpoint=torn))
+
+
+def flip(path):
+    """Change one bit of the contents of the last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "problem"),
+    [
+        (flip, "model.safetensors", "model.safetensors is damaged .wrong checksum"),
+        (flip, "ref/adapter_model.safetensors", "ref/adapter_model.safetensors is damaged .wrong checksum"),
+        (overwrite, "optimizer.pt", "optimizer.pt is damaged .wrong checksum"),
+        (delete, "ref/adapter_model.safetensors", "it has no ref/adapter_model.safetensors"),
+        (cut, "ebft_checksums.json", "ebft_checksums.json is damaged"),
+        (lambda path: path.write_text("{}"), "config.json", None),  # text may be edited
+    ],
+)
+def test_a_file_that_differs_from_its_checksum(make, checkpoint, damage, name, problem):
+    good = checkpoint(3, "optimizer.pt")
+    torn = checkpoint(6, "optimizer.pt", "model.safetensors", "ref/adapter_model.safetensors", "config.json")
+    (torn / "adapter_config.json").unlink(missing_ok=True)
+    write_checksums(torn)
+    assert resumed(make(**AUTO)) == str(torn)
+    damage(torn / name)
+    if problem is None:
+        assert resumed(make(**AUTO)) == str(torn)
+        return
+    with pytest.warns(UserWarning, match=f"checkpoint-6 is not used: {problem}"):
+        assert resumed(make(**AUTO)) == str(good)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_of_this_package_has_the_running_state_of_every_process(make, checkpoint, processes):
+    good, torn = checkpoint(3, "optimizer.pt"), checkpoint(6, "optimizer.pt")
+    for name in ("rng_state", "running_state") if processes == 2 else ():
+        (torn / f"{name}.pth").unlink()
+        for rank in range(2):
+            write(torn / f"{name}_{rank}.pth", 6)
+    write_run_keys(make(), torn)
+    assert resumed(make(**AUTO)) == str(torn)
+    missing = "running_state.pth" if processes == 1 else "running_state_1.pth"
+    (torn / missing).unlink()
+    with pytest.warns(UserWarning, match=f"checkpoint-6 is not used: it has no {missing}"):
+        assert resumed(make(**AUTO)) == str(good)
+
+
+def test_an_adapter_config_without_its_weights(make, checkpoint):
+    folder = checkpoint(3, "optimizer.pt", "ref/adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="checkpoint-3 is not used: it has no adapter_model.safetensors"):
+        assert resumed(make(**AUTO)) is None
 
 
 def test_only_damaged_checkpoints(make, checkpoint):

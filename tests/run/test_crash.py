@@ -11,7 +11,7 @@ import ebft.run.final
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
 from ebft.sft import SFTTrainer
-from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes
+from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
 
 KILLED = -9
 
@@ -22,9 +22,15 @@ def killed_and_resumed(method, inject, inputs, out, **changes):
     assert (ended := run(config, inject)).code == KILLED, ended.output
     newest = newest_checkpoint(out)
     assert (ended := run(config)).code == 0, ended.output
+    assert "training data differ" not in ended.output
     assert final_step(out) == STEPS and not (out / "_saving").exists()
     assert not list(out.glob("*.tmp"))
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+
+def as_resumed(step, wanted):
+    """The result `wanted` of a run resumed at `step`; one that was already trained does not log a summary again."""
+    return without_summary(wanted) if step == STEPS else wanted
 
 
 # What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
@@ -51,14 +57,53 @@ def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, tmp_path
 def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbroken, tmp_path):
     out = tmp_path / "out"
     step = killed_and_resumed("strided", MOMENTS[moment], inputs, out)
-    assert step >= 3 and result(out) == unbroken("strided")
+    assert step >= 3 and result(out) == as_resumed(step, unbroken("strided"))
+
+
+def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, tmp_path):
+    out, inject = tmp_path / "out", MOMENTS["before the final save"]
+    assert killed_and_resumed("structured_reference", inject, inputs, out) == STEPS
+    assert result(out) == as_resumed(STEPS, unbroken("structured_reference"))
+
+
+def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tmp_path):
+    config = config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=1)
+    assert (ended := run(config)).code == 0, ended.output
+    (tmp_path / "out" / "checkpoint-1" / "synced_reference.safetensors").unlink()
+    ended = run(config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=2))
+    assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("sft_full", lambda rows: rows[:-1], "5 rows instead of 6"),
+        (
+            "strided",
+            lambda rows: [row.replace(': "', ': "The ') for row in rows],
+            "6 rows as before, with other contents",
+        ),
+        ("grpo", lambda rows: rows + rows[:1], "7 rows instead of 6"),
+        ("sft_full", lambda rows: rows, None),
+    ],
+)
+def test_changed_training_data_give_a_warning(method, change, message, inputs, tmp_path):
+    source, copied = inputs / f"{METHODS[method][0]}.jsonl", tmp_path / "rows.jsonl"
+    rows = source.read_text().splitlines()
+    data = {"datasets": [{"path": str(copied), "type": METHODS[method][1]}]}
+    for steps, lines in ((1, rows), (2, change(rows))):
+        copied.write_text("\n".join(lines) + "\n")
+        ended = run(config_of(method, inputs, tmp_path / "out", max_steps=steps, **data))
+        assert ended.code == 0, ended.output
+    assert ("training data differ" in ended.output) == (message is not None)
+    assert message is None or message in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
 def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
     keys, out = {"eval_steps": None}, tmp_path / "out"
     step = killed_and_resumed("sft_full", before(SFTTrainer, "prediction_step", 2 * number), inputs, out, **keys)
-    assert step == {1: 3, 3: STEPS}[number] and result(out) == unbroken("sft_full", **keys)
+    assert step == {1: 3, 3: STEPS}[number] and result(out) == as_resumed(step, unbroken("sft_full", **keys))
 
 
 @pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
@@ -74,21 +119,23 @@ SEEDS = [pytest.param(seed, marks=[] if seed < 3 else [pytest.mark.slow]) for se
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, tmp_path):
     method = list(METHODS)[seed * 3 % len(METHODS)]
-    killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
-    assert result(tmp_path / "out") == unbroken(method)
+    step = killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
+    assert result(tmp_path / "out") == as_resumed(step, unbroken(method))
 
 
 @pytest.mark.parametrize(("method", "processes"), [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))])
 def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
-    _, wanted = copy.deepcopy(unbroken(method, micro_batch_size=2, **keys))
+    _, wanted = without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
     injections = [before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
     for count, inject, code in zip(processes, injections, (KILLED, 0)):
         config = config_of(method, inputs, tmp_path / "out", micro_batch_size=2 // count, **keys)
         ended = run_processes(config, count, inject)
         assert {process.code for process in ended} == {code}, ended[0].output
-    _, logged = result(tmp_path / "out")
+    assert "checkpoint-5 was not saved by" in ended[0].output and "train_loss of the whole run" in ended[0].output
+    assert not any("train_loss" in entry for entry in result(tmp_path / "out")[1])
+    _, logged = without_summary(result(tmp_path / "out"))
     assert len(logged) == len(wanted)
     for entry, other in zip(logged, wanted):
         for numbers in (entry, other):

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ebft.durable import CHECKSUMS, checksum
+from ebft.run.same_run import RUN_FILE
+
 STATE = "trainer_state.json"
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder
@@ -29,11 +32,13 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
     """
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
+    sums = _read_checksums(checkpoint)
+    listed = {checkpoint / name for name in sums}
     for path in sorted(checkpoint.rglob("*")):
         check = _CHECKS.get(path.suffix)
         if path.is_file() and check is not None:
             try:
-                check(path, reads_all)
+                check(path, reads_all and path not in listed)
             except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
                 raise DamagedError(f"{path.relative_to(checkpoint)} is damaged ({error})") from error
     try:
@@ -44,6 +49,7 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     _check_weights(checkpoint)
     _check_training_state(checkpoint)
+    _check_listed(checkpoint, sums, reads_all)
 
 
 def has_optimizer_state(checkpoint: Path) -> bool:
@@ -59,6 +65,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_checksums(checkpoint: Path) -> dict[str, int]:
+    """The checksums of the checkpoint's files; none if it is of another program or of an earlier release."""
+    try:
+        return read_json(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{CHECKSUMS} is damaged ({error})") from error
+
+
+def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> None:
+    """Check that the files that have checksums are there and, with `reads_all`, unchanged."""
+    for name, value in sums.items():
+        if not (checkpoint / name).is_file():
+            raise DamagedError(f"it has no {name}")
+        try:
+            is_same = not reads_all or checksum(checkpoint / name) == value
+        except OSError as error:
+            raise DamagedError(f"{name} is damaged ({error})") from error
+        if not is_same:
+            raise DamagedError(f"{name} is damaged (wrong checksum)")
+
+
 def _check_weights(checkpoint: Path) -> None:
     if not _has(checkpoint, _WEIGHTS):
         raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
@@ -68,6 +95,8 @@ def _check_weights(checkpoint: Path) -> None:
                 raise DamagedError(f"it has no {name}, which {index.name} names")
     if any(checkpoint.glob("adapter_model*")) and not (checkpoint / "adapter_config.json").is_file():
         raise DamagedError("it has no adapter_config.json")
+    if (checkpoint / "adapter_config.json").is_file() and not any(checkpoint.glob("adapter_model*")):
+        raise DamagedError("it has no adapter_model.safetensors")
 
 
 def _check_training_state(checkpoint: Path) -> None:
@@ -78,6 +107,11 @@ def _check_training_state(checkpoint: Path) -> None:
     missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
     if missing and len(missing) < len(names):
         raise DamagedError(f"it has no {' and no '.join(missing)}")
+    if (checkpoint / RUN_FILE).is_file():  # of this package, which writes both files of a process
+        for path in sorted(checkpoint.glob("rng_state*.pth")):
+            name = path.name.replace("rng_state", "running_state")
+            if not (checkpoint / name).is_file():
+                raise DamagedError(f"it has no {name}")
 
 
 def _has(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -14,7 +14,7 @@ from ebft.durable import write_text
 from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
 
-_FILE = "ebft_run.json"
+RUN_FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
 _ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
@@ -22,7 +22,7 @@ _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
 def write_run_keys(config: RunConfig, folder: Path) -> None:
     """Write the file of settings into the folder of a checkpoint or of the final model."""
-    write_text(folder / _FILE, json.dumps(run_keys(config), indent=2) + "\n")
+    write_text(folder / RUN_FILE, json.dumps(run_keys(config), indent=2) + "\n")
 
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
     """
     saved, now = _keys_in_files(checkpoint, config), run_keys(config)
-    if (checkpoint / _FILE).is_file():
-        saved |= _read(checkpoint / _FILE)
+    if (checkpoint / RUN_FILE).is_file():
+        saved |= _read(checkpoint / RUN_FILE)
     changed = [key for key in now if key in saved and now[key] != saved[key]]
     if "base_model" in changed:
         changed.remove("base_model")

@@ -5,19 +5,24 @@ All use of TRL's private interface is in this file; tests/test_contracts.py chec
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, device, nn
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
 
+from ebft.errors import ConfigError
 from ebft.over_trainer import OverTrainer
 from ebft.structured.sampler import EpochSampler
 from ebft.structured.shared_prompt import Padded
 
 ROW = "row"  # key of each row's index in the generation batch
 COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
+
+_REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
 
 
 class OverTRL(OverTrainer, GRPOTrainer):
@@ -156,6 +161,28 @@ class OverTRL(OverTrainer, GRPOTrainer):
             self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
         else:  # of an earlier release, of another number of processes, or with other batches
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def save_shared(self, folder: Path) -> None:
+        super().save_shared(folder)
+        if self.args.sync_ref_model and not self._has_sharded_reference:
+            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
+
+    def load_shared(self, folder: Path) -> None:
+        super().load_shared(folder)
+        if not self.args.sync_ref_model:
+            return
+        if self._has_sharded_reference or not (folder / _REFERENCE).is_file():
+            reason = "sharded weights are not saved" if self._has_sharded_reference else f"there is no {_REFERENCE}"
+            raise ConfigError(
+                f"Training cannot be resumed from {folder} with trl.sync_ref_model: the reference model of this step, "
+                f"which differs from the base model, is not in the checkpoint ({reason}). Set trl.sync_ref_model: "
+                "false, or start a new run in another output_dir."
+            )
+        load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
+
+    @property
+    def _has_sharded_reference(self) -> bool:
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
     def _batch_sizes(self) -> list[int]:
         """Return what the generation batch of a process, and the number of micro-batches so far, depend on."""
