@@ -15,7 +15,8 @@ ROLLOUTS = "rollouts.jsonl"  # with log_completions; older parts are rollouts.js
 HEALTH = "health.jsonl"  # one line per health message: time, step, since, name, message, remedy
 LOG = "train.log"  # console output of a run started with `ebft train --tui`
 REPORT = "report.html"
-PREVIOUS = "previous"  # folder with the files of the run before, if a new one was started in the same output folder
+START = "start.json"  # as run.json, of a run in the folder of an earlier one that has not begun to train
+PREVIOUS = "previous"  # folders 1, 2, ... with the files of earlier runs in the same output folder
 
 _CHUNK = 8 * 2**20
 _ROLLOUTS = re.compile(r"rollouts(-rank\d+)?\.jsonl(\.\d+)?")  # not the .part of a file that is being rewritten

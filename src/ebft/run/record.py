@@ -17,7 +17,6 @@ from ebft.config.schema import RunConfig
 from ebft.dashboard.report import write_report
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
-from ebft.run.checkpoints import step_of
 
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
 # Not special tokens of a tokenizer, such as pad_token.
@@ -26,7 +25,7 @@ _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @contextmanager
-def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | None]:
+def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
 
     Yields the callback that also writes the metrics, or None in processes other than the main one.
@@ -35,7 +34,7 @@ def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | 
         yield None
         return
     files = RunFiles(config.output_dir, description(config))
-    files.start(None if checkpoint is None else step_of(checkpoint))
+    files.start()
     try:
         yield files
     except KeyboardInterrupt:
