@@ -33,6 +33,7 @@ from ebft.run.final import final_step, save_final
 from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
+from ebft.run.lock import locked
 from ebft.run.plugins import add_plugins
 from ebft.run.record import recorded
 from ebft.run.same_run import write_run_keys
@@ -83,10 +84,11 @@ def train(config: RunConfig) -> TrainResult:
 def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     check_runnable(config)
     check_machine(config, this_machine())
-    found = find_checkpoints(config)
     make_output_dir(config.output_dir)
-    with recorded(config) as files:
-        return _train(config, found, files, stop)
+    with locked(Path(config.output_dir)):
+        found = find_checkpoints(config)
+        with recorded(config) as files:
+            return _train(config, found, files, stop)
 
 
 def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
