@@ -47,9 +47,16 @@ def _park(folder: Path) -> Path:
     return parked
 
 
-def publish_files(staged: Path, folder: Path) -> None:
-    """Move the files of `staged` into the existing `folder` one by one, replacing files of the same name."""
+def publish_files(staged: Path, folder: Path, obsolete: Iterable[Path] = ()) -> None:
+    """Move the files of `staged` into the existing `folder` one by one, replacing files of the same name.
+
+    The files `obsolete` of `folder` that `staged` does not replace are deleted first, so that they are never read
+    together with the new ones.
+    """
     flush(staged)
+    for path in obsolete:
+        if not (staged / path.relative_to(folder)).is_file():
+            path.unlink(missing_ok=True)
     for path in _files(staged):
         target = folder / path.relative_to(staged)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,8 @@ def test_corrupted_lines_are_counted(tmp_path):
 def test_rollout_files_are_in_order(tmp_path):
     for name in ("rollouts.jsonl", "rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts-rank1.jsonl", "other.jsonl"):
         (tmp_path / name).touch()
+    for name in ("rollouts.jsonl.1.part", "rollouts-rank1.jsonl.part"):  # left behind by a process that was killed
+        (tmp_path / name).touch()
     names = [path.name for path in rollout_files(tmp_path)]
     assert names == ["rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts.jsonl", "rollouts-rank1.jsonl"]
 

@@ -9,7 +9,8 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from ebft import train
-from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, ROLLOUTS, RUN, rollout_files
+from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, ROLLOUTS, RUN, START, rollout_files
+from ebft.dashboard.run import read_run
 from ebft.monitor.continuing import remove_from_step, set_run_aside
 from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.run_files import RunFiles
@@ -100,14 +101,15 @@ def test_a_resumed_run_has_no_step_twice(run_file, out):
     write(out / HEALTH, [{"time": 1.0, "step": step, "name": "name"} for step in (1, 3)])
     assert max(steps(out / METRICS)) == 3 and max(steps(out / ROLLOUTS)) == 2
     resume = f"resume_from_checkpoint={out / 'checkpoint-2'}"
-    train(quietly(run_file, [*keys, "max_steps=4", resume]))
+    with pytest.warns(UserWarning, match="later checkpoints were moved to .*previous/1: checkpoint-3"):
+        train(quietly(run_file, [*keys, "max_steps=4", resume]))
     found = lines(out / METRICS)
     assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4]
     assert steps(out / ROLLOUTS) == sorted(steps(out / ROLLOUTS)) and steps(out / HEALTH) == [1]
     per_step = [steps(out / ROLLOUTS).count(step) for step in range(4)]
     assert per_step == [per_step[0]] * 4
     assert json.loads((out / RUN).read_text())["resumed_from_step"] == 2
-    assert not (out / PREVIOUS).exists()
+    assert [path.name for path in (out / PREVIOUS / "1").iterdir()] == ["checkpoint-3"]
 
 
 def test_a_new_run_in_the_same_folder_moves_the_files_of_the_one_before(run_file, out):
@@ -116,20 +118,62 @@ def test_a_new_run_in_the_same_folder_moves_the_files_of_the_one_before(run_file
         train(quietly(run_file, keys))
         assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1]
         assert set(steps(out / ROLLOUTS)) == {0}
-    assert {METRICS, RUN, ROLLOUTS} <= {path.name for path in (out / PREVIOUS).iterdir()}
-    assert lines(out / PREVIOUS / METRICS)[0]["time"] < lines(out / METRICS)[0]["time"]
+        write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
+    folders = [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
+    assert sorted((out / PREVIOUS).iterdir()) == folders[:2]
+    assert all((folder / name).is_file() for folder in folders for name in (METRICS, RUN, ROLLOUTS, HEALTH))
+    times = [lines(folder / METRICS)[0]["time"] for folder in folders]
+    assert times == sorted(set(times))
 
 
-def test_previous_holds_the_files_of_one_run(tmp_path):
-    (tmp_path / PREVIOUS).mkdir()
-    for name in (METRICS, HEALTH, "rollouts.jsonl.2", "notes.txt"):
-        (tmp_path / PREVIOUS / name).write_text("of an older run")
+def test_files_of_earlier_runs_are_kept(tmp_path):
+    (tmp_path / PREVIOUS / "9").mkdir(parents=True)
+    for path in (tmp_path / PREVIOUS / METRICS, tmp_path / PREVIOUS / "9" / METRICS):
+        path.write_text("of an older run")
     set_run_aside(tmp_path)
-    assert (tmp_path / PREVIOUS / METRICS).read_text() == "of an older run"  # nothing took its place
+    assert len(list((tmp_path / PREVIOUS).iterdir())) == 2
     (tmp_path / METRICS).write_text("of the last run")
     set_run_aside(tmp_path)
-    assert {path.name for path in (tmp_path / PREVIOUS).iterdir()} == {METRICS, "notes.txt"}
-    assert (tmp_path / PREVIOUS / METRICS).read_text() == "of the last run" and not (tmp_path / METRICS).exists()
+    assert (tmp_path / PREVIOUS / "10" / METRICS).read_text() == "of the last run" and not (tmp_path / METRICS).exists()
+    assert (tmp_path / PREVIOUS / METRICS).is_file() and (tmp_path / PREVIOUS / "9" / METRICS).is_file()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_failed_start_leaves_the_files_of_a_finished_run(run_file, out, resumes):
+    keys = ["ebft.log_completions=true", "max_steps=1"]
+    train(quietly(run_file, keys))
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            broken = ["datasets.0.path=/does/not/exist.jsonl", f"auto_resume_from_checkpoints={resumes}"]
+            train(quietly(run_file, [*keys, *broken]))
+        start = json.loads((out / START).read_text())
+        assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
+        (out / START).unlink()
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+    assert read_run(out)["state"] == "finished"
+    train(quietly(run_file, keys))
+    assert not (out / START).exists() and (out / PREVIOUS / "1" / RUN).read_bytes() == files[out / RUN]
+
+
+def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path):
+    (tmp_path / METRICS).write_text('{"step": 1}\n')
+    (tmp_path / RUN).write_text('{"state": "stopped"}')
+    files = RunFiles(tmp_path, {})
+    files.start()
+    assert read_run(tmp_path)["state"] == "running" and (tmp_path / METRICS).is_file()
+    assert not files.end("failed", "an error")
+    assert read_run(tmp_path) == {"state": "stopped"}
+
+
+def test_a_run_that_trains_again_from_the_start_has_no_step_twice(run_file, out):
+    keys = ["ebft.log_completions=true", "save_strategy=no", "auto_resume_from_checkpoints=true"]
+    train(quietly(run_file, [*keys, "max_steps=1"]))
+    with pytest.warns(UserWarning, match="training starts from the beginning"):
+        train(quietly(run_file, [*keys, "max_steps=2"]))
+    assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1, 2]
+    assert set(steps(out / ROLLOUTS)) == {0, 1} and "resumed_from_step" not in json.loads((out / RUN).read_text())
+    assert [line["step"] for line in lines(out / PREVIOUS / "1" / METRICS) if "loss" in line] == [1]
 
 
 def test_removing_lines_of_repeated_steps(tmp_path):
@@ -156,7 +200,7 @@ def test_rotated_rollouts_continue(tmp_path):
     log.write([{"step": 4}])
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3, 4]
     log.continue_from(0)
-    assert rollout_files(tmp_path) == [] and len(rollout_files(tmp_path / PREVIOUS)) == 3
+    assert rollout_files(tmp_path) == [] and len(rollout_files(tmp_path / PREVIOUS / "1")) == 3
 
 
 def test_values_that_are_not_numbers_are_json(tmp_path):
@@ -176,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     trainer = plain_trainer(tmp_path, tiny_model("llama"))
     trainer.add_callback(files)
     with pytest.warns(UserWarning, match="cannot be written to .*, so it cannot be followed") as caught:
-        files.start(None)
+        files.start()
         trainer.train()
         files.end("finished")
     assert len([one for one in caught if "cannot be followed" in str(one.message)]) == 1
@@ -187,6 +231,6 @@ def test_another_process_than_the_main_one_writes_nothing(run_file, out, monkeyp
     from ebft.run.record import recorded
 
     monkeypatch.setenv("RANK", "1")
-    with recorded(SimpleNamespace(output_dir=str(out)), None) as files:
+    with recorded(SimpleNamespace(output_dir=str(out))) as files:
         assert files is None
     assert not out.exists()

@@ -117,3 +117,35 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     state = json.loads((out / "trainer_state.json").read_text())
     assert (result(out), state["best_global_step"]) == whole
     assert state["best_model_checkpoint"] == str(out / f"checkpoint-{whole[1]}")
+
+
+WITHOUT_CHECKPOINTS = {
+    "auto_resume_from_checkpoints": False,
+    "save_steps": None,
+    "save_strategy": "no",
+    "eval_steps": None,
+    "val_set_size": 0,
+    "max_steps": 1,
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("sft", "sft_full"), ("sft_full", "sft")])
+@pytest.mark.parametrize("has_mark", [True, False])
+def test_a_new_run_replaces_the_whole_model_of_the_one_before(inputs, out, first, second, has_mark):
+    assert run(config_of(first, inputs, out, **WITHOUT_CHECKPOINTS)).code == 0
+    for name in ("adapter_notes.txt", "model_notes.json"):
+        (out / name).write_text("of the user")
+    mark = json.loads((out / "ebft_final.json").read_text())
+    (out / "of_the_model.txt").write_text("x")
+    mark["files"] |= {"of_the_model.txt": 1, "../outside.txt": 1}
+    (out.parent / "outside.txt").write_text("x")
+    (out / "ebft_final.json").write_text(json.dumps(mark))
+    if not has_mark:
+        (out / "ebft_final.json").unlink()
+    assert run(config_of(second, inputs, out, **WITHOUT_CHECKPOINTS)).code == 0 and final_step(out) == 1
+    is_adapter = second == "sft"
+    assert (out / "adapter_config.json").is_file() == (out / "adapter_model.safetensors").is_file() == is_adapter
+    assert (out / "model.safetensors").is_file() != is_adapter
+    assert (out / "of_the_model.txt").is_file() != has_mark
+    assert (out / "adapter_notes.txt").is_file() and (out / "model_notes.json").is_file()
+    assert (out.parent / "outside.txt").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ ROLLOUTS = "rollouts.jsonl"  # with log_completions; older parts are rollouts.js
 HEALTH = "health.jsonl"  # one line per health message: time, step, since, name, message, remedy
 LOG = "train.log"  # console output of a run started with `ebft train --tui`
 REPORT = "report.html"
-PREVIOUS = "previous"  # folder with the files of the run before, if a new one was started in the same output folder
+START = "start.json"  # as run.json, of a run in the folder of an earlier one that has not begun to train
+PREVIOUS = "previous"  # folders 1, 2, ... with the files of earlier runs in the same output folder
 
 _CHUNK = 8 * 2**20
+_ROLLOUTS = re.compile(r"rollouts(-rank\d+)?\.jsonl(\.\d+)?")  # not the .part of a file that is being rewritten
 
 
 class Tail:
@@ -107,7 +110,7 @@ def read_all(path: Path) -> Iterator[dict[str, Any]]:
 
 def rollout_files(folder: Path) -> list[Path]:
     """The files with the rollouts of a run, oldest first; those of other processes than the main one at the end."""
-    found = [path for path in folder.glob("rollouts*.jsonl*") if path.is_file()]
+    found = [path for path in folder.glob("rollouts*.jsonl*") if _ROLLOUTS.fullmatch(path.name) and path.is_file()]
     return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
 
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from ebft.dashboard.files import METRICS, ROLLOUTS, RUN, read_object, rollout_files
+from ebft.dashboard.files import METRICS, ROLLOUTS, RUN, START, read_object, rollout_files
 from ebft.errors import RunError
 
 
@@ -45,8 +45,9 @@ def check_rollouts(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The content of run.json; empty if it is missing or cannot be read."""
-    return read_object(folder / RUN) or {}
+    """The content of run.json, or of start.json while a run starts; empty if it is missing or cannot be read."""
+    start = read_object(folder / START) or {}
+    return start if state_of(start) == "running" else read_object(folder / RUN) or {}
 
 
 def state_of(run: dict[str, Any]) -> str:

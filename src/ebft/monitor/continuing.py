@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ebft.dashboard.files import HEALTH, LOG, METRICS, PREVIOUS, REPORT, RUN, parse, rollout_files
+from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, REPORT, RUN, parse, read_object, rollout_files
 
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as all files are written
 
@@ -46,20 +46,40 @@ def _is_before(line: bytes, step: int) -> bool:
     return isinstance(value, int | float) and value < step
 
 
-def set_aside(folder: Path, files: Iterable[Path]) -> None:
-    """Move existing `files` to the folder `previous` inside `folder`, replacing those of an earlier run there."""
-    for path in files:
-        if path.is_file():
-            (folder / PREVIOUS).mkdir(exist_ok=True)
-            os.replace(path, folder / PREVIOUS / path.name)
+def set_aside(folder: Path, paths: Iterable[Path]) -> Path | None:
+    """Move existing `paths` to a new folder `previous/1`, `previous/2`, ... inside `folder`.
+
+    Returns that folder, or None if there are none. What is in the folders of earlier runs is never replaced.
+    """
+    found = [path for path in paths if path.exists()]
+    if not found:
+        return None
+    target = _new_previous(folder / PREVIOUS)
+    for path in found:
+        os.replace(path, target / path.name)
+    return target
 
 
 def set_run_aside(folder: Path) -> None:
-    """Move all files of an earlier run in `folder`, apart from its log, to the folder `previous`."""
-    found = [folder / name for name in (METRICS, RUN, HEALTH, REPORT)] + rollout_files(folder)
-    if not any(path.is_file() for path in found):
-        return
-    previous = folder / PREVIOUS
-    for path in (*(previous / name for name in (METRICS, RUN, HEALTH, REPORT, LOG)), *rollout_files(previous)):
-        path.unlink(missing_ok=True)
-    set_aside(folder, found)
+    """Move the files that describe an earlier run in `folder`, apart from its log, to a new folder in `previous`."""
+    set_aside(folder, [*(folder / name for name in (METRICS, RUN, HEALTH, REPORT)), *rollout_files(folder)])
+
+
+def has_records(folder: Path) -> bool:
+    """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
+    if any((folder / name).is_file() for name in (METRICS, HEALTH)) or rollout_files(folder):
+        return True
+    run = read_object(folder / RUN) or {}
+    return run.get("state") == "finished" or bool(run.get("global_step"))
+
+
+def _new_previous(parent: Path) -> Path:
+    parent.mkdir(exist_ok=True)
+    number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
+    while True:  # other processes of the run may take the same number
+        number += 1
+        try:
+            (parent / str(number)).mkdir()
+        except FileExistsError:
+            continue
+        return parent / str(number)

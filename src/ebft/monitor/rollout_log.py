@@ -49,7 +49,7 @@ class RolloutLog:
             self._warn(error)
 
     def continue_from(self, step: int) -> None:
-        """Remove the entries of `step` and later ones; at step 0, move the files to the folder `previous` instead."""
+        """Remove the entries of `step` and later ones; at step 0, move the files to a folder in `previous` instead."""
         if self._handler is not None:
             self._handler.close()
             self._handler = None

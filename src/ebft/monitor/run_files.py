@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from ebft.dashboard.files import HEALTH, METRICS, RUN, read_object
-from ebft.monitor.continuing import remove_from_step, set_run_aside
+from ebft.dashboard.files import HEALTH, METRICS, RUN, START, read_object
+from ebft.monitor.continuing import has_records, remove_from_step, set_run_aside
 
 State = Literal["running", "finished", "stopped", "failed"]
 _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
@@ -29,6 +29,9 @@ class RunFiles(TrainerCallback):
     `description` is added to run.json: JSON values such as the method and the config. `metrics.jsonl` has one line per
     log of the trainer, including evaluations: `{"step": ..., "time": ..., metrics}`, with null for NaN and infinite
     values. Steps are finished optimizer steps, times are in seconds since 1970.
+
+    The files of an earlier run in the folder are left as they are until training begins: the state before that is in
+    `start.json`, and a run that does not resume then moves them to a folder in `previous`.
     """
 
     def __init__(self, folder: str | Path, description: dict[str, Any]) -> None:
@@ -43,45 +46,54 @@ class RunFiles(TrainerCallback):
             "max_steps": None,
         }
         self._description = description
-        self._is_unchanged = False  # a finished run, unless it is trained further
+        self._path = self._folder / RUN
+        self._has_begun = False
         self._last_update = 0.0
         self._has_failed = False
 
-    def start(self, resumed_step: int | None) -> None:
-        """Write run.json; the files of an earlier run, unless it is resumed, are moved to the folder `previous`.
-
-        The run.json of a finished run that is resumed is not written before another step is to be trained.
-        """
+    def start(self) -> None:
+        """Write run.json or, if the folder has files of an earlier run, start.json."""
         self._run["started"] = time.time()
-        if resumed_step is None:
-            self._try(set_run_aside, self._folder)
-        else:
-            self._run |= {"global_step": resumed_step, "resumed_from_step": resumed_step}
-            self._is_unchanged = (read_object(self._folder / RUN) or {}).get("state") == "finished"
+        self._path = self._folder / (START if has_records(self._folder) else RUN)
         self._update()
 
     def end(self, state: State, error: str | None = None) -> bool:
-        """Write the final state of the run to run.json. Returns False for a finished run that was left unchanged."""
-        if self._is_unchanged and state == "finished":
+        """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
+        is_unchanged = self._path.name == START
+        if is_unchanged and state == "finished":
+            self._try(_remove, self._path)
             return False
-        self._is_unchanged = False
         self._run["state"] = state
         if error is not None:
             self._run["error"] = error
         self._update()
-        return True
+        return not is_unchanged
 
     def restore(self, state: Any) -> None:
-        """Take the progress from the trainer state of a run that has no more steps to train."""
-        self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
+        """Take the progress from the trainer state of a run that has no more steps to train.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_unchanged = False
+        The run.json of one that was finished before is left unchanged.
+        """
+        self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
+        if (read_object(self._folder / RUN) or {}).get("state") != "finished":
+            self._use_run_file()
+
+    def begin(self, state: Any) -> None:
+        """Remove the lines of the steps that a resumed run repeats; at step 0, move files of an earlier run away."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
         if state.global_step > 0:
+            self._run["resumed_from_step"] = state.global_step
             for name in (METRICS, HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1)
-        self._update()
+        elif self._path.name == START:
+            self._try(set_run_aside, self._folder)
+        self._use_run_file()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run["global_step"] = state.global_step
@@ -96,12 +108,15 @@ class RunFiles(TrainerCallback):
         self._run["global_step"] = state.global_step
         self._update()
 
+    def _use_run_file(self) -> None:
+        self._path = self._folder / RUN
+        self._update()
+        self._try(_remove, self._folder / START)
+
     def _update(self) -> None:
-        if self._is_unchanged:
-            return
         self._last_update = time.monotonic()
         self._run["updated"] = time.time()
-        self._try(_replace, self._folder / RUN, json.dumps(self._run | self._description, indent=1) + "\n")
+        self._try(_replace, self._path, json.dumps(self._run | self._description, indent=1) + "\n")
 
     def _try(self, write: Any, *arguments: Any) -> None:
         try:
@@ -114,6 +129,10 @@ class RunFiles(TrainerCallback):
                     "followed completely.",
                     stacklevel=2,
                 )
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 def _append(path: Path, line: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.monitor.continuing import set_aside
 from ebft.run.final import final_step
 from ebft.run.integrity import STATE, DamagedError, check_complete, has_optimizer_state, read_json
 from ebft.run.same_run import check_same_run
@@ -59,6 +60,28 @@ def find_checkpoints(config: RunConfig) -> Found:
     for folder in {found.newest, found.resumable} - {None}:
         check_same_run(config, folder)
     return found
+
+
+def set_later_aside(config: RunConfig) -> None:
+    """Move the checkpoints after the named one that training resumes from, if any, to a folder in `previous`.
+
+    Otherwise, auto_resume_from_checkpoints would return to them.
+    """
+    if config.resume_from_checkpoint is None:
+        return
+    named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
+    step = step_of(named)
+    later = [
+        folder
+        for folder in sorted(output_dir.glob("checkpoint-*"), key=_step)
+        if folder.is_dir() and _step(folder) >= step and not folder.samefile(named)
+    ]
+    target = set_aside(output_dir, later)
+    if target is not None:
+        names = ", ".join(folder.name for folder in later)
+        warnings.warn(
+            f"Training resumes from {named}, so later checkpoints were moved to {target}: {names}", stacklevel=2
+        )
 
 
 def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | None:

@@ -17,7 +17,15 @@ from ebft.run.card import CARD, write_model_card
 from ebft.run.integrity import STATE, read_json
 from ebft.run.same_run import write_run_keys
 
-MARK = "ebft_final.json"  # written last: the step of the model, and the sizes of its files
+MARK = "ebft_final.json"  # written last: the step of the model (null if not complete), and the sizes of its files
+# Files that are read from a folder if they exist, also those of a final model whose mark is missing.
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model*.safetensors",
+    "adapter_config.json",
+)
 
 
 def final_step(output_dir: Path) -> int | None:
@@ -32,14 +40,19 @@ def final_step(output_dir: Path) -> int | None:
 
 
 def forget_final(output_dir: Path) -> None:
-    """Remove the mark of the final model of an earlier run, when a new one starts."""
-    (output_dir / MARK).unlink(missing_ok=True)
+    """Mark the final model of an earlier run as not complete, when a new one starts; its files are still listed."""
+    names = _listed(output_dir)
+    if names:
+        write_text(output_dir / MARK, json.dumps({"step": None, "files": names}, indent=2) + "\n")
+    else:
+        (output_dir / MARK).unlink(missing_ok=True)
 
 
 def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Save model, tokenizer, trainer state and model card in the output folder, then mark them as complete.
 
-    After an interruption, the folder has no mark. Raises SaveError if the files cannot be written.
+    Files of the final model of an earlier run are replaced or deleted. After an interruption, the model is not marked
+    as complete. Raises SaveError if the files cannot be written.
     """
     output_dir = Path(config.output_dir)
     staged = output_dir / STAGING / "final"
@@ -56,13 +69,29 @@ def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]
             write_model_card(config, metrics, staged)
             mark = {"step": trainer.state.global_step, "files": _sizes(staged)}
             forget_final(output_dir)
-            publish_files(staged, output_dir)
+            publish_files(staged, output_dir, _files_before(output_dir))
             write_text(output_dir / MARK, json.dumps(mark, indent=2) + "\n")
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
         if saves:
             shutil.rmtree(staged, ignore_errors=True)
         raise SaveError.of(output_dir, error) from error
+
+
+def _listed(output_dir: Path) -> dict[str, int]:
+    """The files, with their sizes, in the mark of the final model, also of one that is not complete."""
+    try:
+        return dict(read_json(output_dir / MARK)["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _files_before(output_dir: Path) -> list[Path]:
+    """The files of the final model of an earlier run in `output_dir`."""
+    names = [Path(name) for name in _listed(output_dir)]
+    inside = [output_dir / name for name in names if not name.is_absolute() and ".." not in name.parts]
+    found = {*inside, *(path for pattern in _WEIGHTS for path in output_dir.glob(pattern))}
+    return sorted(path for path in found if path.is_file())
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebft.dashboard.files import LOG, PREVIOUS, RUN
+from ebft.dashboard.files import LOG, PREVIOUS, RUN, START
 from ebft.durable import STAGING
 from ebft.errors import ConfigError
+from ebft.run.lock import LOCK
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -31,5 +32,5 @@ def push(config: RunConfig) -> None:
     """Upload the output folder without its checkpoints, its log and the state of this process."""
     from huggingface_hub import upload_folder
 
-    ignored = ["checkpoint-*", "runs/*", f"{STAGING}/*", f"{PREVIOUS}/*", RUN, LOG]
+    ignored = ["checkpoint-*", "runs/*", f"{STAGING}/*", f"{PREVIOUS}/*", RUN, START, LOG, LOCK]
     upload_folder(repo_id=config.hub_model_id, folder_path=config.output_dir, ignore_patterns=ignored)

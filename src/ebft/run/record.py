@@ -16,14 +16,13 @@ from ebft.config.schema import RunConfig
 from ebft.dashboard.report import write_report
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
-from ebft.run.checkpoints import step_of
 from ebft.secrets import without_secrets, without_secrets_in_text
 
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
 
 
 @contextmanager
-def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | None]:
+def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
 
     Yields the callback that also writes the metrics, or None in processes other than the main one.
@@ -32,7 +31,7 @@ def recorded(config: RunConfig, checkpoint: Path | None) -> Iterator[RunFiles | 
         yield None
         return
     files = RunFiles(config.output_dir, description(config))
-    files.start(None if checkpoint is None else step_of(checkpoint))
+    files.start()
     try:
         yield files
     except KeyboardInterrupt:

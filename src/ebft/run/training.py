@@ -26,12 +26,14 @@ from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import use_one_gpu
 from ebft.prepared.rows import run_rows
 from ebft.run.arguments import training_kwargs
+from ebft.run.beginning import Beginning
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
 from ebft.run.checks import Machine, check_machine, check_runnable
-from ebft.run.final import final_step, forget_final, save_final
+from ebft.run.final import final_step, save_final
 from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
+from ebft.run.lock import locked
 from ebft.run.plugins import add_plugins
 from ebft.run.record import recorded
 from ebft.run.same_run import write_run_keys
@@ -82,10 +84,11 @@ def train(config: RunConfig) -> TrainResult:
 def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     check_runnable(config)
     check_machine(config, this_machine())
-    found = find_checkpoints(config)
     make_output_dir(config.output_dir)
-    with recorded(config, found.resumable or found.newest) as files:
-        return _train(config, found, files, stop)
+    with locked(Path(config.output_dir)):
+        found = find_checkpoints(config)
+        with recorded(config) as files:
+            return _train(config, found, files, stop)
 
 
 def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
@@ -117,12 +120,11 @@ def _train_with(
     warn_of_lost_steps(model, config.learning_rate)
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+    trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:
         trainer.add_callback(files)
 
     if finished is None:
-        if checkpoint is None and trainer.args.should_save:
-            forget_final(Path(config.output_dir))
         run(trainer, checkpoint, stop)
     else:
         restore(config, trainer, finished)

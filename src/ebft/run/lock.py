@@ -1,0 +1,50 @@
+"""A lock that lets one run at a time use an output folder."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ebft.dashboard.run import read_run, state_of
+from ebft.errors import ConfigError
+
+LOCK = ".ebft.lock"
+
+
+@contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Hold the lock of `output_dir` on the main process; the operating system releases it when the process dies.
+
+    Raises ConfigError if another run holds it. A file system without locks is a warning.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    lock = FileLock(output_dir / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"output_dir: {output_dir} is used by another run{_owner(output_dir)}. Wait until it has ended, or "
+            "choose another folder."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        warnings.warn(
+            f"output_dir: {output_dir} cannot be locked ({error}), so another run in the same folder would not be "
+            "detected.",
+            stacklevel=3,
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _owner(output_dir: Path) -> str:
+    run = read_run(output_dir)
+    return f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""

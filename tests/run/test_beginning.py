@@ -1,0 +1,90 @@
+"""What a run does to the folder of an earlier one: branches from a named checkpoint, and two runs at the same time."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ebft.over_trainer
+from ebft.errors import ConfigError
+from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.final import final_step
+from ebft.run.lock import LOCK, locked
+from tests.run.crash import before, config_of, kill, run
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def checkpoints(folder):
+    return {path.name for path in folder.glob("checkpoint-*")}
+
+
+def steps_with_a_loss(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "loss" in row]
+
+
+def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
+    keys = {"max_steps": 4, "save_total_limit": None, "eval_steps": None, "val_set_size": 0}
+    assert run(config_of("sft", inputs, out, **keys)).code == 0 and final_step(out) == 4
+    named = {"auto_resume_from_checkpoints": False, "resume_from_checkpoint": str(out / "checkpoint-1")}
+    branch = {**keys, "learning_rate": 1e-4}
+    failed = run(
+        config_of("sft", inputs, out, **branch, **named, datasets=[{"path": "/no.jsonl", "type": "completion"}])
+    )
+    assert failed.code == 2 and final_step(out) == 4 and len(checkpoints(out)) == 4
+    ended = run(
+        config_of("sft", inputs, out, **branch, **named),
+        before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 2, kill),
+    )
+    assert ended.code == -9 and "later checkpoints were moved to" in ended.output, ended.output
+    assert checkpoints(out) == {"checkpoint-1", "checkpoint-2"} and final_step(out) is None
+    assert checkpoints(out / "previous" / "1") == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+    ended = run(config_of("sft", inputs, out, **branch))
+    assert ended.code == 0 and "already complete" not in ended.output and final_step(out) == 4
+    assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
+
+
+def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs, out):
+    config = config_of("sft", inputs, out, max_steps=1, auto_resume_from_checkpoints=False)
+    second = []
+
+    def start_another():
+        second.append(run(config_of("sft", inputs, out, max_steps=1)))
+        Path(f"{out}-second").write_text(f"{second[0].code}\n{os.getpid()}\n{second[0].output}")
+        kill()
+
+    assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 1, start_another)).code == -9
+    code, pid, output = Path(f"{out}-second").read_text().split("\n", 2)
+    assert code == "2" and f"is used by another run (process {pid} on " in output
+    assert run(config).code == 0  # the lock ended with the process
+
+
+def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, monkeypatch):
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match="is used by another run. Wait"), locked(tmp_path):
+            pass
+        monkeypatch.setenv("RANK", "1")
+        with locked(tmp_path):
+            pass
+        monkeypatch.delenv("RANK")
+        child = subprocess.Popen(["sleep", "600"], close_fds=False)  # as the managed server
+    try:
+        opened = [os.path.realpath(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert str(tmp_path / LOCK) not in opened
+        with locked(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.warns(UserWarning, match="cannot be locked .*would not be detected"), locked(tmp_path):
+        pass
