@@ -1,7 +1,7 @@
 """The settings that must be the same when a run is resumed: saved in every checkpoint, and compared on resuming.
 
 Optimizer state and adapter weights only fit the settings that they were saved with. Other settings, such as
-learning_rate, max_steps and batch sizes, may change.
+max_steps and batch sizes, may change; the learning rate is that of the checkpoint.
 """
 
 import json
