@@ -96,7 +96,7 @@ def test_the_model_card_has_no_secrets():
 
 def test_the_files_of_a_run_have_no_secrets(tmp_path):
     config = RunConfig.from_dict({**KEYS, "output_dir": str(tmp_path)})
-    with pytest.raises(OSError), recorded(config, None):
+    with pytest.raises(OSError), recorded(config):
         raise OSError("no answer from https://me:SEKRIT/4@host?key=SEKRIT5, Bearer SEKRIT6x")
     run = (tmp_path / "run.json").read_text()
     assert "SEKRIT" not in run and "SEKRIT" not in report(tmp_path)

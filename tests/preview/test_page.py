@@ -61,7 +61,8 @@ def test_the_page_escapes_everything_and_needs_no_other_file():
 
 
 def printed(*lines, colour=False):
-    console = Console(file=io.StringIO(), width=300, color_system="standard" if colour else None, force_terminal=colour)
+    system = "standard" if colour else None  # whatever NO_COLOR is
+    console = Console(file=io.StringIO(), width=300, color_system=system, force_terminal=colour, no_color=not colour)
     console.print(*lines, sep="\n")
     return console.file.getvalue()
 

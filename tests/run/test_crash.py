@@ -69,7 +69,8 @@ def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, t
 def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tmp_path):
     config = config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=1)
     assert (ended := run(config)).code == 0, ended.output
-    (tmp_path / "out" / "checkpoint-1" / "synced_reference.safetensors").unlink()
+    for name in ("synced_reference.safetensors", "ebft_checksums.json"):  # without checksums, no file is missed before
+        (tmp_path / "out" / "checkpoint-1" / name).unlink()
     ended = run(config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=2))
     assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
 
