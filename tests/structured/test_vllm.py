@@ -201,7 +201,7 @@ def test_two_processes_share_the_server(base, port, tmp_path):
 def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
     features = {"embed_method": "completion_mean", "diversity_coef": 0.5}
     # The noise of vLLM differs from run to run. Over generate(), 60 such steps gave +0.066, +0.060, +0.080 and +0.036
-    # with four seeds.
+    # with four seeds, and 100 steps +0.083 with the last of them.
     sizes = {"per_device_train_batch_size": 32, "max_steps": 100}
     args = arguments(tmp_path, port, gt_length_multiplier=1.0, gt_length_floor=1, **sizes, **features)
     trainer = make(base, args, train_dataset=rows_of(base, 300, start=200), eval_dataset=rows_of(base, 200))
