@@ -1,10 +1,15 @@
 # docker build -t ebft .                            torch from the package index (with CUDA)
-# docker build -t ebft --build-arg TORCH_INDEX=URL .   torch from an index of PyTorch's (CPU only, or another CUDA)
+# docker build -t ebft --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .     without CUDA, smaller
+# docker build -t ebft --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 .   with another CUDA
+# docker build -t ebft --build-arg EXTRAS=all .        with all extras
 # docker run --gpus all -v $PWD:/work -w /work ebft train run.yaml
 ARG BASE=ubuntu:24.04
 FROM ${BASE}
 ARG TORCH_INDEX=
+ARG EXTRAS=tensorboard,plots
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PATH=/opt/ebft/bin:$PATH
+# Versions are those of the base image.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv git \
     && rm -rf /var/lib/apt/lists/* \
@@ -13,8 +18,10 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 COPY examples examples
+# Versions are those of constraints.txt.
+# hadolint ignore=DL3013
 RUN pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "$(grep '^torch==' constraints.txt)" \
-    && pip install -c constraints.txt ".[tensorboard,plots]"
+    && pip install -c constraints.txt ".[${EXTRAS}]"
 RUN useradd --create-home ebft
 USER ebft
 WORKDIR /home/ebft

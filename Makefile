@@ -3,10 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MINIMUM_VENV := .venv-minimum
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: install install-vllm quickstart test test-vllm test-published lint docs dist bench study
+# What `make test-minimum` runs: the contracts with other packages, configs, commands, and trained numbers.
+MINIMUM_TESTS := tests/test_contracts.py tests/test_rewards.py tests/config tests/cli tests/golden \
+	tests/strided/test_exactness.py tests/strided/test_trainer.py tests/structured/test_loss.py \
+	tests/structured/test_trainer.py
+
+.PHONY: install install-vllm quickstart test test-all test-minimum test-vllm test-published lint typecheck lock docs dist bench \
+	bench-guard study
 
 install: $(STAMP)
 
@@ -31,8 +38,20 @@ MODEL = smollm2
 quickstart: $(STAMP)
 	$(BIN)/ebft quickstart --model $(MODEL)
 
+PYTEST := $(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# Minutes. Tests that take long, such as those that start processes, are in test-all only.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP)
+	$(PYTEST)
+
+# The lowest version of each package that pyproject.toml allows, in a separate environment.
+test-minimum: $(STAMP)
+	test -x $(MINIMUM_VENV)/bin/python || $(PYTHON) -m venv $(MINIMUM_VENV)
+	$(BIN)/uv pip install --quiet --python $(MINIMUM_VENV) --resolution lowest-direct -e ".[dev]"
+	$(MINIMUM_VENV)/bin/python -m pytest $(MINIMUM_TESTS)
 
 # Takes minutes: most of these tests start a server.
 test-vllm: $(STAMP) $(VLLM_STAMP)
@@ -45,8 +64,20 @@ test-published: $(STAMP)
 	else echo "The published trainer was not tested."; fi
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples benchmarks studies
-	$(BIN)/ruff format --check src tests examples benchmarks studies
+	$(BIN)/ruff check src tests examples benchmarks studies docs/*.py
+	$(BIN)/ruff format --check src tests examples benchmarks studies docs/*.py
+
+# Fails if FLOPs or peak memory of a training step of any method grew by 1% since they were stored.
+bench-guard: $(STAMP)
+	$(BIN)/python -m benchmarks.guard
+
+# Takes a minute or more, so it is not part of `lint`; [tool.basedpyright] lists what is checked.
+typecheck: $(STAMP)
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/basedpyright
+
+# Resolves uv.lock again, after a change of pyproject.toml.
+lock: $(STAMP)
+	$(BIN)/uv lock --default-index https://pypi.org/simple
 
 bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
@@ -61,5 +92,8 @@ study: $(STAMP)
 dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist .
 
+# Generated pages and figures in docs/, then the site in site/, which needs no network.
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

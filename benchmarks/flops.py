@@ -27,16 +27,20 @@ _FUSED = {
 
 
 def counted_flops(step: Callable[[], object]) -> int:
-    """FLOPs of the matrix products that `step` executes, recomputation in backward included.
+    """FLOPs of the matrix products that `step` executes, recomputation in backward included."""
+    with flop_counter() as counter:
+        step()
+    return counter.get_total_flops()
 
-    PyTorch's counter knows no fused attention of the CPU and counts causal attention as if it were full. Here every
-    fused kernel is counted, and only the pairs that a causal mask leaves.
+
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's counter, which by itself knows no fused attention of the CPU and counts causal attention as full.
+
+    Here every fused kernel is counted, and only the pairs that a causal mask leaves.
     """
     formulas = {getattr(torch.ops.aten, name): _attention_formula(name) for name in _FUSED}
     formulas[torch.ops.mkldnn._linear_pointwise] = _onednn_formula
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        step()
-    return counter.get_total_flops()
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _onednn_formula(x: tuple[int, ...], weight: tuple[int, ...], *args, **kwargs) -> int:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from ebft.doctor.environment import processor
 from ebft.models.products import product
 
 # Dense bfloat16 FLOP/s from the data sheets.
@@ -166,12 +167,7 @@ def device_name(device: torch.device) -> str:
     """The model name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return processor()
 
 
 def machine(device: torch.device) -> dict[str, str | float]:

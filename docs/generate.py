@@ -1,14 +1,22 @@
-"""Writes docs/options.md, the reference of every config key, from the schema, and docs/troubleshooting.md, from the
-table of conditions that `ebft.health` recognises."""
+"""Writes the generated pages: docs/options.md, the reference of every config key, from the schema;
+docs/troubleshooting.md from the table of conditions that `ebft.health` recognises; docs/commands.md from the command
+line; docs/api.md, the list of public names, whose descriptions the site takes from docstrings."""
 
+import inspect
+from dataclasses import MISSING, fields, is_dataclass
+from enum import EnumType
 from pathlib import Path
+from typing import Any, get_type_hints
 
+import typer
+
+import ebft
+from ebft.cli import app
 from ebft.config.reference import Option, option_groups
 from ebft.health.series import START, WINDOW
 from ebft.health.table import CONDITIONS, Condition
 
-PAGE = Path(__file__).parent / "options.md"
-TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
+FOLDER = Path(__file__).parent
 INTRODUCTION = """\
 # Config keys
 
@@ -31,6 +39,20 @@ Before a run, `ebft doctor CONFIG` checks packages, model, data, server, output 
 one training step on the longest rows of the data, which reports the peak memory of each phase and what lowers it.
 `--no-step` leaves out the step, and `ebft doctor` without a config checks the installation. `ebft env` prints versions
 and machine for a bug report.
+
+The memory is first estimated from the sizes in `config.json`, before any weights are loaded: weights in their dtype,
+gradients, optimizer state, the frozen copy of the model that computes features in full fine-tuning, activations and the
+cache of rollouts. These are not all in memory at the same time, so the phase of the peak is named with its parts, which
+add up; memory of Python and its libraries is not included. With [`ebft.single_pass`](options.md), the default on the
+CPU, the activations of the sampling pass are kept until the loss, so they coexist with the cache of rollouts. If
+weights, gradients, optimizer state and the frozen copy exceed the free memory of their devices, no step is run, and the
+report lists the settings that lower the memory. In every such list, each setting lowers the phase of the peak, and its
+saving is estimated on its own.
+
+The frozen copy is placed on an idle second GPU if there is one: a GPU visible to the process that has at least 90% of
+its memory free, when training runs in one process and the model is on one GPU. `ebft.feature_device` sets another
+device: `cpu` keeps the copy in CPU memory, where features are computed more slowly, and `cuda:0` keeps it beside the
+model.
 
 ## Conditions
 
@@ -74,17 +96,192 @@ def render() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION]
     for title, options in option_groups().items():
-        rows = "\n".join(_row(option) for option in options)
+        rows = "\n".join(map(_row, options))
         parts.append(f"## {title}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 
 def _row(option: Option) -> str:
-    cells = (f"`{option.key}`", option.type, f"`{option.default}`", option.description)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return _cells(f"`{option.key}`", option.type, f"`{option.default}`", option.description)
 
+
+def _cells(*cells: str) -> str:
+    """A row of a table; tags such as <think> are text."""
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+
+COMMANDS_INTRODUCTION = """\
+# Commands
+
+Generated from the command line by `make docs`; change the declarations in `src/ebft/cli/`, not this page.
+
+`ebft COMMAND --help` prints the same. `ebft --version` prints the version, and `ebft --install-completion` adds
+completion of commands and keys to the shell. CONFIG is a YAML file, and `KEY=VALUE` overrides a [key](options.md) of
+it: `ebft train run.yaml ebft.stride=4 datasets.0.path=notes.txt`.
+"""
+
+
+def render_commands() -> str:
+    """The page of commands as Markdown."""
+    commands = typer.main.get_command(app).commands
+    return "\n".join([COMMANDS_INTRODUCTION, *(_command(name, command) for name, command in commands.items())])
+
+
+def _command(name: str, command: Any) -> str:
+    paragraphs = [part.strip() for part in inspect.cleandoc(command.help).split("\n\n")]
+    description, _, examples = "\n\n".join(paragraphs).partition("Examples:")
+    shown = [parameter for parameter in command.params if not parameter.hidden]
+    arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
+    usage = " ".join(["ebft", name, *(["[OPTIONS]"] if len(arguments) < len(shown) else []), *map(_usage, arguments)])
+    parts = [f"## ebft {name}", description.strip(), f"```text\n{usage}\n```"]
+    if shown:
+        rows = "\n".join(_parameter(parameter) for parameter in shown)
+        parts.append(f"| argument or option | value | default | meaning |\n| --- | --- | --- | --- |\n{rows}")
+    if examples:
+        parts.append("```bash\n" + "\n".join(examples.strip().split("\n\n")) + "\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _parameter(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        names, value = f"`{parameter.metavar or parameter.name.upper()}`", ""
+    else:
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+        value = "" if parameter.is_flag else _value(parameter)
+    default = parameter.default
+    if parameter.required:
+        default = "required"
+    elif parameter.show_default is False or parameter.default is None or parameter.default is False:
+        default = ""
+    else:
+        default = f"`{getattr(default, 'value', default)}`"
+    return _cells(names, value, default, parameter.help or "")
+
+
+def _value(option: Any) -> str:
+    """What an option takes: its placeholder, its choices, or its type; `...` if it can be repeated."""
+    annotation = option.type_descriptor.annotation
+    if option.metavar:
+        value = f"`{option.metavar}`"
+    elif isinstance(annotation, EnumType):
+        value = ", ".join(f"`{member.value}`" for member in annotation)
+    else:
+        value = getattr(annotation, "__name__", str(annotation))
+    return value + (" ..." if option.multiple else "")
+
+
+API_INTRODUCTION = """\
+# Python API
+
+Generated by `make docs` from the public names and their docstrings; change those, not this page.
+
+Names of the first sections are imported from `ebft`: `from ebft import StridedEBFTTrainer`. They are loaded on first
+use, so `import ebft` is fast. Errors that a user can correct are subclasses of `ebft.errors.EBFTError` and of
+`ValueError`.
+"""
+API = {
+    "Runs": ("ebft", ("load_config", "RunConfig", "train", "TrainResult", "evaluate", "Evaluation")),
+    "Strided mode": ("ebft", ("StridedEBFTTrainer", "StridedEBFTConfig")),
+    "Structured mode": (
+        "ebft",
+        ("EBFTTrainer", "EBFTConfig", "AsyncEBFTTrainer", "AsyncEBFTConfig", "FeatureMatchingReward"),
+    ),
+    "Health": ("ebft", ("HealthCallback", "training_outcome")),
+    "Rewards and advantages": (
+        "ebft.rewards",
+        (
+            "match_features",
+            "whiten",
+            "alignment_rewards",
+            "diversity_rewards",
+            "cfm_loss",
+            "unbiased_cfm_loss",
+            "compute_advantages",
+        ),
+    ),
+    "Data": ("ebft.data.packing", ("pack_rows",)),
+    "Layout of strided mode": (
+        "ebft.strided",
+        (
+            "StridedOutput",
+            "build_strided_position_ids",
+            "create_strided_block_mask",
+            "build_strided_dense_mask_and_positions",
+            "override_attn_implementation",
+        ),
+    ),
+    "Models": ("ebft.models.pretrained", ("pretrained_model", "pretrained_tokenizer")),
+}
+# Members that users call, of classes that inherit many more.
+API_MEMBERS = {
+    "RunConfig": ["from_dict", "method"],
+    "TrainResult": ["model", "outcome"],
+    "StridedEBFTTrainer": ["compute_loss", "train", "evaluate"],
+    "FeatureMatchingReward": ["__init__", "__call__"],
+    "EBFTTrainer": ["__init__", "train", "evaluate", "sample"],
+}
+
+
+def render_api() -> str:
+    """The page of public names as Markdown, with directives that the site replaces by docstrings."""
+    missing = set(ebft.__all__) - {name for module, names in API.values() if module == "ebft" for name in names}
+    if missing:
+        raise ValueError(f"public names without a section in API of docs/generate.py: {', '.join(sorted(missing))}")
+    parts = [API_INTRODUCTION]
+    for title, (module, names) in API.items():
+        parts.append(f"## {title}\n\n" + (f"In the module `{module}`.\n" if module != "ebft" else ""))
+        parts += [_public_name(module, name) for name in names]
+    return "\n".join(parts)
+
+
+def _public_name(module: str, name: str) -> str:
+    value = getattr(__import__(module, fromlist=[name]), name)
+    path = f"{value.__module__}.{value.__qualname__}"
+    members = [member for member in API_MEMBERS.get(name, []) if member in vars(value)]
+    shown = f"[{', '.join(members)}]" if members else "false" if inspect.isclass(value) else "[]"
+    directive = f"::: {path}\n    options:\n      members: {shown}\n"
+    return directive + (_option_table(value) if name.endswith("Config") and name != "RunConfig" else "")
+
+
+def _option_table(config: type) -> str:
+    """The options that a class of arguments adds to those of its parent: of transformers or TRL, or a public one."""
+    shown = [name for names in API.values() for name in names[1]]
+    base = next(
+        parent
+        for parent in config.__mro__[1:]
+        if is_dataclass(parent) and (parent.__name__ in shown or not parent.__module__.startswith("ebft."))
+    )
+    hints, inherited = get_type_hints(config), {field.name: field.default for field in fields(base)}
+    rows = []
+    for field in fields(config):
+        is_new = field.name not in inherited or field.default != inherited[field.name]
+        if not is_new or "help" not in field.metadata:
+            continue
+        default = field.default_factory() if field.default is MISSING else field.default
+        cells = (f"`{field.name}`", _type_text(hints[field.name]), f"`{default!r}`", field.metadata["help"])
+        rows.append(_cells(*cells))
+    title = f"Options in addition to those of `{base.__module__.partition('.')[0]}.{base.__name__}`:"
+    return f"\n{title}\n\n| option | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+
+
+def _type_text(hint: Any) -> str:
+    plain = isinstance(hint, type) and not hasattr(hint, "__args__")
+    return f"`{hint.__name__ if plain else str(hint).replace('typing.', '')}`"
+
+
+PAGES = {
+    "options.md": render,
+    "troubleshooting.md": render_troubleshooting,
+    "commands.md": render_commands,
+    "api.md": render_api,
+}
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
-    TROUBLESHOOTING.write_text(render_troubleshooting(), encoding="utf-8")
-    print(f"Wrote {PAGE} and {TROUBLESHOOTING}")
+    for page, render_page in PAGES.items():
+        (FOLDER / page).write_text(render_page(), encoding="utf-8")
+    print(f"Wrote {', '.join(PAGES)} in {FOLDER}")

@@ -16,6 +16,12 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """`ebft train` starts no further processes on a machine with several GPUs."""
+    monkeypatch.setattr("ebft.launch.plan.visible_gpus", lambda: 0)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE of 512 tokens trained on a few modules of the standard library; no padding token."""

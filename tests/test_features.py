@@ -52,6 +52,7 @@ def test_the_copy_is_frozen_and_stays_as_it_was():
     assert network.causal_lm.lm_head.weight.norm() > 0
 
 
+@pytest.mark.slow
 def test_the_copy_has_the_weights_of_rank_0_where_only_that_loads_them(tmp_path):
     torch.multiprocessing.spawn(loaded_by_rank_0, (str(tmp_path / "store"),), nprocs=2)
 

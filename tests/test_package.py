@@ -5,10 +5,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ebft
 
@@ -16,18 +20,18 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines below, also
 # for type checking alone; what composes a run is on the last line. `keys` are the files keys.py of all rooms.
 ROOMS = (
-    "durable errors secrets",
+    "durable errors launch.worker secrets",
     "paths row_digest",
-    "anchors config dashboard fetch.cache over_trainer over_transformers rewards",
+    "anchors config dashboard fetch.cache over_transformers rewards",
     "keys fetch.catalog",
     "data",
     "models serving",
-    "features health monitor scores",
+    "features health monitor over_trainer scores",
     "prefix",
     "fetch sft strided structured",
     "nemo_gym preview",
-    "cli config.checks config.load config.reference config.schema doctor evaluation export inference methods prepared "
-    "quickstart run",
+    "cli config.checks config.load config.reference config.schema doctor evaluation export inference launch methods "
+    "prepared quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 
@@ -37,9 +41,17 @@ def test_a_public_name_is_there(name):
     assert callable(getattr(ebft, name)) and name in dir(ebft)
 
 
+def test_the_public_names_are_those_that_are_imported():
+    assert ebft.__all__ == list(ebft._EXPORTS)
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(AttributeError, match="no attribute 'tain'. Available: load_config"):
         ebft.tain  # noqa: B018
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert ebft.__version__ == version("ebft")
 
 
 def test_importing_the_package_is_cheap():
@@ -47,15 +59,66 @@ def test_importing_the_package_is_cheap():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_every_package_that_is_imported_is_declared():
+def requirements() -> dict[str, list[Requirement]]:
+    """The requirements of the package, under "", and of each extra, without those that consist of other extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    declared = {line.split(">=")[0].lower().replace("_", "-") for line in lines}
-    distributions = packages_distributions()
-    for path in (ROOT / "src" / "ebft").rglob("*.py"):
-        for name in imported(path) - {"ebft", "vllm", "deepspeed"} - set(sys.stdlib_module_names):
-            found = {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])}
-            assert found & declared, f"{path} imports {name}, which pyproject.toml does not declare"
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    parsed = {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
+    return {extra: [line for line in lines if line.name != "ebft"] for extra, lines in parsed.items()}
+
+
+def names_of(lines: list[Requirement]) -> set[str]:
+    return {canonicalize_name(line.name) for line in lines}
+
+
+def distributions_of(module: str) -> set[str]:
+    """The distributions that provide a module, or its own name if none is installed."""
+    return {canonicalize_name(name) for name in installed_modules().get(module, [module])}
+
+
+@cache
+def installed_modules() -> Mapping[str, list[str]]:
+    """The distributions of each module; finding them reads the metadata of all packages."""
+    return packages_distributions()
+
+
+def imports_of_the_package() -> dict[str, Path]:
+    """Each package that a file of ebft imports anywhere, with one such file."""
+    files = sorted((ROOT / "src" / "ebft").rglob("*.py"))
+    found = {name: path for path in files for name in imported(path)}
+    return {name: path for name, path in found.items() if name != "ebft" and name not in sys.stdlib_module_names}
+
+
+def test_every_package_that_is_imported_is_declared():
+    declared = names_of([line for extra, lines in requirements().items() if extra != "dev" for line in lines])
+    for module, path in imports_of_the_package().items():
+        assert distributions_of(module) & declared, f"{path} imports {module}, which pyproject.toml does not declare"
+
+
+def test_every_required_package_is_used():
+    used = set().union(*map(distributions_of, imports_of_the_package()))
+    assert names_of(requirements()[""]) - used == {"gguf", "pip"}  # used through transformers, and as a command
+
+
+def test_every_requirement_has_a_lower_bound_and_is_declared_once():
+    for extra, lines in requirements().items():
+        assert len(lines) == len(names_of(lines)), extra
+        for line in lines:
+            assert any(bound.operator in (">=", "~=") for bound in line.specifier), f"{extra}: {line}"
+
+
+def test_packages_of_extras_are_imported_when_they_are_used():
+    required = names_of(requirements()[""])
+    optional = [name for name in imports_of_the_package() if not distributions_of(name) & required]
+    assert {"matplotlib", "textual", "torchao", "bitsandbytes"} <= set(optional)
+    code = f"""
+import importlib, pkgutil, sys, ebft
+sys.modules.update(dict.fromkeys({optional}))
+for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
+    if not found.name.startswith(("ebft.dashboard.tui", "ebft.examples")) and "__main__" not in found.name:
+        importlib.import_module(found.name)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def imported(path: Path) -> set[str]:
@@ -66,6 +129,7 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.slow
 def test_strided_mode_and_plain_fine_tuning_need_no_trl():
     code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.strided, ebft.sft; import ebft.methods.strided"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,6 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
@@ -39,3 +42,14 @@ def test_issue_templates_have_what_github_needs(name):
 def test_the_container_copies_files_that_exist():
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
+
+
+def test_the_lock_has_the_requirements_of_the_package_and_public_addresses_alone():
+    text = (ROOT / "uv.lock").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^/\"]+", text)) == {"https://pypi.org", "https://files.pythonhosted.org"}
+    locked = next(package for package in tomllib.loads(text)["package"] if package["name"] == "ebft")["metadata"]
+    found = {(line["name"], frozenset(SpecifierSet(line.get("specifier", "")))) for line in locked["requires-dist"]}
+    extras = PROJECT["optional-dependencies"].values()
+    lines = [Requirement(line) for line in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]]
+    declared = {(canonicalize_name(line.name), frozenset(line.specifier)) for line in lines}
+    assert found == declared, f"run make lock: {found ^ declared}"

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
+    __version__: str
     from ebft.config.load import load_config
     from ebft.config.schema import RunConfig
     from ebft.evaluation.result import Evaluation
@@ -32,11 +33,29 @@ _EXPORTS = {
     "FeatureMatchingReward": "ebft.structured",
 }
 
-__all__ = list(_EXPORTS)
+__all__ = [  # a literal, since type checkers do not evaluate it
+    "load_config",
+    "RunConfig",
+    "train",
+    "TrainResult",
+    "evaluate",
+    "Evaluation",
+    "HealthCallback",
+    "training_outcome",
+    "StridedEBFTTrainer",
+    "StridedEBFTConfig",
+    "EBFTTrainer",
+    "EBFTConfig",
+    "AsyncEBFTTrainer",
+    "AsyncEBFTConfig",
+    "FeatureMatchingReward",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import ebft` is fast."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("ebft")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ebft' has no attribute {name!r}. Available: {', '.join(_EXPORTS)}.")
     value = getattr(import_module(_EXPORTS[name]), name)

@@ -54,6 +54,14 @@ class ServerError(EBFTError):
     """The vLLM server exited unexpectedly or did not become ready; the message contains the end of its log."""
 
 
+class LaunchError(EBFTError):
+    """The processes of a run cannot be started, or one of them was killed; `status` is the exit status for it."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RunError(EBFTError):
     """A folder is not the output folder of a run, or lacks the files that a command reads."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
+from ebft.models.placement import spare_gpu
 from ebft.over_transformers import override_attn_implementation
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
@@ -56,9 +58,10 @@ def pool(features: Tensor, embed_method: str) -> Tensor:
 class FeatureNetwork:
     """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of the policy.
 
-    `device` is the device of the copy (None: that of the policy, also after the policy is moved); it is not supported
-    for models with an adapter. It must be created before training, because the copy has the current weights. With
-    `copy=False`, `model` is used directly, which requires that it is not trained.
+    `device` is the device of the copy; it is not supported for models with an adapter. None: an idle second GPU if
+    there is one (`ebft.models.placement.spare_gpu`), or else the device of the policy, also after the policy is moved.
+    It must be created before training, because the copy has the current weights. With `copy=False`, `model` is used
+    directly, which requires that it is not trained.
     """
 
     def __init__(
@@ -70,14 +73,15 @@ class FeatureNetwork:
         *,
         copy: bool = True,
     ):
-        self.shares_weights = hasattr(model, "disable_adapter")
+        self.shares_weights: bool = hasattr(model, "disable_adapter")
         idle = rules.feature_device(device, self.shares_weights, rules.in_python)
         if idle:
             raise ConfigError(idle)
         is_copy = copy and not self.shares_weights
         self._model = _frozen_copy(model, device) if is_copy else model
         self._followed = weakref.ref(model) if is_copy and device is None else lambda: None
-        self.causal_lm = unwrap_adapter(self._model)
+        self.causal_lm: PreTrainedModel = unwrap_adapter(self._model)
+        self._place: tuple[torch.device, torch.device] | None = None  # of the policy, and of the copy that follows it
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
 
@@ -86,7 +90,9 @@ class FeatureNetwork:
         """The device of the network. Trainers move the policy after its copy was made, which this makes up for."""
         policy = self._followed()
         if policy is not None and (wanted := next(policy.parameters()).device).type != "meta":
-            self.causal_lm.to(wanted)
+            if self._place is None or self._place[0] != wanted:
+                self._place = wanted, _beside(policy, self.causal_lm)
+            self.causal_lm.to(self._place[1])
         return next(self.causal_lm.parameters()).device
 
     def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:
@@ -134,6 +140,22 @@ def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_one_of_many():
         _take_weights_of_rank_0(frozen)
     return frozen.to(device) if device is not None else frozen
+
+
+def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:
+    """Return the device for the copy of a policy: an idle GPU if the policy is on one GPU, or else its first device."""
+    devices = {parameter.device for parameter in policy.parameters()}
+    first = next(policy.parameters()).device
+    if len(devices) > 1 or first.type != "cuda":
+        return first
+    spare = spare_gpu(first.index, sum(weight.nbytes for weight in frozen.parameters()))
+    if spare is None:
+        return first
+    print(
+        f"The feature network is on the idle GPU {spare}; feature_device: {first} places it beside the policy.",
+        file=sys.stderr,
+    )
+    return torch.device(spare)
 
 
 def _is_one_of_many() -> bool:

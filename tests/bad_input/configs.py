@@ -176,6 +176,7 @@ STRUCTURE = [
     key("ebft.top_p", 1.1),
     key("ebft.feature_layers", []),
     key("ebft.feature_layers", [1.5]),
+    key("ebft.feature_layers", [0.5, 0.5]),
     key("ebft.feature_layers", 0.5),
     key("ebft.embed_method", "max"),
     key("ebft.whitening_space", "token"),

@@ -46,6 +46,14 @@ def settings(name: str = "config.json", **values: Any) -> Change:
     return change
 
 
+def null(key: str) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: None}))
+
+    return change
+
+
 def tensors(edit: Callable[[dict], dict], name: str = WEIGHTS) -> Change:
     def change(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -195,7 +203,10 @@ MODELS = [
     model("hidden size 0", settings(hidden_size=0), "base_model"),
     model("no layers", settings(num_hidden_layers=0), "num_hidden_layers"),
     model("layers is a list", settings(num_hidden_layers=[2]), "num_hidden_layers"),
-    model("heads do not divide", settings(num_attention_heads=5, num_key_value_heads=5), "base_model"),
+    model("heads do not divide", settings(num_attention_heads=5, num_key_value_heads=5), "config.json", "heads"),
+    model("hidden size is null", null("hidden_size"), "config.json: hidden_size: invalid value None"),
+    model("positions are negative", settings(max_position_embeddings=-1), "config.json: max_position_embeddings"),
+    model("unknown dtype", settings(dtype="float99"), "config.json: dtype: invalid value 'float99'"),
     model("0 heads", settings(num_attention_heads=0), "base_model"),
     model("vocabulary is text", settings(vocab_size="many"), "vocab_size"),
     model("other vocabulary", settings(vocab_size=600), "embed_tokens"),
@@ -260,10 +271,13 @@ ADAPTERS = [
     saved("config is null", write(CONFIG, "null"), "adapter_config.json"),
     saved("config is {}", write(CONFIG, "{}"), "peft_type"),
     saved("no peft_type", unchanged, "peft_type", peft_type=None),
-    saved("unknown peft_type", unchanged, "MAGIC", peft_type="MAGIC"),
+    saved("unknown peft_type", unchanged, "adapter_config.json: peft_type: invalid value 'MAGIC'", peft_type="MAGIC"),
+    saved("lora_alpha is text", unchanged, "adapter_config.json: lora_alpha: invalid value 'x'", lora_alpha="x"),
+    saved("NaN", tensors(lambda found: {key: value * float("nan") for key, value in found.items()}, ADAPTER),
+          ADAPTER, "NaN or infinite"),
     saved("no rank", unchanged, "adapter", r=None),
     saved("other rank", unchanged, "adapter", r=3),
-    saved("rank is text", unchanged, "adapter", r="two"),
+    saved("rank is text", unchanged, "adapter_config.json: r: invalid value 'two'", r="two"),
     saved("rank 0", unchanged, "adapter", r=0),
     saved("other modules", unchanged, "adapter", target_modules=["query"]),
     saved("more modules", unchanged, "k_proj", target_modules=["q_proj", "k_proj"]),

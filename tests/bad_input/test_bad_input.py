@@ -10,6 +10,7 @@ TABLES = {module.__name__.rpartition(".")[2]: module.CASES for module in (
 CASES = [(table, case) for table, cases in TABLES.items() for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "case"), CASES, ids=[f"{table}: {case.name}" for table, case in CASES])
 def test_case(table, case, tmp_path, tiny_llama_dir, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -9,6 +9,8 @@ import pytest
 from tests.bad_input import configs, data_files, user_code
 from tests.bad_input.cases import Outcome, complaint, prepare
 
+pytestmark = pytest.mark.slow
+
 NAMES = (
     (configs, "FIFO"),
     (configs, "billion laughs in merge keys"),

@@ -20,6 +20,8 @@ from benchmarks.presets import find_preset
 from benchmarks.recompilations import recompilations
 from benchmarks.strided_step import main
 
+pytestmark = pytest.mark.slow
+
 WHEEL = os.environ.get("EBFT_AXOLOTL_WHEEL")
 PHASES = ("rollout", "features", "forward", "backward")
 

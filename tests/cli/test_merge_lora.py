@@ -40,7 +40,7 @@ def test_an_adapter_is_merged(run, from_folder, ebft, tiny_llama_dir):
     output = run.parent / "output"
     result = ebft("merge-lora", output if from_folder else run)
     assert result.exit_code == 0, result.output
-    assert "1 shards" in result.output and "Peak memory" in result.output
+    assert "1 shard," in result.output and "Peak memory" in result.output
     assert str(output / "merged") in result.output.replace("\n", "")
     merged = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
     expected = with_adapter(tiny_llama_dir, output).merge_and_unload().state_dict()
@@ -51,7 +51,7 @@ def test_an_adapter_is_merged(run, from_folder, ebft, tiny_llama_dir):
 
 def test_another_adapter_and_folder(run, ebft, tiny_llama_dir, tmp_path):
     other = save_adapter(tmp_path / "other", tiny_llama_dir, target_modules=["v_proj"])
-    arguments = ("--lora-model-dir", other, "--to", tmp_path / "to", "--max-shard-size", "50KB")
+    arguments = ("--lora-model-dir", other, "--output", tmp_path / "to", "--max-shard-size", "50KB")
     result = ebft("merge-lora", run, *arguments)
     assert result.exit_code == 0, result.output
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "to").state_dict()
@@ -65,7 +65,9 @@ def test_errors(run, ebft, tmp_path):
     assert "does not contain an adapter" in ebft("merge-lora", tmp_path).output
     result = ebft("merge-lora", run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules=")
     assert result.exit_code == 2 and "full model, which needs no merging" in result.output.replace("\n", " ")
+    assert "--lora-model-dir requires a config" in ebft("merge-lora", tmp_path, "--lora-model-dir", "a").output
     assert "Cannot read config file" in ebft("merge-lora", tmp_path / "absent.yaml").output
+    assert "neither a config file nor a folder" in ebft("merge-lora", tmp_path / "absent").output
     result = ebft("merge-lora", tmp_path / "output", "--base-model", tmp_path / "absent")
     assert result.exit_code == 2 and "does not exist" in result.output
 

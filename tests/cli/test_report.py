@@ -16,6 +16,8 @@ def test_what_cannot_be_reported(ebft, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = ebft("report", tmp_path, "--evaluation", tmp_path / "other.json")
     assert result.exit_code == 2 and "is not a result of `ebft evaluate --output`" in plain(result.stderr)
+    result = ebft("report", tmp_path, "--evaluation", tmp_path / "nope.json")
+    assert result.exit_code == 2 and f"the file {tmp_path / 'nope.json'} does not exist" in plain(result.stderr)
     (tmp_path / "report.html").mkdir()
     result = ebft("report", tmp_path)
     assert result.exit_code == 2 and "The report cannot be written" in plain(result.stderr)

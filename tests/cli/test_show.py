@@ -43,6 +43,17 @@ def test_the_choice_as_json(ebft, run, arguments, completions):
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
 
 
+def test_equal_completions_are_shown_once(ebft, tmp_path):
+    entry = strided_entry(1, rewards=(0.1, 0.1, 0.4))
+    for sample in entry["blocks"][0]["samples"][:2]:
+        sample["completion"] = "the same"
+    append(tmp_path / "rollouts.jsonl", entry)
+    shown = ebft("show", tmp_path, "--worst", "--count", "2").stdout
+    assert shown.count("the same") == 1 and "(×2)" in shown and "completion 2 of step 1" in shown
+    listed = json.loads(ebft("show", tmp_path, "--worst", "--count", "2", "--json").stdout)
+    assert [sample["completion"] for sample in listed] == ["the same"] * 2 and "copies" not in listed[0]
+
+
 def test_terms_of_reward_functions(ebft, tmp_path):
     append(tmp_path / "rollouts.jsonl", prompt_entry(2))
     result = ebft("show", tmp_path, "--sort", "rewards/short")
@@ -57,7 +68,7 @@ def test_terms_of_reward_functions(ebft, tmp_path):
         (["--interactive"], "requires a terminal"),
         (
             ["--sort", "rewad"],
-            "no rollout has a term 'rewad'. Choose from reward, alignment, diversity",
+            "no rollout has a term 'rewad'. Did you mean 'reward'? Choose from reward, alignment, diversity",
         ),
         (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
     ],

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import signal
+import time
 
 import pytest
 
@@ -59,7 +61,7 @@ def test_without_a_terminal_it_says_so(ebft, run_file, tmp_path, command):
 
 def test_without_textual_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(tui, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"ebft tui requires the package textual: pip install '.\[tui\]'"):
+    with pytest.raises(RunError, match=r"ebft tui requires the package textual: pip install 'ebft\[tui\]'"):
         tui.check_terminal("ebft tui")
 
 
@@ -69,6 +71,7 @@ def test_a_folder_that_is_no_run(ebft, tmp_path, monkeypatch):
     assert result.exit_code == 2 and "is not a folder" in plain(result.stderr)
 
 
+@pytest.mark.slow
 def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_file, tmp_path):
     terminal = in_terminal("train", run_file, "--tui", *LONG)
     terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
@@ -81,6 +84,23 @@ def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_f
     assert "Resume with" in terminal.output.decode() and "Resume with" in (tmp_path / "out" / "train.log").read_text()
 
 
+@pytest.mark.parametrize("options", [[], ["--num-processes", "1", "--launcher", "torchrun"]])
+def test_the_command_that_resumes_has_the_dashboard(monkeypatch, run_file, tmp_path, options):
+    training = Training([str(run_file), *LONG, *options], tmp_path / "out")
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        while training.is_running() and not metrics.exists():
+            time.sleep(0.1)
+        training.interrupt()
+        assert training.wait() == 130
+    finally:
+        if training.is_running():
+            os.kill(training.pid, signal.SIGKILL)
+    words = shlex.join([str(run_file), "--tui", *LONG])
+    assert f"Resume with: ebft train {words} " in " ".join(training.output(30))
+
+
+@pytest.mark.slow
 def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_path):
     terminal = in_terminal("train", run_file, "--tui", *LONG)
     terminal.wait_for(lambda screen: "running" in screen and "grad_norm" in screen)
@@ -96,6 +116,7 @@ def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_
     assert second.end() == 0
 
 
+@pytest.mark.slow
 def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, monkeypatch, capsys):
     from ebft.dashboard.tui.app import TrainingDashboard
 
@@ -110,6 +131,7 @@ def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, mo
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_training_that_fails_shows_its_last_lines(run_file, tmp_path, monkeypatch, capsys):
     from ebft.dashboard.tui.app import TrainingDashboard
 
@@ -128,5 +150,5 @@ def test_a_log_that_cannot_be_written(tmp_path):
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="--tui starts a single process"):
+    with pytest.raises(RunError, match="--tui starts the processes itself"):
         tui.train_with_dashboard([], tmp_path)

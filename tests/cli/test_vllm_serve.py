@@ -69,6 +69,7 @@ def test_help_imports_no_torch():
     assert "vllm.python=" in result.stdout and "--verbose" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(serve, tmp_path, number):
     pids = tmp_path / "pids"
@@ -114,6 +115,7 @@ def test_a_server_that_ends_by_itself(serve):
     assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_become_ready(serve, tmp_path):
     pids = tmp_path / "pids"
     program = stand_in(pids).replace("stand_in.main()", "sys.argv.append('--silent'); stand_in.main()")

@@ -93,6 +93,15 @@ def test_fsdp_in_older_and_newer_words(make):
     assert older["fsdp_config"] == {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "cpu_offload": True}
     assert kwargs(make(fsdp="shard_grad_op auto_wrap"))["fsdp_config"] == {"reshard_after_forward": False}
     assert "fsdp" not in kwargs(make(fsdp=False))
+    given = {"offload_params": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True}
+    for switch in ({"fsdp_version": 2}, {"fsdp": True}):
+        found = kwargs(make(**switch, fsdp_config={**given, "final_state_dict_type": "FULL_STATE_DICT"}))
+        assert found["fsdp"] is True
+        assert found["fsdp_config"] == {"cpu_offload": True, "reshard_after_forward": False}
+
+
+def test_deepspeed_configs_of_the_package(make):
+    assert kwargs(make(deepspeed="zero2"))["deepspeed"]["zero_optimization"]["stage"] == 2
 
 
 def test_hub(make):

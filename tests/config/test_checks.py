@@ -25,8 +25,8 @@ def warned(make, **keys):
         ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
         ({**LORA, "rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, "no effect with an adapter"),
         ({"load_in_4bit": True}, "Set adapter: qlora"),
-        ({**LORA, "load_in_8bit": True, "gguf_file": "a.gguf"}, "`ebft fetch some/model/a.gguf --to DIR`, and set"),
-        ({**LORA, "load_in_8bit": True, "base_model": "b/a.gguf"}, "`ebft fetch b/a.gguf --to DIR`, and set"),
+        ({**LORA, "load_in_8bit": True, "gguf_file": "a.gguf"}, "`ebft fetch some/model/a.gguf --output DIR`, and set"),
+        ({**LORA, "load_in_8bit": True, "base_model": "b/a.gguf"}, "`ebft fetch b/a.gguf --output DIR`, and set"),
         (
             {"gguf_file": "a.gguf", "rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": "managed"}},
             "some/model/a.gguf is a GGUF file, which cannot be served with vLLM",
@@ -43,6 +43,7 @@ def warned(make, **keys):
         ),
         ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "Keep one"),
         ({"eval_steps": 5}, "eval_steps needs held-out data"),
+        ({"eval_on_start": True}, "eval_on_start needs held-out data"),
         ({"eval_strategy": "epoch"}, "eval_strategy needs held-out data"),
         ({"val_set_size": 2, "metric_for_best_model": "accuracy"}, "'accuracy' is not computed .* Choose from loss"),
         ({**STRIDED, "val_set_size": 2, "metric_for_best_model": "loss"}, "Choose from cfm_loss, "),
@@ -50,6 +51,24 @@ def warned(make, **keys):
         ({"resume_from_checkpoint": "a", "auto_resume_from_checkpoints": True}, "Keep one"),
         ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and fsdp"),
         ({"fsdp_config": {"version": 2}}, "Add fsdp: true"),
+        ({"fsdp": False, "fsdp_version": 2, "fsdp_config": {"version": 2}}, "Add fsdp: true"),
+        ({"fsdp": True, "fsdp_version": 1}, "fsdp_version: 1 is not supported, only FSDP2"),
+        ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "fsdp_config.version: 1 is not supported"),
+        ({"fsdp": "hybrid_shard auto_wrap"}, "'hybrid_shard' is not supported. Set fsdp: true"),
+        ({"fsdp": True, "fsdp_config": {"stat_dict_type": "x"}}, "Did you mean 'fsdp_config.state_dict_type'"),
+        (
+            {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
+            "are both set",
+        ),
+        ({**STRIDED, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "only supported by SFT"),
+        (
+            {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "save_only_model": True},
+            "save_only_model: true is incompatible with",
+        ),
+        (
+            {"fsdp": True, "save_only_model": True, "load_best_model_at_end": True, "val_set_size": 2},
+            "cannot both be set with fsdp",
+        ),
         ({"model_type": "AutoModelForSequenceClassification"}, "is not a causal language model"),
     ],
 )

@@ -14,8 +14,9 @@ def strided(device):
 @pytest.mark.parametrize(
     ("machine", "keys", "message"),
     [
-        (CPU, {"fsdp": True}, "fsdp requires GPUs"),
-        (GPU, {"fsdp": ["full_shard"]}, "but only one runs. Launch several"),
+        (CPU, {"fsdp": ["full_shard", "offload"]}, "cannot be offloaded to the CPU in a run on CPU"),
+        (CPU, {"deepspeed": "zero2"}, "deepspeed requires GPUs: on CPU, accelerate lets each process train on all"),
+        (GPU, {"fsdp": ["full_shard"]}, "but only one runs. Start several"),
         (CPU, {"fp16": True, "bf16": False}, "fp16: true requires a GPU"),
         (CPU, strided("cuda:7"), "'cuda:7' is unavailable. Choose from cpu, or remove it"),
         (GPU, strided("banana"), "Choose from cpu, cuda, cuda:0"),
@@ -24,6 +25,11 @@ def strided(device):
 def test_what_the_machine_lacks_is_refused(make, machine, keys, message):
     with pytest.raises(ConfigError, match=message):
         check_machine(make(**keys), machine)
+
+
+def test_sharding_on_cpu_gives_a_warning(make):
+    with pytest.warns(UserWarning, match="fsdp on CPU is slow"):
+        check_machine(make(fsdp=True), Machine(has_accelerator=False, supports_bf16=False, processes=2))
 
 
 def test_what_is_there_may_be_used(make):

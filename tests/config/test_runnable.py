@@ -2,6 +2,7 @@ import pytest
 
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable
+from ebft.run.deepspeed import check_deepspeed
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,20 @@ def test_what_cannot_be_trained_here_says_why(make, keys, message):
 
 
 def test_a_missing_deepspeed_file(make, monkeypatch):
-    monkeypatch.setattr("ebft.run.checks.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read"):
+    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read .* one of zero1, zero2, zero3, zero3_"):
         check_runnable(make(deepspeed="none.json"))
+
+
+@pytest.mark.parametrize("method", [{"rl": "ebft", "ebft": {"mode": "strided"}}, {"rl": "ebft"}, {"rl": "grpo"}])
+def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
+    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: object())
+    reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
+    for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
+        with pytest.raises(ConfigError, match="ZeRO-3 is only supported by SFT. It partitions .* Use fsdp: true"):
+            check_deepspeed(make(**method, **reward, deepspeed=given))
+        check_deepspeed(make(deepspeed=given))
+    check_deepspeed(make(**method, **reward, deepspeed="zero2"))
 
 
 def test_an_output_folder_that_cannot_be(make, tmp_path):

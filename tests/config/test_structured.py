@@ -51,7 +51,6 @@ def structured(tmp_path=None, rl="ebft", **keys):
         ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex requires vLLM"),
         ({"trl": {"sync_ref_model": True}}, "sync_ref_model requires a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
-        ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "FSDP1 is not supported with full completions"),
         (
             {"trl": {"generation_batch_size": 12}},
             "generation_batch_size: 12 is not a multiple of trl.num_generations: 8",

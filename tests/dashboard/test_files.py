@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ebft.dashboard import files
-from ebft.dashboard.files import JsonTail, Tail, read_all, rollout_files
+from ebft.dashboard.files import JsonTail, Tail, read_all, read_object, rollout_files
 from ebft.dashboard.run import check_rollouts, check_run, is_alive, state_of
 from ebft.dashboard.text import duration, printable
 from ebft.errors import RunError
@@ -125,3 +125,15 @@ def test_durations():
 
 def test_control_characters_are_visible():
     assert printable("a\x1b[31mred\x07\tx\ny\x7f\x9b") == "a␛[31mred␇\tx\ny␡\ufffd"
+
+
+def test_characters_that_change_the_direction_of_text_are_visible():
+    assert printable("a\u202eb\u202c \u2067c\u2069") == "a<RLO>b<PDF> <RLI>c<PDI>"
+
+
+def test_named_pipes_are_not_read(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    os.mkfifo(path)
+    assert Tail(path).read() == ([], False)
+    assert list(read_all(path)) == [] and read_object(path) is None
+    assert read_object(tmp_path) is None  # nor folders

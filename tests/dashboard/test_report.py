@@ -9,10 +9,11 @@ import pytest
 
 from ebft import train
 from ebft.dashboard.report import report, write_report
+from tests.cli.conftest import ebft
 from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, strided_entry, write_run
 from tests.run.test_methods import quietly, run_file
 
-__all__ = ["run_file"]
+__all__ = ["ebft", "run_file"]
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&\x1b[31m"
 
 
@@ -67,6 +68,25 @@ def test_a_report_has_all_parts_and_nothing_external(run):
     assert [path.name for path in run.iterdir() if path.suffix in (".html", ".part")] == ["report.html"]
 
 
+def test_settings_that_a_checkpoint_restored_are_those_in_effect(tmp_path):
+    config = {"learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 0.5}
+    optimizer = {"learning_rate": 2e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    write_run(tmp_path, config=config, changed={"learning_rate": 1e-4}, optimizer=optimizer)
+    text = Tags(report(tmp_path)).text
+    assert "learning_rate0.0002 (restored from the checkpoint; 0.0001 in the config has no effect)" in text
+    assert "weight_decay0.1 (restored from the checkpoint; 0.0 in" in text and "max_grad_norm" not in text
+
+
+def test_a_resumed_run_records_the_settings_in_effect(run_file, tmp_path):
+    keys = ["rl=", "save_strategy=steps", "save_steps=1", "eval_strategy=no", "auto_resume_from_checkpoints=true"]
+    train(quietly(run_file, [*keys, "max_steps=1", "learning_rate=2e-4"]))
+    with pytest.warns(UserWarning, match="the run continues with 0.0002"):
+        train(quietly(run_file, [*keys, "max_steps=2", "learning_rate=1e-4"]))
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["optimizer"]["learning_rate"] == 2e-4 and run["config"]["learning_rate"] == 1e-4
+    assert "learning_rate0.0002 (restored" in Tags((tmp_path / "out" / "report.html").read_text()).text
+
+
 def test_everything_is_escaped(tmp_path):
     changes = {"error": EVIL, "model": EVIL, "method": EVIL, "changed": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
     write_run(tmp_path, "failed" + EVIL, host=EVIL, **changes)
@@ -96,6 +116,8 @@ def test_the_comparison_of_an_evaluation_with_its_intervals(run, tmp_path):
     text = Tags(report(run, tmp_path / "result.json")).text
     assert "tuned cfm_loss compared with base" in text and "95% interval of the change" in text
     assert "cfm_loss0.30.2-0.1[-0.15, -0.05]" in text
+    (tmp_path / "result.json").write_text(json.dumps(evaluation("cfm_loss_whitened")))
+    assert "compared with base" not in Tags(report(run, tmp_path / "result.json")).text
 
 
 @pytest.mark.parametrize(
@@ -114,6 +136,26 @@ def test_broken_and_missing_files(tmp_path, files):
     assert str(tmp_path.name) in Tags(report(tmp_path)).text
 
 
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [("stopped", "The run ended before its first log"), ("running", "The run has not reached its first log")],
+)
+def test_a_run_without_a_step(ebft, tmp_path, state, text):
+    write_run(tmp_path / "run", state, step=0, max_steps=None)
+    assert ebft("report", tmp_path / "run").exit_code == 0
+    found = Tags((tmp_path / "run" / "report.html").read_text()).text
+    assert f"{state}, step 0" in found and f"{text}, so there are no curves." in found and "learning_rate" in found
+
+
+def test_a_later_run_that_was_stopped_before_its_first_step(run):
+    assert "A later run" not in report(run)
+    start = {"state": "stopped", "started": 1e9, "error": EVIL}
+    (run / "start.json").write_text(json.dumps(start))
+    found = Tags(report(run)).text
+    assert "A later run in this folder, started 2001-" in found and "stopped before training began" in found
+    assert "This page describes the run before it." in found and "finished, step 100" in found
+
+
 def test_long_runs_are_cheap(tmp_path):
     write_run(tmp_path, "finished", step=20000)
     append(tmp_path / "metrics.jsonl", *(log_line(step) for step in range(1, 20001)))
@@ -125,7 +167,7 @@ def test_long_runs_are_cheap(tmp_path):
 def test_every_run_ends_with_a_report(run_file, tmp_path):
     train(quietly(run_file, ["max_steps=2", "eval_steps=1", "ebft.log_completions=true"]))
     text = Tags((tmp_path / "out" / "report.html").read_text()).text
-    assert "finished, step 2 of 2" in text and "First rollouts" in text and "cfm_loss" in text
+    assert "finished, step 2 of 2" in text and "ebft: out" in text and "cfm_loss" in text
 
 
 @pytest.mark.filterwarnings("ignore:output_dir")

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ebft import train
-from ebft.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take
+from ebft.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take, without_repetitions
 from ebft.dashboard.text import sample_text
 from ebft.strided.output import _characters_before
 from tests.dashboard.runs import append, prompt_entry, strided_entry
@@ -22,6 +22,26 @@ def test_samples_of_a_block():
     assert first.completion == "completion 0 of step 3"
     assert list(first.terms) == ["reward", "alignment", "diversity", "advantage", "length"]
     assert first.terms["reward"] == 0.1 and second.terms["diversity"] == 1.2
+
+
+def test_equal_completions_of_an_anchor_are_one_sample_with_copies():
+    entries = [strided_entry(step, rewards=(0.1, 0.4, 0.1)) for step in (1, 2)]
+    for entry in entries:
+        for sample in entry["blocks"][0]["samples"]:
+            sample["completion"] = "the same"
+    found = [sample for entry in entries for sample in samples_of(entry)]
+    once = list(without_repetitions(found))
+    assert [(sample.step, sample.terms["reward"], sample.copies) for sample in once] == [
+        (1, 0.1, 2), (1, 0.4, 1), (2, 0.1, 2), (2, 0.4, 1),
+    ]  # fmt: skip
+    assert "token 5 (×2)" in sample_text(once[0]).plain and "×" not in sample_text(once[1]).plain
+
+
+def test_the_ends_of_a_short_log_do_not_overlap(tmp_path):
+    append(tmp_path / "rollouts.jsonl", *(strided_entry(step) for step in range(5)))
+    first, last = first_and_last(tmp_path, 4)
+    assert [sample.step for sample in first] == [0, 1, 2, 3] and [sample.step for sample in last] == [4]
+    assert first_and_last(tmp_path, 5)[1] == []
 
 
 def test_samples_of_a_conversation():

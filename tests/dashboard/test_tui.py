@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from ebft.dashboard.tui import parts
 from ebft.dashboard.tui.app import Dashboard, TrainingDashboard
-from tests.dashboard.runs import append, held_out_line, log_line, strided_entry, write_run
+from tests.dashboard.runs import STRIDED, append, held_out_line, log_line, strided_entry, write_run
 
 SIZES = [(40, 12), (80, 24), (119, 60), (160, 48)]
 
@@ -54,6 +55,7 @@ def run(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_tab_in_every_size(run, size):
     async def body(app, pilot):
@@ -92,6 +94,7 @@ def test_resizing_shows_and_hides_the_rollouts(run):
     dashboard(run, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_an_empty_folder_and_its_first_files(tmp_path, size):
     folder = tmp_path / "run"
@@ -116,6 +119,7 @@ def test_an_empty_folder_and_its_first_files(tmp_path, size):
         ("failed", {"error": "OSError: disk [full]"}, "failed"),
         ("running", {"pid": 2**22 + 1}, "ended without a final state"),
         ("running", {"host": "elsewhere", "updated": 1.0}, "no update for"),
+        ("\x1b]0;title\x07", {}, "␛]0;title␇"),
         ("odd", {"started": "x", "updated": None, "max_steps": "many", "config": 3, "changed": [], "pid": None}, "odd"),
     ],
 )
@@ -166,9 +170,16 @@ def test_a_run_that_is_resumed_starts_its_curves_again(run):
         remove_from_step(run / "rollouts.jsonl", 20)
         await shows(app, pilot, "20/100", "0.300")
         await pilot.press("2")
-        await shows(app, pilot, "No rollouts yet")
+        await shows(app, pilot, "No rollouts yet: waiting for the first step.")
 
     dashboard(run, body)
+
+
+def test_a_run_that_logs_no_rollouts_names_the_keys():
+    for config in ({}, {"rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"log_completions": True}}):
+        assert "ebft.log_completions (strided mode)" in parts.rollouts([], 80, config).plain
+    for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
+        assert parts.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
 
 
 def test_the_folder_is_deleted_and_comes_back(run):
@@ -234,6 +245,30 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
 
     app = dashboard(run, body, make=TrainingDashboard, training=process)
     assert app.return_value == (result or "closed") and process.interrupts == interrupts
+
+
+@pytest.mark.parametrize("is_known_from", ["process", "files"])
+def test_the_end_of_training_closes_the_question_and_removes_its_key(run, is_known_from):
+    process = Process()
+
+    async def body(app, pilot):
+        assert "Stop" in await shows(app, pilot, "63/100", "Stop")
+        await pilot.press("q")
+        await shows(app, pilot, "Training is running.")
+        if is_known_from == "process":
+            process.runs = False
+        else:
+            write_run(run, "finished", step=100, pid=process.pid)
+        for _ in range(600):
+            await asyncio.sleep(0.05)
+            found = screen(app)
+            if "Training is running." not in found and "Stop" not in found and "Close" in found:
+                break  # the footer is empty while it is drawn again
+        assert "Training is running." not in found and "Stop" not in found and "Close" in found
+        await pilot.press("ctrl+c")
+
+    app = dashboard(run, body, make=TrainingDashboard, training=process)
+    assert app.return_value == "closed" and process.interrupts == 0
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])

@@ -4,13 +4,20 @@ import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
+from datasets import Dataset
 
 from ebft.config.load import load_config
 from ebft.doctor import installation
 from ebft.doctor.check import Attempt
+from ebft.doctor.estimate import needs
 from ebft.doctor.installation import check_installation
-from ebft.doctor.step import savings
+from ebft.doctor.resources import exceeds, memory_checks
+from ebft.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
+from ebft.doctor.run import _peak_check
+from ebft.doctor.savings import advice, gib, savings
 from ebft.errors import DataError
+from ebft.monitor.phases import PhaseMemory
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
 
@@ -69,6 +76,7 @@ def test_an_extra_with_a_wrong_version_is_a_warning(monkeypatch):
     assert warning.name == "extra tensorboard" and "0.1" in warning.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, phases",
     [
@@ -85,7 +93,8 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     assert code == 0 and levels(found) <= {"ok", "warning"}, found
     for phase in [*MODELS, *phases]:
         assert re.search(r"[1-9]\d* MiB|[\d.]+ GiB", found["ok", f"peak memory, {phase}"]), phase
-    assert "micro_batch_size" in found["ok", "peak memory"] and "rows" in found["ok", "data"]
+    assert re.search("MiB in [a-z]|GiB in [a-z]", found["ok", "peak memory"]) and "rows" in found["ok", "data"]
+    assert re.search(r"the longest has [\d,]+ tokens", found["ok", "data"])
     assert sorted(tmp_path.rglob("*")) == before, "the doctor leaves no files"
 
 
@@ -145,7 +154,7 @@ def test_a_folder_without_weights(doctor, tmp_path):
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     path = write_inputs("strided_full", tmp_path)
-    monkeypatch.setattr("ebft.doctor.resources.available_memory", lambda: (2**20, "a small machine"))
+    monkeypatch.setattr("ebft.doctor.resources.available_memory", lambda device: (2**20, "a small machine"))
     monkeypatch.setattr("ebft.doctor.resources.free_disk", lambda folder: (2**10, tmp_path))
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
@@ -153,38 +162,177 @@ def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
 
 
 def test_a_step_that_runs_out_of_memory_says_what_lowers_it(doctor, tmp_path, monkeypatch):
-    def fails(*arguments):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+    def fails(config, tokenizer, rows, memory):
+        with memory.phase("loss and backward"):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
 
     monkeypatch.setattr("ebft.doctor.run.measure_step", fails)
     code, found = doctor(write_inputs("sft", tmp_path))
-    assert code == 1 and "gradient_checkpointing: true" in found["error", "step"]
+    assert code == 1 and "in loss and backward" in found["error", "step"]
+    assert "gradient_checkpointing: true" in found["error", "step"]
+
+
+def needs_of(path, overrides=(), longest=100):
+    """The estimates of a config whose longest rows all have `longest` tokens."""
+    from transformers import AutoConfig
+
+    config = load_config(path, overrides)
+    row = {"input_ids": [1] * longest, "prompt_length": 0}
+    prompts = (PromptLength(((longest // 2, longest // 2),)),) if config.method.rows == "prompts" else ()
+    rows = LongestRows([row] * 16, prompts, longest)
+    return needs(config, AutoConfig.from_pretrained(config.base_model), rows)
 
 
 def test_the_estimate_of_a_full_model(tmp_path):
-    from transformers import AutoConfig
-
-    from ebft.doctor.estimate import estimate
-
     path = write_inputs("strided_full", tmp_path)
-    config = load_config(path)
     weights = 4 * 156_736
-    found = estimate(config, AutoConfig.from_pretrained(config.base_model), tokens=100)
+    full = needs_of(path)
+    found = full.of(full.config)
     assert (found.weights, found.features, found.gradients) == (weights, weights, weights)
     assert (found.optimizer, found.checkpoint) == (2 * weights, 3 * weights) and found.activations > 0
-    lora = load_config(path, ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"])
-    found = estimate(lora, AutoConfig.from_pretrained(config.base_model), tokens=100)
+    assert found.dtype == "float32" and found.during("model") == weights and found.during("optimizer") == 5 * weights
+    lora = needs_of(path, ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"])
+    found = lora.of(lora.config)
     assert found.features == 0 and found.gradients == 4 * found.trained < weights / 4
+
+
+def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_path):
+    path = write_inputs("strided_full", tmp_path)
+    single, separate = (
+        needs.of(needs.config) for needs in (needs_of(path, [f"ebft.single_pass={on}"]) for on in ("true", "false"))
+    )
+    for found in (single, separate):
+        assert sum(found.parts(found.peak).values()) == found.total == found.during(found.peak)
+    assert single.during("features") == separate.during("features") + single.activations
+    assert single.during("rollouts") > separate.during("rollouts") + single.activations
+    accumulated = needs_of(path, ["gradient_accumulation_steps=2"])
+    assert accumulated.of(accumulated.config).during("rollouts") == single.during("rollouts") + single.gradients
+    (check,) = memory_checks(needs_of(path))
+    assert f"at the peak, in {single.peak}: weights in float32" in check.message
+
+
+def test_every_saving_is_on_a_separate_line(tmp_path):
+    found = needs_of(write_inputs("strided_full", tmp_path))
+    listed = advice(found, "rollouts").split("\n")
+    assert listed == [" To lower it:", *(f"  - {saving}" for saving in savings(found, "rollouts"))] and len(listed) > 3
+
+
+LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
+
+
+@pytest.mark.parametrize(
+    "name, phase, listed, left_out",
+    [
+        ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
+        ("strided_full", "trainer and feature network", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
+        (
+            "strided_full",
+            "rollouts",
+            ["micro_batch", "tokens_per_pass", "n_samples", "sequence_len: 50"],
+            ["optimizer:"],
+        ),
+        ("strided_full", "features", ["micro_batch", "tokens_per_pass", "n_samples", "checkpointing"], ["optimizer:"]),
+        ("strided_full", "loss and backward", ["micro_batch", "checkpointing", "tokens_per_pass", "lora"], []),
+        (
+            "strided_full",
+            "optimizer",
+            ["torch_dtype", "lora"],
+            ["micro_batch", "checkpointing", "n_samples", "sequence"],
+        ),
+        ("structured_several_turns", "rollouts", ["max_completion_length: 5"], ["micro_batch", "checkpointing"]),
+        ("structured_several_turns", "rewards and features", ["max_completion"], ["micro_batch", "checkpointing"]),
+        ("structured_several_turns", "loss and backward", ["micro_batch", "checkpointing"], ["tokens_per_pass"]),
+        ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
+        ("sft", "before loading", [], [""]),
+    ],
+)
+def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left_out):
+    found = savings(needs_of(write_inputs(name, tmp_path)), phase)
+    assert all(any(part in line for line in found) for part in listed), found
+    assert not any(part in line for part in left_out for line in found), found
+    assert all("saves about" in line for line in found)
 
 
 def test_savings_leave_out_what_is_set_already(tmp_path):
     path = write_inputs("strided_full", tmp_path)
-    keys = ["micro_batch_size=1", "gradient_checkpointing=true", "torch_dtype=bfloat16", "adapter=lora", "lora_r=4"]
-    config = load_config(path, [*keys, "lora_alpha=8", "lora_target_linear=true", "ebft.rollout_tokens_per_pass=64"])
-    assert savings(config) == ["sequence_len below 160"]
-    assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 (same step)" in savings(
-        load_config(path, ["micro_batch_size=9"])
+    keys = ["micro_batch_size=1", "gradient_checkpointing=true", "torch_dtype=bfloat16", *LORA]
+    found = savings(needs_of(path, [*keys, "ebft.rollout_tokens_per_pass=64"]), "loss and backward")
+    assert [line.partition(":")[0] for line in found] == ["sequence_len"]
+    nine = savings(needs_of(path, ["micro_batch_size=9"]), "loss and backward")
+    assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 (same step) (saves about" in nine[0]
+
+
+def test_a_second_gpu_or_the_cpu_takes_the_copy_and_an_8_bit_optimizer_is_listed(tmp_path, monkeypatch):
+    full = needs_of(write_inputs("strided_full", tmp_path), ["bf16=false"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: None)
+    beside = full.of(full.config)
+    found = savings(full, "optimizer")
+    assert [line.partition(":")[0] for line in found[:2]] == ["ebft.feature_device", "optimizer"]
+    assert f"(saves about {gib(beside.features)})" in found[0]
+    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
+    apart = full.of(full.config)
+    assert apart.features_on == "cuda:1" and apart.fixed == beside.fixed - apart.features
+    memory = {"cuda:1": (2**10, "a small GPU")}
+    monkeypatch.setattr(
+        "ebft.doctor.resources.available_memory", lambda device: memory.get(device, (2**40, "a large GPU"))
     )
+    (small,) = [check for check in memory_checks(full) if check.level == "error"]
+    assert small.name == "feature network" and "a small GPU" in small.message and "cpu" in small.message
+    assert exceeds(apart) and not exceeds(beside)
+
+
+def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor):
+    from ebft.models.tokenizer import load_tokenizer
+
+    path = write_inputs("structured_single_turn", tmp_path)
+    config = load_config(path)
+    tokenizer = load_tokenizer(config)
+    data = Dataset.from_list([{"prompt": "a", "ground_truth": "b" * 4}, {"prompt": "a b c", "ground_truth": "d"}])
+    lengths = row_lengths(config, tokenizer, data)
+    prompt = len(tokenizer("a b c")["input_ids"])
+    assert lengths[1] == PromptLength(((prompt, len(tokenizer("d", add_special_tokens=False)["input_ids"])),))
+    assert lengths[1].completion(config) == 2  # gt_length_multiplier 1.5 of one token, rounded up
+    without = load_config(path, ["ebft.adaptive_max_tokens=false"])
+    assert lengths[1].total(without) == prompt + 10 and longest_rows(without, data, lengths).longest == prompt + 10
+    _, found = doctor(path, "--no-step")
+    assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
+
+
+@pytest.mark.parametrize(
+    "longest, counts, level, text",
+    [
+        (40, {}, "ok", "sequence_len: 64 is enough"),
+        (90, {}, None, ""),
+        (160, {"truncated at sequence_len": 3}, "warning", "3 rows are truncated"),
+    ],
+)
+def test_advice_on_sequence_len(tmp_path, longest, counts, level, text):
+    config = load_config(write_inputs("sft", tmp_path))
+    found = list(sequence_len_checks(config, LongestRows(None, (), longest), counts))
+    assert [check.level for check in found] == ([level] if level else [])
+    assert all(text in check.message for check in found)
+
+
+def test_a_step_of_more_rows_than_there_are_is_a_warning(doctor, tmp_path):
+    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "gradient_accumulation_steps=1000000000")
+    assert "000,000,000 rows, but there are" in found["warning", "step size"]
+    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "gradient_accumulation_steps=1")
+    assert ("warning", "step size") not in found
+
+
+def test_truncated_rows_are_reported(doctor, tmp_path):
+    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "sequence_len=24")
+    assert "rows are truncated at sequence_len: 24" in found["warning", "sequence_len"]
+
+
+def test_later_steps_have_the_optimizer_state_from_their_start():
+    memory = PhaseMemory()
+    memory.peaks = {"model": 90, "rollouts": 60, "loss and backward": 70, "optimizer": 100}
+    first, later = _peak_check(memory, 20, None), _peak_check(memory, 40 * 2**20, None)
+    assert "in optimizer" in first.message
+    assert "in loss and backward" in later.message and "40 MiB of optimizer state" in later.message
 
 
 def test_errors_and_warnings_of_a_check_are_lines():
@@ -208,10 +356,6 @@ def test_errors_and_warnings_of_a_check_are_lines():
 
 
 def test_the_phases_are_measured_apart():
-    import torch
-
-    from ebft.monitor.phases import PhaseMemory
-
     memory = PhaseMemory()
     with memory.phase("outer"):
         kept = torch.ones(2**20)
@@ -220,3 +364,6 @@ def test_the_phases_are_measured_apart():
     assert list(memory.peaks) == ["outer", "inner"] and kept.numel()
     if memory.is_exact:
         assert memory.peaks["inner"] - memory.peaks["outer"] > 200 * 2**20
+    with pytest.raises(ValueError), memory.phase("outer"), memory.phase("inner"):
+        raise ValueError
+    assert memory.failed_in == "inner"

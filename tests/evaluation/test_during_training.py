@@ -15,6 +15,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["strided", "texts", "plain"])
 def test_token_rows(kind, write_config):
     adapter = LORA if kind == "strided" else []

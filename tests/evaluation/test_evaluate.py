@@ -42,6 +42,7 @@ def measured(path, names, models, *overrides):
     return evaluate(load_config(path, list(overrides)), [str(models / name) for name in names]).to_dict()["models"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
 def test_cross_entropy_in_every_mode(kind, write_config, models, rows):
     names = ["base", "adapter", "other"]
@@ -58,6 +59,7 @@ def test_cross_entropy_in_every_mode(kind, write_config, models, rows):
     assert len({round(value, 3) for value in values}) == 3
 
 
+@pytest.mark.slow
 def test_feature_matching_within_its_interval(write_config, models, rows):
     """Another sampler, other noise, plain forwards: the loss lies within the printed interval, and models in order."""
     found = measured(write_config("texts"), ["base", "adapter"], models)
@@ -86,6 +88,8 @@ def test_the_feature_space_is_the_configs_base_model(write_config, models):
 def test_differences_are_from_the_first_model_and_paired(write_config, models):
     first, second = measured(write_config("strided"), ["base", "other"], models)
     assert first["differences"] == {} and first["difference_intervals"] == {}
+    assert set(second["metrics"]) - set(second["differences"]) == {"cfm_loss_whitened"}
+    assert "cfm_loss_whitened" not in second["difference_intervals"]
     for name, value in second["differences"].items():
         assert value == pytest.approx(second["metrics"][name] - first["metrics"][name])
     low, high = second["difference_intervals"]["ce_loss"]
@@ -120,6 +124,7 @@ def test_curves_and_histograms(kind, write_config, models):
     assert sum(histogram["shares"]) == pytest.approx(1) and len(histogram["edges"]) == len(histogram["shares"]) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
 def test_what_each_document_adds_makes_the_mean(kind, write_config, models):
     path = write_config(kind)

@@ -13,6 +13,8 @@ from ebft.quickstart import hardware, smollm2
 from ebft.quickstart.functions import function_of
 from tests.examples.runs import ROOT, run_quickstart
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tiny_llama_dir, tmp_path_factory) -> tuple[Path, str]:

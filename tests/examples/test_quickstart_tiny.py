@@ -7,6 +7,8 @@ import pytest
 
 from tests.examples.runs import run_quickstart
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory) -> tuple[Path, str]:

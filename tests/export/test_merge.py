@@ -207,6 +207,16 @@ def test_weights_of_the_adapter_that_do_not_fit(edit, message, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_damaged_weights_of_the_adapter(size, tmp_path):
+    base = save_base(tmp_path / "base", llama())
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelError, match="adapter_model.safetensors cannot be read as safetensors"):
+        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
+
+
 def test_a_checkpoint_without_a_weight_that_is_adapted(tmp_path):
     base = save_base(tmp_path / "base", llama(), max_shard_size="1GB")
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])

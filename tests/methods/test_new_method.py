@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 METHOD = '''
@@ -54,6 +55,7 @@ assert any("ebft: no effect with rl: weighted." in str(warning.message) for warn
 """
 
 
+@pytest.mark.slow
 def test_a_method_is_one_file_and_one_line(tiny_llama_dir, tmp_path):
     (tmp_path / "weighted.py").write_text(METHOD)
     rows = [{"text": f"line {number} of a text that is long enough"} for number in range(4)]

@@ -105,7 +105,9 @@ def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch
     present = lambda there: lambda name, *rest: there if name == "bitsandbytes" else find(name, *rest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", present(None))
-    with pytest.raises(ModelError, match=r"load_in_4bit requires the package bitsandbytes: pip install '\.\[qlora\]'"):
+    with pytest.raises(
+        ModelError, match=r"load_in_4bit requires the package bitsandbytes: pip install 'ebft\[qlora\]'"
+    ):
         load_model(config, tokenizer)
     monkeypatch.setattr(importlib.util, "find_spec", present(find("json")))
     with pytest.raises(ModelError, match="load_in_4bit requires a CUDA device"):

@@ -190,7 +190,7 @@ def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"})
     assert load_model(config, load_tokenizer(config)).get_input_embeddings().num_embeddings == 513
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"}, **LORA)
-    with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --to DIR"):
+    with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --output DIR"):
         load_model(config, load_tokenizer(config))
 
 

@@ -43,6 +43,7 @@ def test_evaluation_is_free(tmp_path):
     assert flops[0] == flops[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_trainer, make_strided])
 def test_a_resumed_run_counts_on(tmp_path, make):
     """From what was spent at the checkpoint, though the last log line before it is older."""

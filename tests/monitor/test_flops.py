@@ -54,6 +54,7 @@ def test_plain(tmp_path, adapted, checkpointing):
     check(plain_trainer(tmp_path, model, gradient_checkpointing=checkpointing is not None, **given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -82,6 +83,7 @@ def plain_head(hidden, weight, bias, labels, temperature, *rest):
     return logps, *[torch.zeros_like(logps)] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("options", [{}, {"ce_coef": 0.3, "num_iterations": 2}, {"beta": 0.1}], ids=str)
 @pytest.mark.parametrize("shared_prefix", [False, True])

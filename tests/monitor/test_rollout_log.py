@@ -24,7 +24,7 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
     trainer.compute_loss = lambda model, inputs, **kwargs: _keep(outputs, inputs, loss(model, inputs, True, **kwargs))
     trainer.train()
     found = entries(tmp_path)
-    assert {entry["step"] for entry in found} == {0, 1}
+    assert {entry["step"] for entry in found} == {1, 2}
     checked = 0
     for inputs, output in outputs:
         for number, mask in enumerate(output.block_mask):
@@ -55,8 +55,9 @@ def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     trainer.scored_rollouts.hooks.append(lambda rollouts, rewards: received.append((rollouts, rewards)))
     trainer.train()
     found = entries(tmp_path)
-    n, last = trainer.num_generations, [entry for entry in found if entry["step"] == 1]
+    n, last = trainer.num_generations, [entry for entry in found if entry["step"] == 2]
     assert len(found) == 2 * len(last) and {entry["staleness"] for entry in found} == {0}
+    assert {(entry["step"], entry["weights_step"]) for entry in found} == {(1, 0), (2, 1)}
     replies = [sample["replies"] for entry in last for sample in entry["samples"]]
     assert replies == [chat_tokenizer.batch_decode(rollout.replies) for rollout in trainer.rollouts]
     assert [entry for entries, _ in received for entry in entries] == found

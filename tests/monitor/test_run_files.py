@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from ebft import train
-from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, ROLLOUTS, RUN, START, rollout_files
+from ebft.dashboard.files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, rollout_files
 from ebft.dashboard.run import read_run
 from ebft.monitor.continuing import remove_from_step, set_run_aside
 from ebft.monitor.rollout_log import RolloutLog
@@ -20,6 +20,7 @@ from tests.run.test_methods import OVERRIDES, quietly, run_file
 from tests.strided.families import tiny_model
 
 __all__ = ["run_file"]
+AUTO = "auto_resume_from_checkpoints=true"
 
 
 def lines(path):
@@ -78,7 +79,7 @@ class Probe(TrainerCallback):
 )
 def test_the_state_of_a_run(run_file, out, monkeypatch, error, state):
     probe = Probe(out / RUN, error)
-    monkeypatch.setattr("ebft.run.training.ConsoleMetrics", lambda: probe)
+    monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: probe)
     try:
         train(quietly(run_file, ["rl=", "max_steps=2"]))
     except (TrainingInterrupted, OSError) as raised:
@@ -99,14 +100,14 @@ def test_a_resumed_run_has_no_step_twice(run_file, out):
     keys = ["ebft.log_completions=true", "save_strategy=steps", "save_steps=2"]
     train(quietly(run_file, [*keys, "max_steps=3"]))
     write(out / HEALTH, [{"time": 1.0, "step": step, "name": "name"} for step in (1, 3)])
-    assert max(steps(out / METRICS)) == 3 and max(steps(out / ROLLOUTS)) == 2
+    assert max(steps(out / METRICS)) == 3 and max(steps(out / ROLLOUTS)) == 3
     resume = f"resume_from_checkpoint={out / 'checkpoint-2'}"
     with pytest.warns(UserWarning, match="later checkpoints were moved to .*previous/1: checkpoint-3"):
         train(quietly(run_file, [*keys, "max_steps=4", resume]))
     found = lines(out / METRICS)
     assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4]
     assert steps(out / ROLLOUTS) == sorted(steps(out / ROLLOUTS)) and steps(out / HEALTH) == [1]
-    per_step = [steps(out / ROLLOUTS).count(step) for step in range(4)]
+    per_step = [steps(out / ROLLOUTS).count(step) for step in range(1, 5)]
     assert per_step == [per_step[0]] * 4
     assert json.loads((out / RUN).read_text())["resumed_from_step"] == 2
     assert [path.name for path in (out / PREVIOUS / "1").iterdir()] == ["checkpoint-3"]
@@ -117,13 +118,29 @@ def test_a_new_run_in_the_same_folder_moves_the_files_of_the_one_before(run_file
     for _ in range(3):
         train(quietly(run_file, keys))
         assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1]
-        assert set(steps(out / ROLLOUTS)) == {0}
+        assert set(steps(out / ROLLOUTS)) == {1}
         write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
     folders = [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
     assert sorted((out / PREVIOUS).iterdir()) == folders[:2]
     assert all((folder / name).is_file() for folder in folders for name in (METRICS, RUN, ROLLOUTS, HEALTH))
     times = [lines(folder / METRICS)[0]["time"] for folder in folders]
     assert times == sorted(set(times))
+
+
+@pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")
+def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out):
+    keys = ["rl=", "save_strategy=steps", "save_steps=1"]
+    compared = {"models": [{"model": "a", "metrics": {"x": 1.0}}, {"model": "b", "metrics": {"x": 2.0}}]}
+    compared["models"][1]["differences"] = {"x": 1.0}
+    out.mkdir()
+    for number, run in enumerate((["max_steps=1"], ["max_steps=1"], ["max_steps=2", AUTO]), start=1):
+        write(out / EVALUATION, [compared])
+        train(quietly(run_file, [*keys, *run]))
+        assert (out / PREVIOUS / str(number) / EVALUATION).is_file() and not (out / EVALUATION).exists()
+        assert "compared with" not in (out / REPORT).read_text()
+    write(out / EVALUATION, [compared])
+    train(quietly(run_file, [*keys, "max_steps=2", AUTO]))  # nothing to train: it is still the evaluation of this model
+    assert (out / EVALUATION).is_file()
 
 
 def test_files_of_earlier_runs_are_kept(tmp_path):
@@ -172,7 +189,7 @@ def test_a_run_that_trains_again_from_the_start_has_no_step_twice(run_file, out)
     with pytest.warns(UserWarning, match="training starts from the beginning"):
         train(quietly(run_file, [*keys, "max_steps=2"]))
     assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1, 2]
-    assert set(steps(out / ROLLOUTS)) == {0, 1} and "resumed_from_step" not in json.loads((out / RUN).read_text())
+    assert set(steps(out / ROLLOUTS)) == {1, 2} and "resumed_from_step" not in json.loads((out / RUN).read_text())
     assert [line["step"] for line in lines(out / PREVIOUS / "1" / METRICS) if "loss" in line] == [1]
 
 
@@ -195,7 +212,7 @@ def test_rotated_rollouts_continue(tmp_path):
         log.write([{"step": step, "text": "x" * 20}])
     names = [path.name for path in rollout_files(tmp_path)]
     assert names == [f"{ROLLOUTS}.3", f"{ROLLOUTS}.2", f"{ROLLOUTS}.1", ROLLOUTS]
-    log.continue_from(4)
+    log.continue_from(3)
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3]
     log.write([{"step": 4}])
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3, 4]

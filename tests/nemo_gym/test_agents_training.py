@@ -160,6 +160,7 @@ def test_failed_runs_are_left_out(agent, make):
     assert not torch.cat([batch["advantages"] for batch in result.trainer.generation_batch])[empty].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
 def test_agents_that_die_end_the_run_and_the_checkpoint_stays(agent, make, tmp_path, vllm, ahead):
     agent.before = lambda body: (500, {"detail": "died"}) if len(agent.seen) >= 16 else None

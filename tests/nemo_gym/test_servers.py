@@ -90,6 +90,7 @@ def test_servers_that_do_not_start(make, tmp_path, program, changes, error, mess
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
 def test_the_servers_end_with_a_process_that_is_killed(make, tmp_path):
     keys = make(NG_RUN)
     code = f"""

@@ -112,6 +112,7 @@ def test_a_completion_without_a_reward_is_left_out_of_the_baseline(gym, make, tm
     assert left_out == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_and_the_checkpoint_stays(gym, make, tmp_path):
     server = gym.resources("math", lambda body: len(text_in(body)))
     answer = server.answer

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ebft.prefix import logps
+from ebft.prefix import logps, softmax
 from ebft.prefix.logps import Head
 from ebft.prefix.sampling import Truncation
 
@@ -28,7 +28,7 @@ class Capped(nn.Module):
 def chunks(request, monkeypatch):
     """16 rows at a time, the least, in tiles of one row; or everything at once."""
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": request.param})
-    monkeypatch.setattr(logps, "_SOFTMAX_PER_TILE", {"cpu": request.param})
+    monkeypatch.setattr(softmax, "_SOFTMAX_PER_TILE", {"cpu": request.param})
 
 
 def head_of(module):

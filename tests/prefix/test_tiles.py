@@ -62,6 +62,7 @@ def test_values_and_gradients(softcap, sinks):
     assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dropout_is_the_same_in_both_directions(sinks):
     """Finite differences agree with backward only where both drop the same weights."""

@@ -16,6 +16,7 @@ def losses(result):
     return [{key: entry[key] for key in keys if key in entry} for entry in result.trainer.state.log_history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_the_same(make, tmp_path, capsys, method):
     base = tmp_path / "prepared"

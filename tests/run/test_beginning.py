@@ -1,8 +1,10 @@
 """What a run does to the folder of an earlier one: branches from a named checkpoint, and two runs at the same time."""
 
+import errno
 import json
 import os
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import ebft.over_trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
+from ebft.run.checks import check_runnable
 from ebft.run.final import final_step
 from ebft.run.lock import LOCK, locked
 from tests.run.crash import before, config_of, kill, run
@@ -50,6 +53,42 @@ def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
 
 
+MISSING = [{"path": "/no.jsonl", "type": "completion"}]
+PLAIN = {"eval_steps": None, "val_set_size": 0, "save_steps": 2}
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, out, limit):
+    keys = {**PLAIN, "save_total_limit": limit}
+    assert run(config_of("sft", inputs, out, **keys, max_steps=6)).code == 0
+    found = checkpoints(out)
+    weights = (out / "adapter_model.safetensors").read_bytes()
+    new = {**keys, "max_steps": 4, "learning_rate": 1e-3}
+    failed = config_of("sft", inputs, out, **new, auto_resume_from_checkpoints=False, datasets=MISSING)
+    assert run(failed).code == 2 and final_step(out) == 6 and checkpoints(out) == found
+    ended = run(
+        config_of("sft", inputs, out, **new, auto_resume_from_checkpoints=False),
+        before(ebft.over_trainer.OverTrainer, "training_step", 4, kill),
+    )
+    assert ended.code == -9 and f"The files of an earlier run were moved to {out / 'previous' / '1'}" in ended.output
+    assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
+    assert not (out / "adapter_model.safetensors").exists()
+    earlier = out / "previous" / "1"
+    assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
+    assert (earlier / "adapter_model.safetensors").read_bytes() == weights
+    assert [path.name for path in (out / "previous").iterdir()] == ["1"]
+    ended = run(config_of("sft", inputs, out, **new))
+    assert ended.code == 0 and "already complete" not in ended.output and final_step(out) == 4
+    assert "Optimizer settings differ" not in ended.output and steps_with_a_loss(out) == [1, 2, 3, 4]
+
+
+def test_a_run_that_would_move_the_checkpoint_that_it_starts_from_is_refused(inputs, out):
+    (out / "checkpoint-2").mkdir(parents=True)
+    (out / "checkpoint-2" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="contains lora_model_dir: .*/checkpoint-2, a checkpoint of an earlier run"):
+        check_runnable(config_of("sft", inputs, out, lora_model_dir=str(out / "checkpoint-2")))
+
+
 def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs, out):
     config = config_of("sft", inputs, out, max_steps=1, auto_resume_from_checkpoints=False)
     second = []
@@ -82,6 +121,20 @@ def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, 
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_flock_leaves_no_lock_behind(tmp_path, monkeypatch, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):  # the second as after a SIGKILL of the first, which releases nothing
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            holding = locked(tmp_path)
+            holding.__enter__()
+        (said,) = [str(warning.message) for warning in caught]
+        assert f"output_dir: {tmp_path} cannot be locked" in said and "would not be detected" in said
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path):

@@ -1,6 +1,10 @@
+import json
+
+import pytest
 import yaml
 
 from ebft.config.schema import RunConfig
+from ebft.fetch.catalog import MARK, MODELS
 from ebft.run.card import model_card
 
 KEYS = {
@@ -56,3 +60,28 @@ def test_a_value_stays_in_its_cell():
 def test_a_qlora_card_names_its_adapter():
     adapter = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
     assert "a QLoRA adapter for `some/model`" in model_card(RunConfig.from_dict({**KEYS, **adapter}), {})
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_path, monkeypatch):
+    cache = tmp_path / "home" / "cache" / "smollm2"
+    cache.mkdir(parents=True)
+    (cache / MARK).write_text(json.dumps(MODELS["smollm2-135m"].origin))
+    monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: cache if name == "smollm2-135m" else None)
+    card = model_card(RunConfig.from_dict({**KEYS, "base_model": "smollm2-135m" if by_name else str(cache)}), {})
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and header["license"] == "apache-2.0"
+    assert "all weights of `smollm2-135m` (HuggingFaceTB/SmolLM2-135M-Instruct, apache-2.0, from " in card
+    assert "cache" not in card
+
+
+def test_the_home_folder_is_not_in_the_card(tmp_path, monkeypatch):
+    home = tmp_path / "someone"
+    for name in ("model", "rows"):
+        (home / name).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    keys = {"output_dir": f"{home}/out", "dataset_prepared_path": f"{home}/rows", "base_model": f"{home}/model"}
+    data = {"datasets": [{"path": f"{home}/rows", "type": "completion"}]}
+    card = model_card(RunConfig.from_dict({**KEYS, **keys, **data}), {})
+    assert str(home) not in card and yaml.safe_load(card.split("---")[1])["base_model"] == "~/model"
+    assert "`~/model`" in card and "`~/rows`, split" in card and "| `~/out` |" in card

@@ -1,16 +1,23 @@
 """Which checkpoint a run resumes from, and which it refuses."""
 
 import json
+import pickle
+import shlex
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import checkpoint as parts
+from torch.distributed.checkpoint.metadata import Metadata
 
+from ebft.config.load import apply_overrides
 from ebft.config.schema import RunConfig
 from ebft.durable import write_checksums
 from ebft.errors import ConfigError
-from ebft.run.checkpoints import Found, find_checkpoints
-from ebft.run.same_run import write_run_keys
+from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
+from ebft.run.same_run import optimizer_keys, write_run_keys
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
@@ -50,6 +57,8 @@ def write(path, step):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         save_file({"weight": torch.ones(3)}, path)
+    elif path.name == ".metadata":
+        path.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     elif path.suffix in (".pt", ".pth", ".bin"):
         torch.save({"weight": torch.ones(3)}, path)
     else:
@@ -83,6 +92,31 @@ def test_a_checkpoint_without_optimizer_state_is_skipped_for_one_with_it(make, c
     folder = checkpoint(3, "optimizer.pt")
     newest = checkpoint(6)
     assert find_checkpoints(make(**AUTO)) == Found(newest, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("pytorch_model_fsdp_0/__0_0.distcp", lambda path: path.unlink(), "__0_0.distcp is missing"),
+        ("optimizer_0/__0_0.distcp", lambda path: cut(path), "optimizer_0 is damaged .*bytes instead of at least"),
+        ("pytorch_model_fsdp_0/.metadata", lambda path: path.unlink(), "it has no pytorch_model_fsdp_0/.metadata"),
+        ("optimizer_0/.metadata", lambda path: path.write_bytes(b"?"), "optimizer_0 is damaged .the index cannot"),
+        ("optimizer_0/.metadata", lambda path: path.write_bytes(pickle.dumps(print)), "does not belong into an index"),
+    ],
+)
+def test_damaged_parts_are_recognised(make, checkpoint, name, change, message):
+    """Also in a checkpoint of another program, which has no checksums."""
+    older = checkpoint(3, "optimizer.pt")
+    folder = checkpoint(6, "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata")
+    for place in ("optimizer_0", "pytorch_model_fsdp_0"):
+        with warnings.catch_warnings(action="ignore"):  # that there is one process only
+            parts.save({"weight": torch.ones(300)}, checkpoint_id=folder / place, no_dist=True)
+    assert resumed(make(**AUTO)) == str(folder)
+    change(folder / name)
+    with pytest.warns(UserWarning, match=message):
+        assert resumed(make(**AUTO)) == str(older)
+    with pytest.raises(ConfigError, match=message):
+        resumed(make(resume_from_checkpoint=folder))
 
 
 def cut(path):
@@ -204,8 +238,8 @@ def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoin
     assert resumed(make()) is None
     assert [str(warning.message) for warning in recwarn] == [
         f"output_dir: {make().output_dir} has checkpoints of an earlier run, up to checkpoint-300. This run does not "
-        "resume from them, but auto_resume_from_checkpoints would later continue from the highest step of both runs. "
-        "Set another output_dir, or delete them."
+        "resume from them (auto_resume_from_checkpoints: false): when its training begins, they are moved to a new "
+        f"folder in {Path(make().output_dir) / 'previous'}."
     ]
 
 
@@ -305,3 +339,85 @@ def test_a_file_of_settings_that_cannot_be_read(make, checkpoint):
     (folder / "ebft_run.json").write_text("[1]")
     with pytest.raises(ConfigError, match="ebft_run.json cannot be read .* Resume from another checkpoint"):
         resumed(make(resume_from_checkpoint=folder))
+
+
+TYPED = ["ebft", "train", "my runs/a.yaml", "wandb_name=the first", "resume_from_checkpoint=old"]
+
+
+def test_the_command_that_resumes_is_the_one_that_was_typed(make, checkpoint, tmp_path):
+    folder = checkpoint(3, "optimizer.pt")
+    said = how_to_resume(make(resume_from_checkpoint="old"), 3, "old", TYPED)
+    assert said == (
+        "Stopped at step 3. Resume with: ebft train 'my runs/a.yaml' 'wandb_name=the first' "
+        f"resume_from_checkpoint={folder}"
+    )
+    automatic = how_to_resume(make(**AUTO), 3, None, TYPED[:-1])
+    assert automatic == "Stopped at step 3. Resume with: ebft train 'my runs/a.yaml' 'wandb_name=the first'"
+    checkpoint(9)  # of another run: the highest step is not that of this run
+    assert f"resume_from_checkpoint={folder}" in how_to_resume(make(**AUTO), 3, None, TYPED[:-1])
+
+
+def test_a_folder_that_is_not_plain_yaml_is_quoted(make, checkpoint, tmp_path):
+    checkpoint(3, "optimizer.pt").parent.joinpath("a #1").mkdir()
+    (tmp_path / "checkpoint-3").rename(tmp_path / "a #1" / "checkpoint-3")
+    said = how_to_resume(make(output_dir=tmp_path / "a #1"), 3, None, ["ebft", "train", "a.yaml"])
+    words = shlex.split(said.partition("with: ")[2])
+    values = {}
+    apply_overrides(values, words[3:])
+    assert values == {"resume_from_checkpoint": str(tmp_path / "a #1" / "checkpoint-3")}
+
+
+def test_a_run_from_python_is_started_again(make, checkpoint):
+    folder = checkpoint(3, "optimizer.pt")
+    said = how_to_resume(make(), 3, None)
+    assert said.endswith(f"starting the run again, with the same config and resume_from_checkpoint={folder}")
+    assert how_to_resume(make(**AUTO), 3, None).endswith("starting the run again, with the same config")
+
+
+def test_a_checkpoint_of_another_folder_than_the_one_in_use_is_a_warning(make, checkpoint, tmp_path, recwarn):
+    folder, out = checkpoint(3, "optimizer.pt"), tmp_path / "other"
+    out.mkdir()
+    assert resumed(make(output_dir=out, resume_from_checkpoint=folder)) == str(folder) and not list(recwarn)
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert resumed(make(output_dir=out, resume_from_checkpoint=folder)) == str(folder)
+    (said,) = [str(warning.message) for warning in recwarn]
+    assert f"{folder} is not in output_dir: {out}, which contains another run" in said and str(tmp_path) in said
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA])
+def test_changed_settings_of_the_optimizer_are_one_warning(make, checkpoint, recwarn, adapter):
+    folder = checkpoint(3, "optimizer.pt")
+    assert optimizer_keys(make(), None)["learning_rate"] == 1e-5
+    write_run_keys(make(**adapter), folder, optimizer_keys(make(**adapter), None))
+    assert optimizer_keys(make(**adapter, max_steps=9), folder)["learning_rate"] == 1e-5 and not list(recwarn)
+    config = make(**adapter, learning_rate=1e-4, weight_decay=0.1, lr_scheduler="linear", max_grad_norm=0.5)
+    in_effect = optimizer_keys(config, folder)
+    (said,) = [str(warning.message) for warning in recwarn]
+    for text in (
+        f"differ from those of {folder}, whose",
+        "learning_rate: 0.0001 has no effect, the run continues with 1e-05",
+        "weight_decay: 0.1 has no effect, the run continues with 0.0",
+        "lr_scheduler: linear replaces cosine from here on",
+        "max_grad_norm: 0.5 replaces 1.0 from here on",
+        f"{'lora_model_dir' if adapter else 'base_model'}={folder}, with another output_dir",
+    ):
+        assert text in said
+    assert (in_effect["learning_rate"], in_effect["weight_decay"]) == (1e-5, 0.0)
+    assert (in_effect["lr_scheduler"], in_effect["max_grad_norm"]) == ("linear", 0.5)
+
+
+@pytest.mark.parametrize("schedules", [("cosine", "reduce_lr_on_plateau"), ("greedy", "linear")])
+def test_a_schedule_with_state_fits_no_other_one(make, checkpoint, schedules):
+    folder, (before, after) = checkpoint(3, "optimizer.pt"), schedules
+    write_run_keys(make(), folder, optimizer_keys(make(lr_scheduler=before), None))
+    with pytest.raises(ConfigError, match=f"lr_scheduler: {after} differs from lr_scheduler: {before}"):
+        resumed(make(lr_scheduler=after, resume_from_checkpoint=folder))
+
+
+def test_arguments_of_a_schedule_with_state_are_restored(make, checkpoint):
+    folder = checkpoint(3, "optimizer.pt")
+    keys = {"lr_scheduler": "reduce_lr_on_plateau"}
+    write_run_keys(make(**keys), folder, optimizer_keys(make(**keys), None))
+    with pytest.warns(UserWarning, match='lr_scheduler_kwargs: {"patience": 3} has no effect'):
+        found = optimizer_keys(make(**keys, lr_scheduler_kwargs={"patience": 3}), folder)
+    assert found["lr_scheduler_kwargs"] is None

@@ -8,10 +8,13 @@ from transformers import Trainer
 
 import ebft.over_trainer
 import ebft.run.final
+from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
 from ebft.sft import SFTTrainer
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
+
+pytestmark = pytest.mark.slow
 
 KILLED = -9
 
@@ -37,8 +40,8 @@ def as_resumed(step, wanted):
 MOMENTS = {
     "between the update and its save": before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
-    "before the rename": before(ebft.over_trainer, "publish", 5),
-    "in the rotation": before(ebft.over_trainer, "discard", 3),
+    "before the rename": before(complete_checkpoints, "publish", 5),
+    "in the rotation": before(complete_checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
     "before the final save": before(ebft.run.final, "save_final_weights", 1),
     "between the files of the final save": before(ebft.run.final, "publish_files", 1),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import ebft.over_trainer
 import ebft.run.final
+from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
 from tests.run.crash import before, config_of, kill, result, run, without_summary
@@ -112,7 +113,7 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     whole = result(out), json.loads((out / "trainer_state.json").read_text())["best_global_step"]
     shutil.rmtree(out)
     config = config_of("sft", inputs, out, **keys)
-    assert run(config, before(ebft.over_trainer, "publish", 6)).code == -9
+    assert run(config, before(complete_checkpoints, "publish", 6)).code == -9
     assert run(config).code == 0
     state = json.loads((out / "trainer_state.json").read_text())
     assert (result(out), state["best_global_step"]) == whole

@@ -35,6 +35,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, unbroken, tmp_path):
     method, inject, keys, step = PHASES[phase]
@@ -42,7 +43,7 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     config = config_of(method, inputs, out, **keys)
     ended = run(config, inject)
     assert ended.code in (128 + 2, 128 + 15), ended.output
-    assert f"Stopped at step {step}. Resume with:" in ended.output
+    assert f"Stopped at step {step}. Resume by" in ended.output
     assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
     assert (ended := run(config)).code == 0, ended.output
     evaluations = {"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {}
@@ -63,7 +64,7 @@ def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
     assert run(config_of("sft", inputs, out), before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
     config = config_of("sft", inputs, out, max_steps=STEPS + 2)
     ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
-    assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume with:" in ended.output
+    assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume by" in ended.output
     assert run(config).code == 0 and final_step(out) == STEPS + 2
 
 

@@ -34,11 +34,11 @@ def test_callbacks_and_rollouts_of_a_strided_run(make, seen, tmp_path):  # noqa:
         assert isinstance(entries[0]["document"], str)
 
 
-def test_a_callback_of_plain_fine_tuning(make, seen):  # noqa: F811
+def test_a_callback_of_plain_fine_tuning(make, seen, tmp_path):  # noqa: F811
     train(make(plugins=[PATH + "Steps"]))
     assert seen == [1, 2]
     with pytest.raises(ConfigError, match="has on_rollouts_scored, but this method samples no rollouts"):
-        train(make(plugins=[PATH + "Rollouts"], output_dir="elsewhere"))
+        train(make(plugins=[PATH + "Rollouts"], output_dir=str(tmp_path / "elsewhere")))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_plain_lora_in_bfloat16(make):
     assert result.trainer.args.bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [LORA, {}], ids=["lora", "full"])
 def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, tiny_gguf, tmp_path, keys):
     from transformers import AutoModelForCausalLM
@@ -133,6 +134,34 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path):
     assert resumed.trainer.state.global_step == 4
     for name, value in weights(resumed.model).items():
         torch.testing.assert_close(value, unbroken[name], rtol=0, atol=0)
+
+
+def test_a_resumed_run_says_which_settings_of_the_optimizer_are_in_effect(make, tmp_path):
+    def optimizer(trainer):
+        (group, *_), schedule = trainer.optimizer.param_groups, trainer.lr_scheduler
+        return schedule.base_lrs[0], group["weight_decay"], group["betas"], group["eps"]
+
+    first = train(make(save_steps=2))
+    changes = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_beta1": 0.5, "adam_epsilon": 1e-4}
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    with pytest.warns(UserWarning, match="learning_rate: 0.01 has no effect, the run continues with 0.001"):
+        second = train(make(max_steps=4, save_steps=2, **changes, resume_from_checkpoint=checkpoint))
+    assert optimizer(second.trainer) == optimizer(first.trainer)
+    # The settings in effect are those that the next checkpoint is saved with.
+    with pytest.warns(UserWarning, match="adam_beta1: 0.5 has no effect, the run continues with 0.9"):
+        train(make(max_steps=5, **changes, auto_resume_from_checkpoints=True))
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        warnings.filterwarnings("ignore", message="(?!Optimizer settings)")
+        train(make(max_steps=6, lr_scheduler="cosine", auto_resume_from_checkpoints=True))
+
+
+def test_another_schedule_and_clipping_apply_to_the_remaining_steps(make, tmp_path):
+    train(make(save_steps=2, max_steps=4, output_dir=tmp_path / "a"))
+    keys = {"max_steps": 4, "lr_scheduler": "constant", "max_grad_norm": 1e-6}
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    with pytest.warns(UserWarning, match="lr_scheduler: constant replaces cosine from here on"):
+        result = train(make(**keys, resume_from_checkpoint=checkpoint))
+    assert result.trainer.lr_scheduler.get_last_lr()[0] == 1e-3 and result.trainer.args.max_grad_norm == 1e-6
 
 
 def test_a_resumed_run_with_another_adapter_is_refused(make):
@@ -197,7 +226,7 @@ def press(monkeypatch):
             if state.global_step == 1:
                 os.kill(os.getpid(), self.number)
 
-    return lambda number: monkeypatch.setattr("ebft.run.training.ConsoleMetrics", lambda: Press(number))
+    return lambda number: monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: Press(number))
 
 
 @pytest.mark.filterwarnings("ignore:output_dir")
@@ -231,7 +260,7 @@ def test_a_signal_does_not_recommend_a_checkpoint_without_optimizer_state(make, 
     [
         ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
         ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 0}}, "temperature: 0"),
-        ({"ddp": True}, "torchrun"),
+        ({"ddp": True}, "--num-processes 2"),
         ({"output_dir": __file__}, "output_dir: .* is a file"),
         ({"output_dir": "/proc/nowhere/out"}, "output_dir: "),
     ],
@@ -301,6 +330,7 @@ TASKS = {  # the paper's other tasks, as the comments of paper_full.yaml give th
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
     train_example(path, [], tiny_llama_dir, text, tmp_path, monkeypatch)

@@ -146,7 +146,7 @@ def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypat
 @pytest.mark.parametrize("keys", [{"gguf_file": "a.gguf"}, {"base_model": "nowhere/model/a.gguf"}])
 def test_a_gguf_file_is_refused(make_config, keys):
     config = make_config(**keys, trl={"vllm_mode": "server"})  # trains with a server of another name
-    with pytest.raises(ConfigError, match="vLLM requires a folder.*`ebft fetch nowhere/model/a.gguf --to DIR`"):
+    with pytest.raises(ConfigError, match="vLLM requires a folder.*`ebft fetch nowhere/model/a.gguf --output DIR`"):
         command(config)
 
 

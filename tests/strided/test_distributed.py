@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/mean_reward", "ebft/cfm_loss", "ebft/rl_loss", "ebft/ce_loss")
 COMPARED += ("ebft/rl_grad_norm", "ebft/ce_grad_norm")

@@ -108,6 +108,7 @@ def compare_gradients(model, plain):
     assert total.sqrt() <= 1e-3 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family_with_lora(family, tmp_path):
     # PEFT cannot wrap Llama 4's router, which returns a tuple.
@@ -185,6 +186,7 @@ def test_option(name, adapter, tmp_path):
     compare(trainer, plain, inputs, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 30])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
 def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def on_any_device(monkeypatch):
     monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "gemma3_text"])
 def test_step(family, checkpointing, tmp_path, on_any_device):
@@ -59,6 +60,7 @@ def test_a_batch_in_parts(tmp_path, on_any_device):
     compare(make_trainer(model, tmp_path, rollout_tokens_per_pass=36), plain, *unequal_batch(4))
 
 
+@pytest.mark.slow
 def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch):
     """Values, on the masks and score functions of a whole step; PyTorch runs the kernel uncompiled here."""
     compared = []

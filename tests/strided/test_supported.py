@@ -66,6 +66,7 @@ def test_models_that_break_on_the_mask_are_refused_with_their_name():
     refused("doge", "DogeForCausalLM does not run with strided attention", **_COMMON, head_dim=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parity_check_passes_for_supported_families(family, dtype):

@@ -50,6 +50,7 @@ def oracle_norms(model, batches, options):
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("single_pass", [True, False])
 @pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
 def test_norms_are_those_of_two_backward_passes(adapter, single_pass, tmp_path):
@@ -65,6 +66,7 @@ def test_norms_are_those_of_two_backward_passes(adapter, single_pass, tmp_path):
         assert trainer.state.log_history[0][f"ebft/{name}_grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,11 +1,14 @@
 """The trainer as users meet it: training, logging, resuming, evaluating, and stopping on bad numbers."""
 
 import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from ebft.errors import ConfigError, NonFiniteLossError
@@ -45,6 +48,18 @@ def make(tmp_path, model=None, train=None, evaluation=None, **changes):
     model = model if model is not None else with_lora(tiny_model("llama"))
     rows = train if train is not None else Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 18])
     return StridedEBFTTrainer(model=model, args=args, train_dataset=rows, eval_dataset=evaluation)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_memory_is_pinned_only_for_a_gpu_unless_set(tmp_path, monkeypatch, has_gpu):
+    # Only for our class: transformers would set up the device, and turns it off itself with use_cpu.
+    monkeypatch.setattr(
+        "ebft.strided.config.torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: has_gpu))
+    )
+    given = {"output_dir": str(tmp_path), "report_to": [], "bf16": False}
+    assert StridedEBFTConfig(**given).dataloader_pin_memory is has_gpu
+    for chosen in (True, False):
+        assert StridedEBFTConfig(**given, dataloader_pin_memory=chosen).dataloader_pin_memory is chosen
 
 
 def test_every_metric_of_the_guide_is_logged(tmp_path):
@@ -93,6 +108,69 @@ def test_resuming_gives_the_run_that_was_not_stopped(tmp_path):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
     logs = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert logs[0] == pytest.approx(logs[1], abs=1e-6)
+
+
+def resumed_from_two(folder, first=None, **second):
+    """A run that is stopped after two steps with the settings `first`, and resumed with `second`."""
+    both = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2}
+    make(folder, **{"max_steps": 2, **both, **(first or {})}).train()
+    trainer = make(folder, **{**both, **second})
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 5}, {"max_steps": 5, "lr_scheduler_type": "linear"}])
+def test_the_first_step_after_resuming_has_the_learning_rate_of_the_new_schedule(tmp_path, changes):
+    """A cosine schedule ends at 0, which the first step of an extended run must not use."""
+    whole = make(tmp_path / "whole", **{"lr_scheduler_type": "cosine", **changes})
+    whole.train()
+    resumed = resumed_from_two(tmp_path / "parts", **changes)
+    rates = [[e["learning_rate"] for e in t.state.log_history if "loss" in e][2:] for t in (whole, resumed)]
+    assert rates[0] == rates[1] and rates[1][0] > 0
+
+
+def test_an_extended_run_updates_the_weights_in_its_first_step(tmp_path):
+    resumed = resumed_from_two(tmp_path, max_steps=4, save_steps=1)
+    assert resumed.state.global_step == 4
+    saved = [load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 3)]
+    assert not all(saved[0][name].equal(saved[1][name]) for name in saved[0])
+
+
+def test_the_steps_between_logs_evaluations_and_saves_are_those_of_the_resumed_run(tmp_path, caplog, monkeypatch):
+    rows = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 18])
+    every = {"save_steps": 1, "logging_steps": 3, "eval_steps": 2, "eval_strategy": "steps", "evaluation": rows}
+    first = {"eval_steps": 1, "eval_strategy": "steps", "evaluation": rows}
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    resumed = resumed_from_two(tmp_path, first, max_steps=6, **every)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in range(2, 7)}
+    log = [entry for entry in resumed.state.log_history if entry["step"] > 2]
+    assert [entry["step"] for entry in log if "loss" in entry] == [3, 6]
+    assert [entry["step"] for entry in log if "eval_ce_loss" in entry] == [4, 6]
+    assert "do not match" not in caplog.text
+
+
+def test_an_evaluation_before_the_first_step_is_made_once(tmp_path):
+    rows = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 18])
+    resumed = resumed_from_two(
+        tmp_path, {"eval_on_start": True, "evaluation": rows}, eval_on_start=True, evaluation=rows
+    )
+    assert [entry["step"] for entry in resumed.state.log_history if "eval_ce_loss" in entry] == [0]
+
+
+def test_a_stop_in_the_evaluation_before_the_first_step_saves_nothing(tmp_path):
+    rows = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 18])
+    trainer = make(tmp_path, eval_on_start=True, evaluation=rows)
+    may_stop = []
+
+    def stop(*args, **kwargs):
+        may_stop.append(trainer.may_stop)
+        raise KeyboardInterrupt
+
+    trainer.evaluate = stop
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.save_stopped()
+    assert may_stop == [True] and not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_saved_adapter_loads_with_plain_peft(tmp_path):
@@ -147,7 +225,7 @@ def test_non_finite_loss_stops_before_the_update(tmp_path):
     trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0)
     plain = trainer.compute_loss
     trainer.compute_loss = lambda *a, **k: plain(*a, **k) * (float("nan") if trainer.state.global_step == 1 else 1.0)
-    with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 1.*token ids \[\["):
+    with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 2.*token ids \[\["):
         trainer.train()
     assert trainer.state.global_step == 1
     assert all(p.isfinite().all() for p in model.parameters())
@@ -158,7 +236,7 @@ def test_non_finite_gradient_stops_before_the_update(tmp_path):
     trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0)
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.register_hook(lambda g: g * float("inf") if trainer.state.global_step == 1 else g)
-    with pytest.raises(NonFiniteLossError, match="gradient norm is (nan|inf) at step 1"):
+    with pytest.raises(NonFiniteLossError, match="gradient norm is (nan|inf) at step 2"):
         trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -264,7 +342,7 @@ def test_arguments_without_effect_are_refused(arguments, kwargs, match, tmp_path
 
 def test_sharded_parameters_of_deepspeed_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("ebft.strided.validation.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ConfigError, match="DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP"):
+    with pytest.raises(ConfigError, match="ZeRO-3 is not supported in strided mode: .* Use FSDP2, ZeRO-2 or DDP"):
         make(tmp_path)
 
 
@@ -298,6 +376,7 @@ def test_token_type_does_not_change_the_noise(tmp_path):
     assert out[0].rollouts.equal(out[1].rollouts)
 
 
+@pytest.mark.slow
 def test_rows_without_room_are_dropped_however_they_are_given(tmp_path):
     """By their mask, by a prompt that only the labels tell, and by the documents of packed rows."""
     good = {"input_ids": list(range(3, 43))}

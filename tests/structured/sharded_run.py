@@ -19,7 +19,6 @@ from ebft.errors import ConfigError
 from ebft.models.sharding import is_sharded, reshard
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.hf import HFBackend
-from tests.sharding import shard_on_cpu
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.short_run import FromThePrompt
 from tests.structured.trainers import arguments, rows
@@ -121,8 +120,6 @@ def found_by(trainer):
 
 def main(path, *names):
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes > 1:
-        shard_on_cpu()
     found = {name: found_by(make(name, f"{path}.{name}", processes)) for name in names}
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(found, path)

@@ -5,6 +5,8 @@ import torch
 
 from tests.strided.test_distributed import launch
 
+pytestmark = pytest.mark.slow
+
 COMPARED = ("grad_norm", "reward", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss")
 
 

@@ -95,6 +95,7 @@ def train(tokenizer, folder, reward=rewarded, rows=12, **changes):
     return trainer, batches, models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_replayed_groups_are_trained_on(chat_tokenizer, tmp_path, recompute, num_iterations):

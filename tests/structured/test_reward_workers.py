@@ -74,6 +74,7 @@ def workers():
         pool.close()
 
 
+@pytest.mark.slow
 def test_groups_are_shared_among_processes_that_can_set_alarms(workers):
     pool = workers()
     columns = {"prompts": ["a", "a", "b", "b", "c", "c"], "completions": ["", "x", "xx", "xxx", "x" * 4, "x" * 5]}
@@ -86,6 +87,7 @@ def test_groups_are_shared_among_processes_that_can_set_alarms(workers):
     assert len(set(ids)) == 2 and os.getpid() not in ids
 
 
+@pytest.mark.slow
 def test_a_group_that_takes_too_long_has_no_reward(workers):
     call = workers(timeout=2.0).parallel(slow_for_some)
     assert call(prompts=["fast", "fast"]) == [1, 1]
@@ -97,6 +99,7 @@ def test_a_group_that_takes_too_long_has_no_reward(workers):
         assert call(prompts=["slow", "slow", "fast", "fast"]) == [None, None, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_dead_process_is_replaced(workers, tmp_path):
     pool = workers()
     flag = str(tmp_path / "flag")
@@ -106,11 +109,13 @@ def test_a_dead_process_is_replaced(workers, tmp_path):
         assert call(prompts=["crash", "crash", "a", "a"]) == [None, None, 2, 2]
 
 
+@pytest.mark.slow
 def test_processes_that_never_work_are_an_error(workers):
     with pytest.raises(ConfigError, match=r"crashes_for_some end with exit code 7 .*if __name__ == \"__main__\":"):
         workers().parallel(crashes_for_some)(prompts=["crash", "crash"])
 
 
+@pytest.mark.slow
 def test_exceptions_and_wrong_lengths_are_raised(workers):
     pool = workers()
     with pytest.raises(ValueError, match="no such key in the row"):
@@ -134,6 +139,7 @@ def test_what_runs_in_this_process(workers):
         pool.parallel(lambda **columns: [])
 
 
+@pytest.mark.slow
 def test_training_has_the_same_rewards_with_workers(chat_tokenizer, tmp_path):
     found = {}
     for count in (1, 2):
@@ -218,6 +224,7 @@ def generates(prompts, **columns):
     yield from [1] * len(prompts)
 
 
+@pytest.mark.slow
 def test_errors_of_functions_say_where():
     workers = RewardWorkers(1, 30.0, lambda: 2)
     try:

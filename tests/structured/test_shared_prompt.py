@@ -61,6 +61,7 @@ def compare(model, batch, entropy_gradient):
     compare_gradients(model, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family_with_lora(family):
     target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"

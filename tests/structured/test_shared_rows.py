@@ -70,6 +70,7 @@ def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, tmp_path,
         assert (found[True][1][name] - expected).norm() <= 1e-3 * norm, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", [{}, {"mask_thinking_ce": True}])
 def test_same_evaluation_as_with_separate_rows(chat_tokenizer, tmp_path, masking):
     found = []
@@ -146,6 +147,7 @@ def drops_keywords(model):
     attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

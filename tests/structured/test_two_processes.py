@@ -1,7 +1,10 @@
 """Replayed and repeated prompts, the check of samples, and the adapter's synchronisation, on two processes."""
 
+import pytest
+
 from tests.strided.test_distributed import launch
 
 
+@pytest.mark.slow
 def test_processes_agree(tmp_path):
     launch("tests.structured.two_processes", 2, str(tmp_path))

@@ -364,7 +364,7 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
 
     callback = TrainerCallback()
     callback.on_step_end = kill_once
-    monkeypatch.setattr("ebft.run.training.ConsoleMetrics", lambda: callback)
+    monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: callback)
     result = train(config)
     steps = [entry for entry in result.trainer.state.log_history if "loss" in entry]
     assert killed and len(steps) == 4

@@ -102,6 +102,7 @@ def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_listed_and_hides_nothing(tmp_path):
     """One cell after the other makes a report, the first alone too."""
     results = tmp_path / "results"

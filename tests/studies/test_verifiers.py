@@ -78,6 +78,7 @@ def test_only_skipped_examples_decide_nothing():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

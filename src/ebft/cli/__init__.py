@@ -12,6 +12,7 @@ from ebft.cli import evaluate as evaluate_command
 from ebft.cli import fetch as fetch_command
 from ebft.cli import inference as inference_command
 from ebft.cli import merge_lora as merge_lora_command
+from ebft.cli import merge_sharded as merge_sharded_command
 from ebft.cli import preprocess as preprocess_command
 from ebft.cli import quantize as quantize_command
 from ebft.cli import quickstart as quickstart_command
@@ -20,7 +21,7 @@ from ebft.cli import show as show_command
 from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
-from ebft.cli.console import show_warnings
+from ebft.cli.console import show_progress_bars_in_terminals_only, show_warnings
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -43,6 +44,7 @@ preprocess_command.register(app)
 evaluate_command.register(app)
 inference_command.register(app)
 merge_lora_command.register(app)
+merge_sharded_command.register(app)
 quantize_command.register(app)
 show_command.register(app)
 report_command.register(app)
@@ -65,5 +67,6 @@ def options(
 
 def main() -> None:
     """Run the command line."""
+    show_progress_bars_in_terminals_only()
     show_warnings()
     app()

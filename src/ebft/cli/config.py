@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ebft.cli.completion import complete_config, complete_word
 from ebft.cli.console import polite
 from ebft.cli.listing import option_listing
 from ebft.config.load import load_config
@@ -48,11 +49,12 @@ def command(
             metavar="[WORD | KEY=VALUE...]",
             help="Show only keys that contain WORD. With --check: overrides, as in `ebft train`.",
             show_default=False,
+            autocompletion=complete_word,
         ),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option("--check", metavar="FILE", help=CHECK_HELP, show_default=False),
+        typer.Option("--check", metavar="FILE", help=CHECK_HELP, show_default=False, autocompletion=complete_config),
     ] = None,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import typer
@@ -15,8 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ebft.config.user_code import place_of, what_happened
-from ebft.errors import LONGEST_MESSAGE, EBFTError, shortened
+from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
+from ebft.launch.worker import leave_traceback, reports_failure
 
+FAILED = 1
 WRONG_INPUT = 2
 DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed with their tracebacks and in full
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
@@ -31,19 +34,23 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except EBFTError as error:
             _say_error(error, str(error))
-            raise typer.Exit(WRONG_INPUT) from None
+            raise typer.Exit(error.status if isinstance(error, LaunchError) else WRONG_INPUT) from None
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
             _say_error(
                 error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
             )
             raise typer.Exit(WRONG_INPUT) from None
         except Exception as error:
-            if not place_of(error):
-                raise  # not from a file of the user: the traceback is needed
+            if not place_of(error):  # not from a file of the user: the traceback is needed
+                if os.environ.get(DEBUG) or not leave_traceback(traceback.format_exc()):
+                    raise
+                raise typer.Exit(FAILED) from None
             _say_error(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
-            _say(str(error) or "Interrupted.")
+            if is_main_process():  # signals reach all processes
+                _end_progress_bars()
+                _say(str(error) or "Interrupted.")
             # TrainingInterrupted has the signal number; it is not imported here, since that imports torch.
             number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
             raise typer.Exit(INTERRUPTED + number) from None
@@ -52,16 +59,20 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _say_error(error: BaseException, message: str) -> None:
+    if not reports_failure() and not os.environ.get(DEBUG):
+        return
     _end_progress_bars()
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     else:
         message = shortened(message, LONGEST_MESSAGE)
-    _say(("Error: ", "bold red"), (message, "red"))
+    # The progress bar of another process is not ended from here.
+    line = "\n" if isinstance(error, LaunchError) or not is_main_process() else ""
+    _say(line, ("Error: ", "bold red"), (message, "red"))
 
 
 def _end_progress_bars() -> None:
-    """End the lines of unfinished progress bars, so that the error begins on a line of its own."""
+    """End the lines of unfinished progress bars, so that a last message begins on a separate line."""
     if "ebft.over_transformers" in sys.modules:  # before it is imported, there are none
         from ebft.over_transformers import end_progress_bars
 
@@ -84,10 +95,31 @@ def show_warnings() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def show_progress_bars_in_terminals_only() -> None:
+    """Turn off the progress bars of all libraries if stderr is a file or a pipe, where each update would be a line.
+
+    Must be called before tqdm, datasets and transformers are imported, which read these variables then. Processes that
+    this one starts inherit them.
+    """
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+
+
 def is_main_process() -> bool:
     """Whether this is the main process (rank 0) or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _say(*parts: str | tuple[str, str]) -> None:
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
+    with _between_progress_bars():
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
+
+
+def _between_progress_bars() -> AbstractContextManager:
+    """Clear unfinished progress bars and draw them again below what is printed inside the block."""
+    if "tqdm" not in sys.modules:
+        return nullcontext()
+    from tqdm import tqdm
+
+    return tqdm.external_write_mode(file=sys.stderr)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ebft.cli.arguments import Overrides
+from ebft.cli.completion import complete_config
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 from ebft.doctor.check import Attempt, Check
@@ -40,7 +41,10 @@ def command(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG]", help="The YAML config file. Without it, check the installation.", show_default=False
+            metavar="[CONFIG]",
+            help="The YAML config file. Without it, check the installation.",
+            show_default=False,
+            autocompletion=complete_config,
         ),
     ] = None,
     overrides: Overrides = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ebft.cli.arguments import Overrides
+from ebft.cli.completion import complete_config
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 
@@ -37,6 +38,7 @@ def command(
             metavar="[CONFIG]",
             help="The YAML config file; adds the interpreter of vLLM (vllm.python).",
             show_default=False,
+            autocompletion=complete_config,
         ),
     ] = None,
     overrides: Overrides = None,

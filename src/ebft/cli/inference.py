@@ -1,14 +1,12 @@
 """`ebft inference CONFIG|FOLDER [key=value ...]`."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebft.cli.arguments import Overrides
+from ebft.cli.arguments import BaseModel, ConfigOrFolder, LoraModelDir, Overrides, read_source
 from ebft.cli.console import polite
-from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError
 
 HELP = """Sample from a trained model, its adapter on or off.
@@ -25,6 +23,8 @@ ebft inference outputs/run --prompt "What is a monad?" --compare
 ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
 """
 
+FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -33,14 +33,7 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG|FOLDER",
-            help="The config of the run, or a folder of a model or adapter.",
-            show_default=False,
-        ),
-    ],
+    source: ConfigOrFolder,
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
     completion: Annotated[
@@ -48,15 +41,8 @@ def command(
     ] = False,
     base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            "--base-model",
-            metavar="MODEL",
-            help="With a folder: base model, if it is not where the adapter or the model card says.",
-            show_default=False,
-        ),
-    ] = None,
+    base_model: BaseModel = None,
+    lora_model_dir: LoraModelDir = None,
     reference: Annotated[
         str | None,
         typer.Option(
@@ -67,7 +53,7 @@ def command(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Number of replies scored with --reference.")
+        int, typer.Option("--samples", metavar="N", min=1, max=256, help="Number of replies scored with --reference.")
     ] = 4,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
@@ -96,10 +82,8 @@ def command(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the web page; 0: a free one.")] = 7860,
 ) -> None:
     """Load the model, and answer prompts."""
-    is_config = Path(source).is_file()
-    if not is_config and overrides:
-        raise ConfigError(f"{source} is not a config file: overrides require one.")
-    if is_config and base_model is not None:
+    config, folder = read_source(source, overrides, lora_model_dir)
+    if config is not None and base_model is not None:
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
     if reference is not None and not reference.strip():
         raise ConfigError("--reference: the text is empty.")
@@ -111,14 +95,13 @@ def command(
         raise ConfigError("--base and --compare exclude each other: --compare shows both models.")
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt: the text is empty.")
-    config = load_config(source, overrides or []) if is_config else None
     asked = None if serve else prompt if prompt is not None else _from_stdin()
     from ebft.inference.models import model_in_folder, model_of_run  # what follows imports torch
     from ebft.inference.sampling import Sampler, SamplingOptions
     from ebft.inference.scoring import Scorer
     from ebft.inference.session import Session
 
-    loaded = model_in_folder(source, base_model) if config is None else model_of_run(config)
+    loaded = model_in_folder(str(folder), base_model) if config is None else model_of_run(config, folder)
     if base or compare:
         with loaded.model(base=True):  # fails now if there is no base model
             pass
@@ -127,9 +110,19 @@ def command(
     if serve:
         from ebft.inference.serve import serve_page
 
+        typer.echo(f"Settings of /score: {loaded.reward_settings}", err=True)
         serve_page(sampler, chats, host, port, typer.echo)
         return
     scorer = Scorer(sampler, samples) if reference is not None else None
+    if scorer is not None:
+        typer.echo(f"Reward settings: {loaded.reward_settings}", err=True)
+        if loaded.reward.get("use_whitening") and samples < FEWEST_WHITENED:
+            typer.echo(
+                f"Note: rewards with use_whitening are relative to the {samples} samples that they are whitened with. "
+                f"With fewer than {FEWEST_WHITENED}, they only tell which sample is closer to the reference. Increase "
+                "--samples, best to n_samples_per_prompt of the run.",
+                err=True,
+            )
     session = Session(sampler, chats, base, compare, scorer, reference)
     if asked is None:
         session.run()

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ebft.cli.arguments import ConfigFile, Overrides
+from ebft.cli.arguments import ConfigFile, Overrides, renamed
 from ebft.cli.console import polite
 from ebft.config.load import load_config
 from ebft.errors import DataError
@@ -24,7 +24,7 @@ ebft preprocess run.yaml dataset_prepared_path=prepared
 
 ebft preprocess run.yaml --debug
 
-ebft preprocess run.yaml --debug-num 20 --html rows.html
+ebft preprocess run.yaml --count 20 --html rows.html
 """
 
 
@@ -41,10 +41,11 @@ def command(
         bool,
         typer.Option("--debug", help="Show rows as they will be trained on, token by token, and what was dropped."),
     ] = False,
-    debug_num: Annotated[
+    count: Annotated[
         int | None,
         typer.Option(
-            "--debug-num",
+            "--count",
+            "-n",
             metavar="N",
             min=1,
             help="Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
@@ -56,8 +57,10 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the same rows to this HTML file.", show_default=False),
     ] = None,
+    former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
 ) -> None:
     """Load the config, prepare or find the rows, and show them."""
+    count = renamed(count, former_debug_num, "--count", "--debug-num")
     run_config = load_config(config, overrides or [])
     check_types(run_config)
     if html is not None and not html.absolute().parent.is_dir():
@@ -68,24 +71,25 @@ def command(
     tokenizer = load_tokenizer(run_config)
     base = Path(run_config.dataset_prepared_path or DEFAULT_FOLDER)
     prepared = prepare_rows(run_config, tokenizer, base)
-    if debug or html is not None or debug_num is not None:
-        _show(run_config, tokenizer, prepared.rows, debug_num or 5, debug or html is None, html)
+    if debug or html is not None or count is not None:
+        _show(run_config, tokenizer, prepared, count or 5, debug or html is None, html)
     typer.echo(describe(prepared))
     if run_config.dataset_prepared_path is None:
         typer.echo(f"Train on them with: ebft train {config} dataset_prepared_path={DEFAULT_FOLDER}", err=True)
 
 
-def _show(config, tokenizer, rows, number: int, in_terminal: bool, html: Path | None) -> None:
+def _show(config, tokenizer, prepared, number: int, in_terminal: bool, html: Path | None) -> None:
     """Show the first rows in the terminal, and write them to an HTML file."""
     from ebft.preview.page import page
     from ebft.preview.rows import first_rows
     from ebft.preview.terminal import legend, show_reports, show_row
 
+    rows = prepared.rows
     train = config.method.arrange(config, rows.train)
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
     if in_terminal:
         console = Console(highlight=False)
-        for line in (*show_reports(rows.reports), legend()):
+        for line in (*show_reports(rows.reports, are_printed=prepared.is_new), legend()):
             console.print(line)
         for title, view in shown:
             console.print(*show_row(title, view), sep="\n")

@@ -1,13 +1,12 @@
-"""`ebft quantize CONFIG|FOLDER --to DIR`."""
+"""`ebft quantize CONFIG|FOLDER [key=value ...] --output DIR`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebft.cli.arguments import Overrides
+from ebft.cli.arguments import ConfigOrFolder, FormerTo, Overrides, read_source, renamed
 from ebft.cli.console import polite
-from ebft.config.load import load_config
 from ebft.errors import ConfigError
 
 HELP = """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
@@ -16,9 +15,9 @@ The linear layers are quantised, except the output layer. An adapter has to be m
 
 Examples:
 
-ebft quantize run.yaml --to outputs/int8
+ebft quantize run.yaml --output outputs/int8
 
-ebft quantize outputs/run/merged --to outputs/int8 --text held-out.txt
+ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
 """
 
 
@@ -29,18 +28,19 @@ def register(app: typer.Typer) -> None:
 
 @polite
 def command(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|FOLDER", help="The config of the run, or the folder of a model.", show_default=False
-        ),
-    ],
+    source: ConfigOrFolder,
     overrides: Overrides = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Folder of the quantised model.", show_default=False)
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Folder of the quantised model.", show_default=False)
     ] = None,
     kind: Annotated[
-        str, typer.Option("--type", metavar="int8|int4", help="Type of the weights; int4 requires a CUDA device.")
+        str,
+        typer.Option(
+            "--type",
+            metavar="int8|int4",
+            help="Type of the weights; int4 requires a CUDA device.",
+            autocompletion=lambda incomplete: ["int8", "int4"],
+        ),
     ] = "int8",
     text: Annotated[
         Path | None,
@@ -52,18 +52,17 @@ def command(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens to measure the perplexity on.")
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
     ] = 16384,
+    former_to: FormerTo = None,
 ) -> None:
     """Quantise, and print sizes and perplexities."""
-    is_folder = source.is_dir()
-    if to is None:
-        raise ConfigError("--to DIR is required: the folder of the quantised model.")
-    if is_folder and overrides:
-        raise ConfigError(f"{source} is a folder: overrides require a config.")
-    if is_folder and text is None:
+    output = renamed(output, former_to, "--output", "--to")
+    if output is None:
+        raise ConfigError("--output DIR is required: the folder of the quantised model.")
+    config, folder = read_source(source, overrides)
+    if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
-    config = None if is_folder else load_config(source, overrides or [])
     from ebft.export.memory import as_mib
     from ebft.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
 
@@ -72,8 +71,8 @@ def command(
             return text_sequences(text, tokenizer, max_tokens)
         return held_out_sequences(config, tokenizer, max_tokens)
 
-    result = quantize_model(source if is_folder else Path(config.output_dir), to, kind, sequences)
+    result = quantize_model(folder, output, kind, sequences)
     typer.echo(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
     perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
-    typer.echo(f"Perplexity of {result.tokens:,} tokens: {perplexities}")
+    typer.echo(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
     typer.echo(f"Quantised model saved in {result.folder}")

@@ -77,7 +77,8 @@ def command(
     try:
         quickstart(model, output, seed, scale.value, method.value)
     except KeyboardInterrupt as stop:
-        stop.args = (f"{stop}\nStopped. The complete phases are kept: run the same command to continue.".lstrip(),)
+        # Not the message of training, which says how to resume a run of `ebft train`.
+        stop.args = ("Stopped. The complete phases are kept: run the same command to continue.",)
         raise
     except (ValueError, OSError) as error:
         raise error if isinstance(error, EBFTError) else EBFTError(str(error)) from error

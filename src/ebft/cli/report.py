@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ebft.cli.arguments import RunFolder
 from ebft.cli.console import polite
-from ebft.cli.show import RunFolder
 from ebft.dashboard.files import read_object
 from ebft.dashboard.report import write_report
 from ebft.dashboard.run import check_run
@@ -44,6 +44,8 @@ def command(
 ) -> None:
     """Write the report and print its path."""
     check_run(folder)
+    if evaluation is not None and not evaluation.is_file():
+        raise RunError(f"--evaluation: the file {evaluation} does not exist. Write it with `ebft evaluate --output`.")
     if evaluation is not None and "models" not in (read_object(evaluation) or {}):
         raise RunError(f"--evaluation: {evaluation} is not a result of `ebft evaluate --output`.")
     try:

@@ -1,18 +1,21 @@
 """`ebft show FOLDER`."""
 
+import difflib
 import json
 import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from ebft.cli.arguments import RunFolder
+from ebft.cli.completion import complete_term
 from ebft.cli.console import polite
-from ebft.dashboard.rollouts import REWARD, all_samples, take
+from ebft.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions
 from ebft.dashboard.run import check_rollouts
 from ebft.dashboard.text import sample_text
 from ebft.errors import RunError
@@ -32,10 +35,6 @@ ebft show outputs/run --step 10 --best --json
 """
 COUNT, COUNT_INTERACTIVE = 5, 200
 
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="The output_dir of a run, running or ended.", show_default=False)
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -54,11 +53,14 @@ def command(
             help="A term: reward (default), alignment, diversity, advantage, length, or rewards/NAME of a reward "
             "function. Higher is better, except for diversity. Implies --best without --worst.",
             show_default=False,
+            autocompletion=complete_term,
         ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Only rollouts sampled after N optimizer steps.", show_default=False),
+        typer.Option(
+            metavar="N", help="Only rollouts of optimizer step N, counted from 1 as in the logs.", show_default=False
+        ),
     ] = None,
     count: Annotated[
         int | None,
@@ -87,17 +89,23 @@ def command(
     check_rollouts(folder)
     order: Literal["best", "worst", "newest"] = "worst" if worst else "best" if best or sort else "newest"
     count = count or (COUNT_INTERACTIVE if interactive else COUNT)
-    samples = take(all_samples(folder, step), order, sort or REWARD, count)
+    found = all_samples(folder, step)
+    samples = take(found if as_json else without_repetitions(found), order, sort or REWARD, count)
     if not samples:
         raise RunError(_nothing(folder, step, sort if order != "newest" else None))
     if as_json:
-        print(json.dumps([asdict(sample) for sample in samples], indent=2, ensure_ascii=False))
+        print(json.dumps([_as_object(sample) for sample in samples], indent=2, ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
     os.environ.setdefault("LESS", "-R")  # shows colours
     with console.pager(styles=True) if interactive else nullcontext():
         for sample in samples:
             console.print(sample_text(sample, full), end="\n\n")
+
+
+def _as_object(sample: Sample) -> dict[str, Any]:
+    """A sample of the JSON list, which contains every copy of a completion."""
+    return {name: value for name, value in asdict(sample).items() if name != "copies"}
 
 
 def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
@@ -110,4 +118,6 @@ def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
         return f"{folder} has no rollouts yet, or its files cannot be read."
     if step is not None and step not in steps:
         return f"{folder} has no rollouts of step {step}. It has steps {min(steps)} to {max(steps)}."
-    return f"--sort: no rollout has a term {sort!r}. Choose from {', '.join(terms)}."
+    near = difflib.get_close_matches(str(sort), terms, n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return f"--sort: no rollout has a term {sort!r}. {meant}Choose from {', '.join(terms)}."

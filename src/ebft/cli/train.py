@@ -1,18 +1,23 @@
 """`ebft train CONFIG [key=value ...]`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ebft.cli import launching
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
 from ebft.cli.tui import train_with_dashboard
-from ebft.config.load import load_config
-from ebft.run.checks import check_runnable
+from ebft.config.schema import RunConfig
+from ebft.dashboard.files import EVALUATION, REPORT, rollout_files
+from ebft.launch.worker import join_launch, launch_command
 
 HELP = """Train a model with the settings of a config.
+
+With several GPUs, one process per GPU is started.
 
 Examples:
 
@@ -23,6 +28,10 @@ ebft train run.yaml ebft.stride=4 learning_rate=1e-5
 ebft train run.yaml --tui
 
 ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
+
+ebft train run.yaml --num-processes 2
+
+ebft train run.yaml --sweep sweep.yaml
 """
 
 
@@ -30,13 +39,19 @@ def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
     # Unknown options are parsed as overrides, whose error message shows the correct syntax.
     settings = {"ignore_unknown_options": True}
-    app.command("train", help=HELP, short_help="Train a model.", epilog=key_overview(), context_settings=settings)(
-        command
-    )
+    app.command(
+        "train",
+        cls=launching.LaunchingCommand,
+        help=HELP,
+        short_help="Train a model.",
+        epilog=key_overview(),
+        context_settings=settings,
+    )(command)
 
 
 @polite
 def command(
+    context: typer.Context,
     config: ConfigFile,
     overrides: Overrides = None,
     tui: Annotated[
@@ -48,28 +63,71 @@ def command(
             "Requires the package textual.",
         ),
     ] = False,
+    sweep: launching.SweepFile = None,
+    dry_run: launching.DryRun = False,
+    launcher: launching.Launcher = None,
+    num_processes: launching.NumProcesses = None,
+    num_machines: launching.NumMachines = None,
+    machine_rank: launching.MachineRank = None,
+    main_process_ip: launching.MainProcessIp = None,
+    main_process_port: launching.MainProcessPort = None,
 ) -> None:
-    """Load the config, train, and print the path of the model."""
-    run_config = load_config(config, overrides or [])
-    check_runnable(run_config)
-    if tui:
-        raise typer.Exit(train_with_dashboard([str(config), *(overrides or [])], Path(run_config.output_dir)))
+    """Load the config, then train in this process or start the processes that do."""
+    join_launch()
+    words = [str(config), *(overrides or [])]
+    launching.check_options(context, words[1:])
+    options = launching.options_of(context)
+    if sweep is not None:
+        raise typer.Exit(launching.sweep(sweep, config, words[1:], options, dry_run=dry_run, tui=tui))
+    run_config, plan = launching.checked_plan(config, words[1:], options)
+    if dry_run:
+        launching.show(plan, ["train", *words])
+    elif tui:
+        raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))
+    elif plan.launcher is not None:
+        raise typer.Exit(launching.start(plan, ["train", *words]))
+    else:
+        launching.announce(plan)
+        train_here(run_config, config, overrides or [])
+
+
+def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> None:
+    """Train in this process with the settings of the file `config` and `overrides`, and print what to do next."""
     from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
+    command = launch_command(["ebft", "train", str(config), *overrides])
     try:
-        result = train(run_config)
+        result = train(run_config, command)
     except KeyboardInterrupt as stop:
         if str(stop):  # TrainingInterrupted, which says how to resume
             raise
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
-        typer.echo(result.outcome, err=True)
-        typer.echo(f"Model saved in {result.output_dir}")
+        folder = Path(result.output_dir)
+        typer.echo(result.describe_outcome(evaluate_command(config, overrides, folder)), err=True)
+        typer.echo(f"Model saved in {folder}")
+        for line in what_next(run_config, folder):
+            typer.echo(line, err=True)
     leave_process_group()
 
 
+def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
+    """The command that compares the trained model with the base model, for the report of the run in `folder`."""
+    kept = [override for override in overrides if not override.startswith("resume_from_checkpoint=")]
+    return shlex.join(["ebft", "evaluate", str(config), *kept, "--output", str(folder / EVALUATION)])
+
+
+def what_next(config: RunConfig, folder: Path) -> list[str]:
+    """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
+    names = ["show"] if rollout_files(folder) else []
+    names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
+    commands = "; ".join(shlex.join(["ebft", name, str(folder)]) for name in names)
+    report = folder / REPORT
+    return [*([f"Report: {report}"] if report.is_file() else []), f"Next: {commands}"]
+
+
 def leave_process_group() -> None:
-    """Close the process group of torchrun: leaving this to the exit of the interpreter may abort the process."""
+    """Close the process group of the launch: leaving this to the exit of the interpreter may abort the process."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():

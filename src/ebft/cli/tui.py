@@ -8,15 +8,15 @@ from pathlib import Path
 
 import typer
 
+from ebft.cli.arguments import RunFolder
 from ebft.cli.console import polite
-from ebft.cli.show import RunFolder
 from ebft.dashboard.run import check_run
 from ebft.errors import RunError
 
 HELP = """Follow a run in a terminal dashboard, from the files in its output folder.
 
 The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
-not affect it. Requires the package textual: pip install textual.
+not affect it. Requires the package textual: pip install 'ebft[tui]'.
 
 Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
 
@@ -27,6 +27,7 @@ ebft tui outputs/run
 ebft train run.yaml --tui
 """
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
+_LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
 
 def register(app: typer.Typer) -> None:
@@ -47,10 +48,7 @@ def command(folder: RunFolder) -> None:
 def check_terminal(command: str) -> None:
     """Raise RunError if the dashboard cannot be shown."""
     if find_spec("textual") is None:
-        raise RunError(
-            f"{command} requires the package textual: pip install '.[tui]' in a clone of the repository, or pip "
-            "install textual."
-        )
+        raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
 
@@ -62,7 +60,10 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     """
     check_terminal("ebft train --tui")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise RunError("--tui starts a single process. Launch without --tui, and run `ebft tui` in another terminal.")
+        raise RunError(
+            "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
+            "--tui and run `ebft tui` in another terminal."
+        )
     from ebft.dashboard.training import Training
     from ebft.dashboard.tui.app import TrainingDashboard
 
@@ -81,6 +82,6 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     if training.is_running() and result is None:
         typer.echo(f"The dashboard ended. Waiting for training (process {training.pid}, output in {training.log}).")
     status = training.wait()
-    for line in training.output(1 if status == 0 else _OUTPUT_LINES):
+    for line in training.output(_LAST_LINES if status == 0 else _OUTPUT_LINES):
         typer.echo(line, err=status != 0)
     return status

@@ -25,7 +25,9 @@ class CarriedOverKeys(Section):
     skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
     activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
-    fsdp_version: int | None = Field(None, description="No effect: fsdp: true is FSDP2.")
+    fsdp_version: int | None = Field(
+        None, description="2, the only supported version. With fsdp_config, it enables fsdp."
+    )
     strict: bool = Field(True, description="No effect: unknown keys are always errors.")
     model_type: str | None = Field(
         None,
@@ -63,7 +65,7 @@ IGNORED: dict[str, Ignored] = {
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
     "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
-    "fsdp_version": Ignored((2,), "fsdp: true is FSDP2; the version is that of fsdp_config"),
+    "fsdp_version": Ignored((2,), "fsdp is not set"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
     "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),

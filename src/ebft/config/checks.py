@@ -14,6 +14,7 @@ from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods import own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
+from ebft.run.fsdp import fsdp_problems
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -109,7 +110,7 @@ def _evaluation(config: "RunConfig") -> Iterator[str]:
         return
     if config.save_strategy == "best":
         yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
-    for key in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
+    for key in ("eval_steps", "eval_on_start", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
         if getattr(config, key):
             yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
     if config.eval_strategy not in (None, "no"):
@@ -124,8 +125,10 @@ def _resuming(config: "RunConfig") -> Iterator[str]:
 def _processes(config: "RunConfig") -> Iterator[str]:
     if config.deepspeed and config.fsdp:
         yield "deepspeed and fsdp are both set. Keep one of them."
-    if config.fsdp_config and not config.fsdp:
+    if config.fsdp_config and not config.fsdp and (config.fsdp is not None or config.fsdp_version is None):
         yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
+    if config.fsdp or config.fsdp_config:
+        yield from fsdp_problems(config)
 
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
@@ -149,6 +152,8 @@ def resolve(config: "RunConfig") -> None:
     _resolve_transforms(config)
     _warn_of_other_methods(config)
     config.method.resolve(config)
+    if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
+        config.fsdp = True
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
 

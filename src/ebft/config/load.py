@@ -102,7 +102,7 @@ def _assign(values: Any, path: list[str], value: Any, override: str) -> None:
     values[step] = value
 
 
-def _step(values: Any, part: str, override: str) -> str | int:
+def _step(values: Any, part: str, override: str) -> Any:
     """`part` as a mapping key or a list index. Raises ConfigError if it is neither."""
     if isinstance(values, dict):
         return part

@@ -4,19 +4,23 @@ The options are dataclasses that the trainers' config classes inherit. The YAML 
 reference page are generated from the same declarations.
 """
 
-import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from ebft.config.section import Section, option_names, section_of_options, with_help
-from ebft.config.validation_errors import raise_config_error
-from ebft.errors import ConfigError
+from ebft.config.section import Section, section_of_options, with_help
 
 MAX_TOKENS = 1_000_000
 MIN_TEMPERATURE = 1e-3  # dividing logits by a smaller temperature overflows
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _distinct(values: list[float]) -> list[float]:
+    repeated = [value for place, value in enumerate(values) if value in values[:place]]
+    if repeated:
+        raise ValueError(f"feature_layers: {repeated[0]} is repeated; expected distinct values.")
+    return values
 
 
 @with_help
@@ -32,6 +36,7 @@ class RewardOptions:
             description="Layers whose hidden states are concatenated into the features, as fractions of the network "
             "depth (0 is the embedding output, 1 the last layer).",
         ),
+        AfterValidator(_distinct),
     ] = field(default_factory=lambda: [0.25, 0.5, 0.75])
     embed_method: Annotated[
         Literal["last_token", "mean_pooling", "completion_mean", "concat"],
@@ -61,7 +66,7 @@ class RewardOptions:
         str | None,
         Field(
             description="Device of the frozen feature network in full fine-tuning, for example cuda:1 or cpu. If "
-            "unset, the model's device."
+            "unset, an idle second GPU if there is one, or else the model's device."
         ),
     ] = None
 
@@ -267,59 +272,3 @@ if TYPE_CHECKING:
 
 else:
     EBFTSection = section_of_options(EBFTOptions, "EBFTSection")
-
-
-def options_from(options: type, given: dict[str, Any]) -> Any:
-    """Build `options` from `given`, with defaults for the rest. Raises ConfigError for unknown or invalid options."""
-    section = section_of_options(options)
-    try:
-        return section.model_validate(given)
-    except ValidationError as error:
-        raise_config_error(error, section)
-
-
-def validate_options(options: type, obj: Any) -> None:
-    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options.
-
-    Values that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`.
-    """
-    checked = options_from(options, {name: getattr(obj, name) for name in option_names(options)})
-    for name in option_names(options):
-        setattr(obj, name, getattr(checked, name))
-
-
-def resolve_single_sample(options: Any) -> None:
-    """With one sample per anchor, which has no baseline and no pairs, use `reinforce` without diversity and warn."""
-    if options.n_samples_per_prompt > 1:
-        return
-    changes = []
-    if options.advantage_estimator != "reinforce":
-        options.advantage_estimator = "reinforce"
-        changes.append("advantage_estimator is set to reinforce")
-    if options.diversity_coef != 0:
-        options.diversity_coef = 0.0
-        changes.append("diversity_coef is set to 0")
-    if changes:
-        reason = "n_samples_per_prompt: 1 provides no other sample for a baseline or the diversity term"
-        warnings.warn(f"{reason}: {' and '.join(changes)}.", stacklevel=2)
-
-
-def check_trainable(options: Any) -> None:
-    """Raise ConfigError for options that are valid for evaluation but give no training signal."""
-    if 0 < options.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            f"temperature: {options.temperature} is too small: dividing logits by it overflows. Set it to at least "
-            f"{MIN_TEMPERATURE}."
-        )
-    if options.temperature == 0:
-        raise ConfigError(
-            "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. "
-            "Set temperature above 0 (default: "
-            f"{StridedOptions.temperature}); 0 is only supported for computing a loss without training."
-        )
-    has_reward = options.alignment_coef > 0 or options.diversity_coef > 0
-    if options.ce_coef == 0 and not (options.rl_coef > 0 and has_reward):
-        zero = "rl_coef: 0" if options.rl_coef == 0 else "alignment_coef: 0 with diversity_coef: 0"
-        raise ConfigError(
-            f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."
-        )

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebft.config.schema import GROUPS, MethodKeys
+from ebft.config.schema import GROUPS, MethodKeys, RunConfig
 from ebft.config.section import Section
-from ebft.config.validation_errors import section_of
+from ebft.config.validation_errors import model_at, section_of
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -31,6 +31,27 @@ def option_groups(nested: bool = True) -> dict[str, list[Option]]:
             section = option.key.partition(".")[0] if model is MethodKeys and "." in option.key else None
             groups.setdefault(f"Section {section}" if section else title, []).append(option)
     return groups
+
+
+def choices_of(key: str) -> list[str]:
+    """The values of a dotted key that has a few: those of an enumeration or a boolean. Empty for others."""
+    *path, name = key.split(".")
+    owner = model_at(RunConfig, tuple(int(part) if part.isdecimal() else part for part in path))
+    info = owner.model_fields.get(name) if owner else None
+    return list(dict.fromkeys(_choices(info.annotation))) if info else []
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is bool:
+        yield from ("true", "false")
+    elif origin is Literal:
+        yield from (_spelled(argument) for argument in arguments)
+    elif origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _choices(argument)
+    elif origin is Annotated:
+        yield from _choices(arguments[0])
 
 
 def _options(model: type[BaseModel], prefix: str, nested: bool) -> Iterator[Option]:

@@ -1,7 +1,7 @@
 """The run config: one class with the type, default, bounds and description of every key."""
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationError, create_model, model_validator
 
@@ -34,16 +34,17 @@ class MethodKeys(Section):
         "unset: SFT with the cross-entropy loss.",
     )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
-    trl: TRLSection = Field(default_factory=TRLSection, description="Options of structured mode and of GRPO.")
+    trl: TRLSection = Field(
+        default_factory=lambda: TRLSection.model_validate({}), description="Options of structured mode and of GRPO."
+    )
     vllm: VLLMSection = Field(
-        default_factory=VLLMSection, description="Options of the vLLM server that generates completions."
+        default_factory=lambda: VLLMSection.model_validate({}),
+        description="Options of the vLLM server that generates completions.",
     )
 
 
 if TYPE_CHECKING:
-
-    class OwnKeys(Section): ...
-
+    from ebft.nemo_gym.keys import NemoGymKeys as OwnKeys  # of the only method with keys
 else:
     # Keys that individual methods declare.
     OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)
@@ -95,7 +96,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
             raise_config_error(error, cls)
 
     @model_validator(mode="after")
-    def _resolve(self) -> "RunConfig":
+    def _resolve(self) -> Self:
         checks.refuse_contradictions(self)
         checks.resolve(self)
         return self

@@ -30,10 +30,13 @@ def band(healthy: Range | None, low: float, high: float) -> tuple[float, float] 
 
 
 def number(value: float) -> str:
-    """A number in at most 7 characters, with three significant digits."""
-    if value == 0:
+    """A number with three significant digits (four from 1,000)."""
+    size = abs(value)
+    if size == 0:
         return "0"
-    if 1e-3 <= abs(value) < 1e4:
-        digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
-        return f"{value:.{digits}f}"
-    return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
+    if not 9.995e-4 <= size < 9999.5:
+        return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    # Half a unit of the last digit below a power of ten, so that 0.9996 is 1.00 and not 1.000.
+    bounds = ((9.995e-3, 5), (9.995e-2, 4), (0.9995, 3), (9.995, 2), (99.95, 1))
+    digits = next((digits for bound, digits in bounds if size < bound), 0)
+    return f"{value:.{digits}f}"

@@ -13,7 +13,7 @@ from ebft.dashboard.metrics import Series
 
 COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 HEALTHY = "on #12351f"  # background of the healthy range
-_LABEL = 8  # characters of the labels of the vertical axis
+_LABEL = 10  # characters of the labels of the vertical axis
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character, by column and row
 
 

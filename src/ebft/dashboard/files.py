@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
 RUN = "run.json"  # state, process, progress, config and versions of the run
@@ -15,6 +16,7 @@ ROLLOUTS = "rollouts.jsonl"  # with log_completions; older parts are rollouts.js
 HEALTH = "health.jsonl"  # one line per health message: time, step, since, name, message, remedy
 LOG = "train.log"  # console output of a run started with `ebft train --tui`
 REPORT = "report.html"
+EVALUATION = "evaluation.json"  # the --output of `ebft evaluate`, for the report
 START = "start.json"  # as run.json, of a run in the folder of an earlier one that has not begun to train
 PREVIOUS = "previous"  # folders 1, 2, ... with the files of earlier runs in the same output folder
 
@@ -40,7 +42,7 @@ class Tail:
         At most 8 MiB are read in a call. A missing file has no lines.
         """
         try:
-            with self.path.open("rb") as file:
+            with _open(self.path) as file:
                 status = os.fstat(file.fileno())
                 restarts = status.st_ino != self._inode or status.st_size < self._offset
                 if restarts:
@@ -79,6 +81,15 @@ class JsonTail:
         return [row for row in found if row is not None], restarts
 
 
+def _open(path: Path) -> BinaryIO:
+    """A regular file, for reading. Raises OSError for others, such as named pipes, whose reading may never end."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return open(descriptor, "rb")
+
+
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """The object in a line, or None if there is none."""
     try:
@@ -91,7 +102,8 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if the file is missing or has none."""
     try:
-        return parse(path.read_bytes())
+        with _open(path) as file:
+            return parse(file.read())
     except OSError:
         return None
 
@@ -99,7 +111,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_all(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             for line in file:
                 row = parse(line)
                 if row is not None:

@@ -9,6 +9,8 @@ from typing import Any
 MAX_POINTS = 4096  # per metric; beyond that, neighbouring points are averaged
 _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
+# Metrics that do not compare models: each model's features are whitened with its own samples.
+NOT_COMPARABLE = ("cfm_loss_whitened",)
 
 
 class Series:
@@ -83,10 +85,13 @@ def is_number(value: Any) -> bool:
 
 
 def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:
-    """Name, first and last value of each held-out metric that was measured at least twice, without speeds."""
+    """Name, first and last value of each held-out metric that was measured at least twice.
+
+    Speeds and metrics that do not compare models are left out.
+    """
     found = []
     for name, series in metrics.series.items():
-        speed = name.endswith(("_runtime", "_per_second"))
-        if name.startswith("eval_") and not speed and (len(series.values) > 1 or series.width > 1):
+        left_out = name.endswith(("_runtime", "_per_second")) or name.removeprefix("eval_") in NOT_COMPARABLE
+        if name.startswith("eval_") and not left_out and (len(series.values) > 1 or series.width > 1):
             found.append((name, metrics.first[name], metrics.latest[name]))
     return found

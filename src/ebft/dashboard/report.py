@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ebft.dashboard import sections
-from ebft.dashboard.files import REPORT
+from ebft.dashboard.files import EVALUATION, REPORT, START, read_object
 from ebft.dashboard.live import LiveRun, local_time
 from ebft.dashboard.rollouts import first_and_last
+from ebft.dashboard.run import settings_in_effect
 from ebft.dashboard.svg import figure
 from ebft.dashboard.text import duration, html_text
 
-EVALUATION = "evaluation.json"  # in the folder of the run: the --output of `ebft evaluate`
 _SAMPLES = 4  # before and after
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #212529; }
@@ -51,17 +51,18 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         live.poll()
     plots = "".join(figure(curve) for curve in live.curves())
     before, after = first_and_last(folder, _SAMPLES)
-    samples = (sections.samples("First rollouts", before), sections.samples("Last rollouts", after))
+    first = "First rollouts" if after else "Rollouts"
+    samples = (sections.samples(first, before), sections.samples("Last rollouts", after))
     parts = [
         _summary(live),
         _section("Curves", f'<div class="plots">{plots}</div>' if plots else ""),
         _section("Health messages", sections.health(live)),
         _section("Samples", "".join(samples)),
-        _section("Config", sections.table(live.run.get("changed"), "Options that differ from their defaults.")),
+        _section("Config", sections.table(settings_in_effect(live.run), "Options that differ from their defaults.")),
         _section("Environment", sections.table(_environment(live), "")),
         _section("Evaluation", sections.evaluation(live, evaluation or folder / EVALUATION)),
     ]
-    title, body = html_text(folder.absolute().name), "\n".join(filter(None, parts))
+    title, body = html_text(f"ebft: {folder.absolute().name}"), "\n".join(filter(None, parts))
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>'
     return f'<!doctype html>\n<html lang="en">{head}\n<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n'
 
@@ -77,9 +78,28 @@ def _summary(live: LiveRun) -> str:
     model, method = (html_text(live.run.get(key)) for key in ("model", "method"))
     of = " of " if method and model else ""
     lines = [f"<p>{method}{of}<b>{model}</b>: {html_text(', '.join(filter(None, facts)))}.</p>"]
+    if not live.logs:
+        has_ended = live.state not in ("running", "unknown")
+        when = "The run ended before" if has_ended else "The run has not reached"
+        lines.append(f"<p>{when} its first log, so there are no curves.</p>")
     if live.run.get("error"):
         lines.append(f'<p class="failed">{html_text(live.run["error"])}</p>')
-    return "\n".join(lines)
+    return "\n".join([*lines, *_later_start(live)])
+
+
+def _later_start(live: LiveRun) -> list[str]:
+    """What became of a later run in the same folder that did not begin to train; empty if there is none."""
+    start = read_object(live.folder / START) or {}
+    if not start or start.get("state") == live.run.get("state") == "running":
+        return []
+    error = f" ({html_text(start['error'])})" if start.get("error") else ""
+    when = local_time(start.get("started"))
+    at = "" if when is None else f", started {when.isoformat(' ', 'seconds')},"
+    state = html_text(start.get("state"))
+    return [
+        f'<p class="failed">A later run in this folder{at} {state} before training began{error}. This page describes '
+        "the run before it.</p>"
+    ]
 
 
 def _environment(live: LiveRun) -> dict[str, Any]:

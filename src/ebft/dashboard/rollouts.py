@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ebft.dashboard.metrics import is_number
 LENGTH, REWARD = "length", "reward"
 ORDERS = ("best", "worst", "newest")
 _NEWEST_BYTES = 4 * 2**20
-_FIRST = (REWARD, "alignment", "diversity", "advantage", LENGTH)  # the order in which terms are shown
+TERMS = (REWARD, "alignment", "diversity", "advantage", LENGTH)  # the order in which they are shown; others follow
 _LOWER_IS_BETTER = ("diversity",)
 _RENAMED = {"rewards": REWARD, "advantages": "advantage", "tokens": LENGTH}
 
@@ -24,8 +24,9 @@ _RENAMED = {"rewards": REWARD, "advantages": "advantage", "tokens": LENGTH}
 class Sample:
     """A completion of a prompt with the terms of its reward.
 
-    `step` is the number of optimizer steps before it was sampled, `place` where it comes from, `length` a term: the
-    number of sampled tokens. `reference` is None if there is none, `prompt` if the log has no text of it.
+    `step` is the optimizer step that it was used for, counted from 1 as in the logs, `place` where it comes from,
+    `length` a term: the number of sampled tokens. `reference` is None if there is none, `prompt` if the log has no text
+    of it. `copies` is the number of equal samples that it stands for, see `without_repetitions`.
     """
 
     step: int
@@ -34,12 +35,35 @@ class Sample:
     completion: str
     reference: str | None
     terms: dict[str, float] = field(default_factory=dict)
+    copies: int = 1
+
+    @property
+    def origin(self) -> tuple[Any, ...]:
+        """What the samples of an anchor or of a prompt share."""
+        return self.step, self.place, self.prompt, self.reference
 
 
 def all_samples(folder: Path, step: int | None = None) -> Iterator[Sample]:
     """The samples of a run, or those of one step, in the order of the log."""
     entries = (entry for path in rollout_files(folder) for entry in read_all(path))
     return (sample for entry in entries if step in (None, entry.get("step")) for sample in samples_of(entry))
+
+
+def without_repetitions(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Yield each completion of an anchor or a prompt once, with the number of its `copies`.
+
+    Equal completions have equal rewards, except with reward functions that depend on more than the completion; those
+    whose reward differs are kept apart.
+    """
+    for _, group in groupby(samples, key=lambda sample: sample.origin):
+        found: dict[tuple[str, float | None], Sample] = {}
+        for sample in group:
+            reward = sample.terms.get(REWARD)
+            key = sample.completion, None if reward is None else round(reward, 3)
+            first = found.setdefault(key, sample)
+            if first is not sample:
+                first.copies += 1
+        yield from found.values()
 
 
 def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[Sample]:
@@ -65,16 +89,16 @@ def _last(samples: Iterable[Sample], count: int) -> list[Sample]:
 
 
 def first_and_last(folder: Path, count: int) -> tuple[list[Sample], list[Sample]]:
-    """Return a sample of each of `count` entries at the start of the log, and of as many at its end.
+    """Return a sample of each of `count` entries at the start of the log, and of as many others at its end.
 
     Only the ends of the log of the main process are read.
     """
     files = [path for path in rollout_files(folder) if path.name.startswith(ROLLOUTS)]
     if not files:
         return [], []
-    first = islice(read_all(files[0]), count)
+    first = list(islice(read_all(files[0]), count))
     last = JsonTail(files[-1], newest_bytes=_NEWEST_BYTES).read()[0][-count:]
-    return one_of_each(first), one_of_each(last)
+    return one_of_each(first), one_of_each(entry for entry in last if entry not in first)
 
 
 def one_of_each(entries: Iterable[dict[str, Any]]) -> list[Sample]:
@@ -133,7 +157,7 @@ def _terms(sample: dict[str, Any]) -> dict[str, float]:
     if list(parts) != ["feature_matching"]:
         values |= {f"rewards/{name}": value for name, value in parts.items()}
     numbers = {name: value for name, value in values.items() if is_number(value)}
-    return {name: numbers[name] for name in (*_FIRST, *numbers) if name in numbers}
+    return {name: numbers[name] for name in (*TERMS, *numbers) if name in numbers}
 
 
 def _text(value: Any) -> str:

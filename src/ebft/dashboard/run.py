@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 from ebft.dashboard.files import METRICS, ROLLOUTS, RUN, START, read_object, rollout_files
 from ebft.errors import RunError
+
+_INSIDE = re.compile(r"checkpoint-\d+|merged|quantized")  # folders of models in an output folder
 
 
 def check_run(folder: Path) -> None:
@@ -32,22 +35,56 @@ def check_rollouts(folder: Path) -> None:
     config = config if isinstance(config, dict) else {}
     if config and config.get("rl") is None:
         raise RunError(f"{folder} has no {ROLLOUTS}: supervised fine-tuning samples no rollouts.")
-    keys = "ebft.log_completions (strided mode) or trl.log_completions (structured mode, GRPO)"
-    if config:
-        sections = {name: value for name, value in config.items() if isinstance(value, dict)}
-        strided = config.get("rl") == "ebft" and sections.get("ebft", {}).get("mode") == "strided"
-        key = "ebft.log_completions" if strided else "trl.log_completions"
-        section, _, name = key.partition(".")
-        keys = key
-        if sections.get(section, {}).get(name):
-            raise RunError(f"{folder} has no {ROLLOUTS} yet: {key} is set, but no step is complete (run: {state}).")
-    raise RunError(f"{folder} has no {ROLLOUTS}. Set {keys}: true in the config of the run to write it.")
+    is_logged, key = logs_rollouts(config)
+    if is_logged:
+        raise RunError(f"{folder} has no {ROLLOUTS} yet: {key} is set, but no step is complete (run: {state}).")
+    raise RunError(f"{folder} has no {ROLLOUTS}. Set {key}: true in the config of the run to write it.")
+
+
+def logs_rollouts(config: dict[str, Any]) -> tuple[bool, str]:
+    """Whether a run with this config writes its rollouts, and the key that enables it; both keys if it is unknown."""
+    if not config:
+        return False, "ebft.log_completions (strided mode) or trl.log_completions (structured mode, GRPO)"
+    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    strided = config.get("rl") == "ebft" and sections.get("ebft", {}).get("mode") == "strided"
+    section, name = "ebft" if strided else "trl", "log_completions"
+    return bool(sections.get(section, {}).get(name)), f"{section}.{name}"
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """The content of run.json, or of start.json while a run starts; empty if it is missing or cannot be read."""
     start = read_object(folder / START) or {}
     return start if state_of(start) == "running" else read_object(folder / RUN) or {}
+
+
+def settings_in_effect(run: dict[str, Any]) -> dict[str, Any]:
+    """The options of a run that differ from their defaults, and those of which a checkpoint restored another value.
+
+    The latter have a note with the value of the config, which has no effect. `run`: the content of run.json.
+    """
+    changed, config, optimizer = (
+        value if isinstance(value, dict) else {} for value in map(run.get, ("changed", "config", "optimizer"))
+    )
+    restored = {
+        key: f"{value} (restored from the checkpoint; {config[key]} in the config has no effect)"
+        for key, value in optimizer.items()
+        if key in config and config[key] != value
+    }
+    return changed | restored
+
+
+def run_of_model(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The run.json of the run that saved the model in `folder`, and the config in it; None if there is none.
+
+    A checkpoint or a merged model in the output folder of a run belongs to that run.
+    """
+    folder = folder.expanduser()
+    places = [folder, *([folder.absolute().parent] if _INSIDE.fullmatch(folder.absolute().name) else [])]
+    for place in places:
+        config = (read_object(place / RUN) or {}).get("config")
+        if isinstance(config, dict):
+            return place / RUN, config
+    return None
 
 
 def state_of(run: dict[str, Any]) -> str:

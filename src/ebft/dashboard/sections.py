@@ -7,7 +7,7 @@ from typing import Any
 
 from ebft.dashboard.files import read_object
 from ebft.dashboard.live import LiveRun, clock
-from ebft.dashboard.metrics import evaluation_changes, is_number
+from ebft.dashboard.metrics import NOT_COMPARABLE, evaluation_changes, is_number
 from ebft.dashboard.rollouts import Sample
 from ebft.dashboard.text import PROMPT_CHARACTERS, heading, html_text
 
@@ -71,6 +71,9 @@ def evaluation(live: LiveRun, path: Path) -> str:
     models = compared.get("models")
     if isinstance(models, list) and len(models) > 1 and all(isinstance(model, dict) for model in models):
         parts += [_comparison(models[0], model, compared) for model in models[1:]]
+    notes = compared.get("notes")
+    if isinstance(notes, list):
+        parts += [f"<p>{html_text(str(note))}</p>" for note in notes]
     return "\n".join(filter(None, parts))
 
 
@@ -86,7 +89,7 @@ def _comparison(base: dict[str, Any], model: dict[str, Any], compared: dict[str,
     intervals, settings = _object(model, "difference_intervals"), _object(compared, "settings")
     for name, difference in _object(model, "differences").items():
         values = [_object(found, "metrics").get(name) for found in (base, model)]
-        if not all(is_number(value) for value in (*values, difference)):
+        if name in NOT_COMPARABLE or not all(is_number(value) for value in (*values, difference)):
             continue
         bounds = intervals.get(name)
         known = isinstance(bounds, list) and len(bounds) == 2 and all(map(is_number, bounds))

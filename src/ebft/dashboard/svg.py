@@ -9,7 +9,7 @@ from ebft.dashboard.text import html_text
 
 COLORS = ("#0b7285", "#ae3ec9", "#e67700", "#2b8a3e", "#c92a2a", "#1864ab")
 _WIDTH, _HEIGHT = 420, 180
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22  # margins of the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 8, 22  # margins of the axes
 _COLUMNS = 360  # points of a line at most
 
 

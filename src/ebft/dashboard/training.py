@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ebft.dashboard.files import LOG
 from ebft.errors import RunError
+from ebft.launch.worker import TYPED
 
 
 class Training:
@@ -35,7 +37,7 @@ class Training:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", TYPED: json.dumps(_typed(arguments))},
                 )
         except OSError as error:
             raise RunError(f"Training cannot be started with its log in {self.log} ({error}).") from error
@@ -73,3 +75,9 @@ class Training:
             return []
         found = [line.rpartition("\r")[2] for line in text.split("\n")]
         return [line for line in found if line.strip()][-lines:]
+
+
+def _typed(arguments: Sequence[str]) -> list[str]:
+    """The command that starts the training with its dashboard, which is how it is resumed."""
+    config, *others = arguments
+    return ["ebft", "train", config, "--tui", *others]

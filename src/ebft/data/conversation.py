@@ -57,7 +57,7 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self.kwargs = dict(chat_template_kwargs or {})
+        self.kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
         self._rendered: dict[str, Conversation] = {}
 
     def conversation(

@@ -1,12 +1,15 @@
 """Fingerprints of data sources: equal if their contents are equal."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from ebft.data.file_hash import file_fingerprint
+from ebft.data.file_hash import LARGEST_HASHED, file_fingerprint
 from ebft.data.sources import read_source, source_files
+from ebft.errors import DataError
 
 
 def source_fingerprint(entry: Any) -> dict[str, Any]:
@@ -18,6 +21,18 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
     if files is None:
         return {"hub": hub_commit(entry)}
     return {"files": [[name, file_fingerprint(path)] for name, path in files]}
+
+
+def content_digest(entry: Any) -> str | None:
+    """A hash of the files of a dataset entry; None for the Hub, for over `LARGEST_HASHED` bytes, or if unreadable."""
+    try:
+        files = source_files(entry)
+        if files is None or sum(path.stat().st_size for _, path in files) > LARGEST_HASHED:
+            return None
+        found = [file_fingerprint(path) for _, path in files]
+    except (DataError, OSError):
+        return None
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def hub_commit(entry: Any) -> str:

@@ -102,7 +102,7 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str)
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
-        print(found, file=sys.stderr)
+        print(found.with_example(), file=sys.stderr)
     return joined, found
 
 
@@ -117,6 +117,12 @@ def hint(config: DataSettings) -> str:
     )
 
 
+def held_documents(documents: int, size: float, seed: int) -> np.ndarray:
+    """The documents, out of this number, that `val_set_size: size` holds out."""
+    held = round(size * documents) if size < 1 else int(size)
+    return np.random.default_rng(seed).permutation(documents)[:held]
+
+
 def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Dataset, Dataset]:
     """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number.
 
@@ -124,8 +130,8 @@ def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Data
     """
     owner = np.asarray(rows["document"])
     size = config.val_set_size
-    held = round(size * documents) if size < 1 else size
-    is_held = np.isin(owner, np.random.default_rng(config.seed).permutation(documents)[:held])
+    chosen = held_documents(documents, size, config.seed)
+    held, is_held = len(chosen), np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
     if not out or not left:
         raise DataError(

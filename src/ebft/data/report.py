@@ -44,6 +44,11 @@ class SectionReport:
             line += f" ({', '.join(notes)})"
         return f"{line}; dropped {', '.join(dropped)}" if dropped else line
 
+    def with_example(self) -> str:
+        """The report as text, with the source and row of a document that was dropped, if there is one."""
+        example = next((self.examples[reason][0] for reason in DROPPED if self.examples.get(reason)), None)
+        return str(self) if example is None else f"{self} (for example {example})"
+
 
 def report(section: str, documents: int, rows: int, counts: RowCounts, sources: list[tuple[str, int]]) -> SectionReport:
     """The report of a section; `sources` are its sources, with the number of the first document of each."""

@@ -51,7 +51,7 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
             "os": platform.platform(),
             "cpus": os.cpu_count(),
             "usable cpus": usable_cpus(),
-            "processor": _processor(),
+            "processor": processor(),
             "memory (GiB)": _gib(memory_bytes()),
         },
         "devices": _devices(torch),
@@ -84,6 +84,16 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor, or its architecture if the name is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int | None:
@@ -143,15 +153,6 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 def _driver() -> str | None:
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found.splitlines()[0] if found else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _output(*command: str) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,66 +11,169 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from ebft.config.schema import RunConfig
-from ebft.doctor.environment import memory_bytes
+from ebft.doctor.rows import LongestRows, StepTokens
 from ebft.models.adapter import attach_adapter
+from ebft.models.placement import spare_gpu
 from ebft.models.precision import weights_dtype
 
 # Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
 # attention scores, about 17 (Korthikanti et al. 2022); with gradient checkpointing, the input of each layer.
 _ACTIVATIONS, _CHECKPOINTED = 17, 1
+# The peak of a strided forward pass whose activations are kept for the loss, as a multiple of them, without and with an
+# adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
+_FORWARD_FULL, _FORWARD_ADAPTER = 1.2, 1.9
 # Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
 _STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
+# What is in memory in each phase that `ebft doctor` measures; `_LOSS` in those that are not listed.
+_STEP = ("weights", "copy", "optimizer")
+_SAMPLING = (*_STEP, "accumulated")
+_PHASES = {
+    "before loading": (),
+    "model": ("weights",),
+    "trainer and feature network": ("weights", "copy"),
+    "rollouts": (*_SAMPLING, "sampling"),
+    "log-probabilities": (*_SAMPLING, "scoring"),
+    "features": (*_SAMPLING, "kept", "embedding"),
+    "rewards and features": (*_SAMPLING, "kept", "embedding"),
+    "optimizer": (*_STEP, "gradients"),
+}
+_LOSS = (*_STEP, "gradients", "activations")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of weights: of the base model, and those that are trained."""
+
+    base: int
+    trained: int
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose; `activations` is a rough figure, the others follow from the number of weights."""
+    """Bytes by purpose. `activations`, `sampling` and `embedding` are rough; the rest follows from the weights."""
 
     weights: int
     features: int  # a frozen copy of the model
+    features_on: str | None  # its device; None: that of the model
     gradients: int
+    accumulated: int  # gradients of earlier micro-batches, while a later one samples and embeds
     optimizer: int
     activations: int
+    kept: int  # activations of a single pass, while features are computed
+    sampling: int
+    scoring: int  # the peak of the forward pass of the loss, if it is not that of sampling
+    embedding: int
     checkpoint: int  # on disk
     parameters: int
     trained: int
+    dtype: str
+    placed_on: str | None = None  # `auto` with a device_map over all GPUs; None: the device that trains
+
+    @property
+    def copy(self) -> int:
+        """The frozen copy, if it is on the device of the model."""
+        return self.features if self.features_on is None else 0
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.features + self.gradients + self.optimizer
+        return self.weights + self.copy + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.fixed + self.activations
+        """The most that the device of the model needs at any time."""
+        return max(self.during(phase) for phase in (*_PHASES, "loss and backward"))
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs the most."""
+        return max((*_PHASES, "loss and backward"), key=self.during)
+
+    def during(self, phase: str) -> int:
+        """Return the bytes that the device of the model needs in a phase of `ebft.doctor.step.measure_step`."""
+        return sum(self.parts(phase).values())
+
+    def parts(self, phase: str) -> dict[str, int]:
+        """Return the bytes in a phase by name of their purpose; they add up to `during`."""
+        sampling = "activations and cache of rollouts" if self.kept else "cache of rollouts"
+        names = {
+            "weights": f"weights in {self.dtype}",
+            "copy": "feature network",
+            "accumulated": "gradients",
+            "activations": "activations (rough)",
+            "sampling": f"{sampling} (rough)",
+            "scoring": "activations (rough)",
+            "kept": "activations (rough)",
+            "embedding": "features (rough)",
+        }
+        return {names.get(part, part): getattr(self, part) for part in _PHASES.get(phase, _LOSS)}
 
 
-def estimate(config: RunConfig, model_config: Any, tokens: int) -> Estimate:
-    """Return the estimate for a forward pass over `tokens` tokens, with the model of a transformers configuration."""
-    dtype = weights_dtype(config)
+@dataclass(frozen=True)
+class Needs:
+    """The inputs of estimates for a config and for variations of it."""
+
+    config: RunConfig
+    model_config: Any
+    rows: LongestRows
+    sizes: Sizes
+
+    def of(self, config: RunConfig, sizes: Sizes | None = None) -> Estimate:
+        return estimate(config, self.model_config, self.rows.step_tokens(config), sizes or self.sizes)
+
+
+def needs(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
+    """Return the inputs of estimates, with the weights of `config` counted."""
+    return Needs(config, model_config, rows, count_weights(config, model_config))
+
+
+def count_weights(config: RunConfig, model_config: Any) -> Sizes:
+    """Return the numbers of weights of a model with a transformers configuration, without allocating them."""
     with init_empty_weights(include_buffers=True):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    parameters = sum(weight.numel() for weight in model.parameters())
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
+        )
+    base = sum(weight.numel() for weight in model.parameters())
+    return Sizes(base, base if config.adapter is None else _adapter_size(model, config))
+
+
+def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Sizes) -> Estimate:
+    """Return the estimate for a step of `tokens` with the model of a transformers configuration."""
+    dtype = weights_dtype(config)
     per_weight = 0.56 if config.load_in_4bit else 1 if config.load_in_8bit else dtype.itemsize
-    trained, trained_bytes = parameters, dtype.itemsize
-    if config.adapter is not None:
-        trained, trained_bytes = _adapter_size(model, config), 4
-    weights = int(parameters * per_weight) + (trained * trained_bytes if config.adapter is not None else 0)
+    trained_bytes = dtype.itemsize if config.adapter is None else 4
+    trained = sizes.trained * trained_bytes
+    weights = int(sizes.base * per_weight) + (trained if config.adapter is not None else 0)
+    states = _optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
+    has_copy = config.adapter is None and config.method.compares_features(config)
     text = model_config.get_text_config()
+    layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
     factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
-    activations = tokens * text.hidden_size * text.num_hidden_layers * factor * dtype.itemsize
+    activations = tokens.loss * layer * text.num_hidden_layers * factor
     if config.method.rows == "tokens" and not config.method.samples_blocks:
-        activations += 2 * tokens * text.vocab_size * 4  # SFT keeps logits and their gradients in float32
-    states = _optimizer_bytes(config.optimizer, trained_bytes) * trained
-    copied = config.adapter is None and config.method.compares_features(config) and _on_same_device(config)
+        activations += 2 * tokens.loss * text.vocab_size * 4  # SFT keeps logits and their gradients in float32
+    is_single = _samples_with_gradient(config)
+    cache = tokens.sampling * _cache_bytes(text, dtype)
+    forward = activations
+    if config.method.samples_blocks:
+        forward = int(activations * (_FORWARD_FULL if config.adapter is None else _FORWARD_ADAPTER))
+    accumulates = config.method.samples_blocks and config.gradient_accumulation_steps > 1
     return Estimate(
         weights=weights,
-        features=weights if copied else 0,
-        gradients=trained * trained_bytes,
+        features=weights if has_copy else 0,
+        features_on=_features_on(config, weights) if has_copy else None,
+        gradients=trained,
+        accumulated=trained if accumulates else 0,
         optimizer=states,
         activations=activations,
-        checkpoint=trained * trained_bytes + (0 if config.save_only_model else states),
-        parameters=parameters,
-        trained=trained,
+        kept=activations if is_single else 0,
+        sampling=forward + cache if is_single else cache,
+        scoring=0 if is_single else forward,
+        embedding=tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers)),
+        checkpoint=trained + (0 if config.save_only_model else states),
+        parameters=sizes.base,
+        trained=sizes.trained,
+        placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
+        dtype="4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1],
     )
 
 
@@ -95,36 +196,26 @@ def _optimizer_bytes(name: str, trained_bytes: int) -> int:
     return known * trained_bytes
 
 
-def _on_same_device(config: RunConfig) -> bool:
-    return config.ebft.feature_device != "cpu" or not torch.cuda.is_available()
+def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    heads = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width * dtype.itemsize
 
 
-def available_memory() -> tuple[int | None, str]:
-    """Return the free bytes of the device that trains, and what it is; None if unknown."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0], torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return memory_bytes(), "this machine (total memory)"
-    limit = memory_bytes()
-    return (free if limit is None else min(free, limit)), "this machine"
-
-
-def free_disk(folder: str) -> tuple[int, Path]:
-    """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
-    path = Path(folder).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free, existing
-
-
-def is_writable(folder: Path) -> bool:
-    """Whether files can be created in an existing folder, tested by creating one."""
-    path = folder / f".ebft-doctor-{os.getpid()}"
-    try:
-        path.write_bytes(b"")
-        path.unlink()
-    except OSError:
+def _samples_with_gradient(config: RunConfig) -> bool:
+    """Whether the sampling pass keeps its activations for the loss (see `ebft.single_pass`)."""
+    ebft = config.ebft
+    if not config.method.samples_blocks or config.gradient_checkpointing or ebft.rollout_tokens_per_pass is not None:
         return False
-    return True
+    return ebft.single_pass if ebft.single_pass is not None else not torch.cuda.is_available()
+
+
+def _features_on(config: RunConfig, size: int) -> str | None:
+    """The device of the frozen copy; None if it is that of the model."""
+    if not torch.cuda.is_available():
+        return None
+    device = config.ebft.feature_device
+    if device is None:
+        return None if config.device_map is not None else spare_gpu(torch.cuda.current_device(), size)
+    return None if device in ("cuda", f"cuda:{torch.cuda.current_device()}") else device

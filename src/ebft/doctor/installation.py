@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from ebft.doctor.check import Check
 
-_INSTALL = "pip install -c constraints.txt . in a clone of ebft installs the versions that the tests use."
+_INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the versions that the tests use."
 
 
 def check_installation(package: str = "ebft") -> Iterator[Check]:

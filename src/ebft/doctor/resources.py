@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.doctor.check import Check
-from ebft.doctor.estimate import Estimate, available_memory, estimate, free_disk
-from ebft.doctor.rows import forward_tokens, longest_rows
-from ebft.doctor.step import savings
+from ebft.doctor.estimate import Estimate, Needs
+from ebft.doctor.free import available_memory, free_disk
+from ebft.doctor.savings import advice, gib
 from ebft.run.arguments import planned_steps
-from ebft.run.training import this_machine
-
-_GIB = 2**30
-
-
-def estimated(config: RunConfig, model_config: Any, rows: Any) -> Estimate:
-    return estimate(config, model_config, forward_tokens(config, longest_rows(config, rows)))
+from ebft.run.building import this_machine
 
 
 def exceeds(needed: Estimate) -> bool:
-    free, _ = available_memory()
-    return free is not None and needed.fixed > free
+    """Whether what follows from the number of weights is more than the free memory of its device."""
+    free, _ = available_memory(needed.placed_on)
+    return (free is not None and needed.fixed > free) or _copy_exceeds(needed)
 
 
-def memory_checks(config: RunConfig, needed: Estimate) -> Iterator[Check]:
-    free, where = available_memory()
-    parts = {
-        "weights": needed.weights,
-        "feature network": needed.features,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer,
-        "activations (rough)": needed.activations,
-    }
-    shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-    text = f"estimated {gib(needed.total)}: {shown}; {needed.trained:,} of {needed.parameters:,} weights are trained"
-    if free is None:
-        yield Check("ok", "memory", text)
-        return
-    text += f". {gib(free)} are free on {where}"
-    if exceeds(needed):
-        yield Check("error", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
-    elif needed.total > 0.9 * free:
-        yield Check("warning", "memory", f"{text}. To lower it: {'; '.join(savings(config))}.")
+def memory_checks(needs: Needs) -> Iterator[Check]:
+    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another."""
+    needed = needs.of(needs.config)
+    free, where = available_memory(needed.placed_on)
+    shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)
+    text = f"estimated {gib(needed.total)} at the peak, in {needed.peak}: {shown}"
+    text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
+    text += f". {gib(free)} are free on {where}" if free is not None else ""
+    if free is not None and needed.fixed > free:
+        phase = "trainer and feature network" if needed.weights + needed.copy > free else "optimizer"
+        yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
+    elif free is not None and needed.total > 0.9 * free:
+        yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")
     else:
         yield Check("ok", "memory", text)
+    if needed.features_on is not None:
+        yield _copy_check(needed)
+
+
+def _copy_check(needed: Estimate) -> Check:
+    free, where = available_memory(needed.features_on)
+    text = f"{gib(needed.features)} for the frozen copy of the model on {needed.features_on}"
+    text += f"; {gib(free)} are free on {where}" if free is not None else ""
+    if _copy_exceeds(needed):
+        remedy = "Set ebft.feature_device to cpu or to another GPU, or adapter: lora, which needs no copy."
+        return Check("error", "feature network", f"{text}. {remedy}")
+    return Check("ok", "feature network", text)
+
+
+def _copy_exceeds(needed: Estimate) -> bool:
+    free = available_memory(needed.features_on)[0] if needed.features_on is not None else None
+    return free is not None and needed.features > free
 
 
 def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
@@ -77,9 +82,3 @@ def _checkpoints(config: RunConfig, rows: int) -> int:
     count = max(1, -(-steps // int(every)))
     # The oldest one is deleted after the newest one is saved.
     return count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
-
-
-def gib(size: float) -> str:
-    if size < _GIB:
-        return f"{size / 2**20:.0f} MiB"
-    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"

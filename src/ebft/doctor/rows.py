@@ -1,57 +1,162 @@
-"""The longest rows of the training data, which need the most memory, and the tokens of their forward pass."""
+"""The longest rows of the training data, which need the most memory, and the tokens of a step on them."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ebft.anchors import count_blocks, first_anchor
 from ebft.config.schema import RunConfig
-from ebft.data.lengths import token_counts
+from ebft.data.conversation import Renderer
+from ebft.data.lengths import TRUNCATED, token_counts
 from ebft.data.packing import PackedRows
+from ebft.doctor.check import Check
 
-_CHARACTERS_PER_TOKEN = 3  # for prompts, whose tokens are counted for the longest ones only
+
+@dataclass(frozen=True)
+class PromptLength:
+    """Tokens of a row of prompts: before and in the reference of each reply. The first is the prompt."""
+
+    turns: tuple[tuple[int, int], ...]
+
+    @property
+    def prompt(self) -> int:
+        return self.turns[0][0]
+
+    @property
+    def given(self) -> int:
+        """Tokens between the replies."""
+        return sum(before for before, _ in self.turns[1:])
+
+    @property
+    def reference(self) -> int:
+        """Tokens of the reference conversation after the prompt."""
+        return self.given + sum(reference for _, reference in self.turns)
+
+    def completion(self, config: RunConfig) -> int:
+        """Return the most tokens of a sampled conversation after the prompt."""
+        return self.given + sum(_longest_reply(config, reference) for _, reference in self.turns)
+
+    def total(self, config: RunConfig) -> int:
+        return self.prompt + max(self.completion(config), self.reference)
 
 
-def longest_rows(config: RunConfig, data: Any) -> Any:
-    """Return the rows of the largest batch of one optimizer step on this process, longest first.
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of one forward pass of the loss, whose keys are cached while sampling, and of one feature pass."""
 
-    `data` is a Dataset or PackedRows, and so is the result.
+    loss: int
+    sampling: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True)
+class LongestRows:
+    """The rows of the largest batch of one optimizer step on this process, longest first.
+
+    `data` is a Dataset or PackedRows; `prompts` are the lengths if they are rows of prompts.
     """
-    lengths = row_lengths(data)
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])[: _rows_per_step(config)]
-    return data.select(order)
+
+    data: Any
+    prompts: tuple[PromptLength, ...]
+    longest: int  # tokens, for prompts with the completion
+
+    def step_tokens(self, config: RunConfig) -> StepTokens:
+        """Return the tokens of a step with the settings of `config`, approximately."""
+        return self._of_prompts(config) if self.prompts else self._of_documents(config)
+
+    def _of_prompts(self, config: RunConfig) -> StepTokens:
+        size, samples = config.micro_batch_size, config.trl.num_generations
+        row = max(self.prompts, key=lambda row: row.total(config))
+        prompt, completion = min(row.prompt, config.sequence_len), row.completion(config)
+        sampled = config.trl.generation_batch_size or size * config.gradient_accumulation_steps
+        groups = math.ceil(size / samples)
+        scored = groups * row.reference if config.ebft.ce_coef else 0
+        return StepTokens(
+            loss=(groups if config.ebft.shared_prefix else size) * prompt + size * completion + scored,
+            sampling=0 if config.trl.use_vllm else math.ceil(sampled / samples) * prompt + sampled * completion,
+            features=prompt + samples * completion + row.reference if config.method.compares_features(config) else 0,
+        )
+
+    def _of_documents(self, config: RunConfig) -> StepTokens:
+        batch = [self.data[index] for index in range(min(config.micro_batch_size, len(self.data)))]
+        documents = [document for row in batch for document in row.get("documents", [row])]
+        lengths = [min(len(document["input_ids"]), config.sequence_len) for document in documents]
+        if not config.method.samples_blocks:
+            return StepTokens(loss=len(lengths) * max(lengths))  # padded
+        total = sum(lengths) + _rollout_tokens(config, documents)
+        return StepTokens(loss=total, sampling=total, features=total)
 
 
-def row_lengths(data: Any) -> list[int]:
-    """Return the length of each row: in tokens, or in characters for prompts with their references."""
+def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | list[PromptLength]:
+    """Return the tokens of each row of a Dataset or PackedRows; of prompts, those of each turn."""
     if isinstance(data, PackedRows):
         return data.lengths
     if "input_ids" in data.column_names:
         return token_counts(data)
-    columns = [name for name in ("prompt", "ground_truth", "remaining_turns") if name in data.column_names]
-    return [len(json.dumps([row[name] for name in columns], ensure_ascii=False)) for row in data]
+    renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+    return [_prompt_length(renderer, row) for row in data]
 
 
-def forward_tokens(config: RunConfig, rows: Any) -> int:
-    """Return the number of tokens in one training forward pass over the first micro-batch of `rows`, approximately."""
-    if config.method.rows == "prompts":
-        longest = max(row_lengths(rows)) // _CHARACTERS_PER_TOKEN
-        return config.micro_batch_size * (min(longest, config.sequence_len) + config.trl.max_completion_length)
-    batch = [rows[index] for index in range(min(config.micro_batch_size, len(rows)))]
-    documents = [document for row in batch for document in row.get("documents", [row])]
-    lengths = [len(document["input_ids"]) for document in documents]
-    if not config.method.samples_blocks:
-        return len(lengths) * max(lengths)  # padded
-    return sum(lengths) + _rollout_tokens(config, documents)
+def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptLength]) -> LongestRows:
+    """Return the longest rows of `data`, whose `row_lengths` are `lengths`."""
+    of_prompts = isinstance(lengths[0], PromptLength)
+    tokens = [row.total(config) for row in lengths] if of_prompts else lengths
+    order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
+    prompts = tuple(lengths[index] for index in order) if of_prompts else ()
+    return LongestRows(data.select(order), prompts, tokens[order[0]])
+
+
+def described(config: RunConfig, rows: LongestRows) -> str:
+    """Return the length of the longest row in words."""
+    if not rows.prompts:
+        return f"{rows.longest:,} tokens"
+    row = rows.prompts[0]
+    return f"{rows.longest:,} tokens (prompt {row.prompt:,}, completion up to {row.total(config) - row.prompt:,})"
+
+
+def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:
+    """Advice if `sequence_len` truncates rows, or is more than twice the longest; `counts`: rows by reason."""
+    limit, cut = config.sequence_len, counts.get(TRUNCATED, 0)
+    longest = max(row.prompt + row.reference for row in rows.prompts) if rows.prompts else rows.longest
+    if cut:
+        yield Check(
+            "warning",
+            "sequence_len",
+            f"{cut:,} rows are truncated at sequence_len: {limit}, so their completions end early. Increase it, or "
+            "remove these rows.",
+        )
+    elif 2 * longest < limit:
+        enough = 2 ** math.ceil(math.log2(longest + 1))
+        text = "prompt with its reference" if rows.prompts else "row"
+        yield Check(
+            "ok",
+            "sequence_len",
+            f"{limit} is more than twice the longest {text} ({longest:,} tokens): sequence_len: {enough} is enough.",
+        )
+
+
+def _prompt_length(renderer: Renderer, row: dict[str, Any]) -> PromptLength:
+    reference = row.get("ground_truth")
+    text = reference if isinstance(reference, str) else ""  # with GRPO, any value
+    talk = renderer.conversation(row["prompt"], text, row.get("remaining_turns"))
+    return PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns))
+
+
+def _longest_reply(config: RunConfig, reference: int) -> int:
+    limit, ebft = config.trl.max_completion_length, config.ebft
+    if not (config.method.needs_reference and ebft.adaptive_max_tokens and reference):
+        return limit
+    return min(limit, max(ebft.gt_length_floor, math.ceil(ebft.gt_length_multiplier * reference)))
 
 
 def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
     ebft = config.ebft
     blocks = sum(
         count_blocks(
-            len(document["input_ids"]),
+            min(len(document["input_ids"]), config.sequence_len),
             first_anchor(document["prompt_length"], ebft.context_length, ebft.min_completion_prefix),
             ebft.stride,
             ebft.generate_max_len,
@@ -62,7 +167,8 @@ def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
     return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
 
 
-def _rows_per_step(config: RunConfig) -> int:
+def rows_per_step(config: RunConfig) -> int:
+    """Return the number of training rows that this process reads for one optimizer step."""
     per_step = config.micro_batch_size * config.gradient_accumulation_steps
     if config.method.rows == "prompts":
         return math.ceil((config.trl.generation_batch_size or per_step) / config.trl.num_generations)

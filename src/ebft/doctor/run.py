@@ -5,27 +5,32 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 from ebft.doctor.check import Attempt, Check
-from ebft.doctor.estimate import free_disk, is_writable
-from ebft.doctor.resources import disk_check, estimated, exceeds, gib, memory_checks
-from ebft.doctor.rows import row_lengths
-from ebft.doctor.step import measure_step, savings
+from ebft.doctor.estimate import Needs, needs
+from ebft.doctor.free import free_disk, is_writable
+from ebft.doctor.resources import disk_check, exceeds, memory_checks
+from ebft.doctor.rows import LongestRows, described, longest_rows, row_lengths, rows_per_step, sequence_len_checks
+from ebft.doctor.savings import advice, gib
+from ebft.doctor.step import measure_step
 from ebft.errors import ConfigError, ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
 from ebft.models.base import check_sequence_len, find_base_model, load_model_config
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.quantisation import quantisation_config
 from ebft.models.tokenizer import load_tokenizer
+from ebft.monitor.phases import PhaseMemory
+from ebft.prepared.rows import run_rows
+from ebft.run.building import this_machine
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.trackers import trackers
-from ebft.run.training import load_data, this_machine
+from ebft.run.training import arranged
 from ebft.serving.interpreter import find_interpreter
 
 _SERVER_TIMEOUT = 5.0  # seconds
@@ -46,8 +51,11 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     yield from tokenizer.checks
     data = None
     if not (tokenizer.failed or settings.failed):
-        data = Attempt("data", (ImportError,)).run(load_data, config, tokenizer.result, ok=_rows)
+        data = Attempt("data", (ImportError,)).run(_load_data, config, tokenizer.result, ok=_described)
         yield from data.checks
+        if not data.failed:
+            yield from sequence_len_checks(config, data.result.longest, data.result.counts)
+            yield from step_size_checks(config, data.result.count)
     server = Attempt("server").run(_check_server, config, ok=lambda found: found)
     if config.uses_server:
         yield from server.checks
@@ -60,20 +68,21 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     if model.failed or data is None or data.failed:
         yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
         return
-    rows = data.result[0]
-    needed = Attempt("memory", (ValueError, RuntimeError)).run(estimated, config, model.result[1], rows)
-    if needed.failed:
-        yield Check("warning", "memory", f"cannot be estimated for this model: {needed.checks[-1].message}")
+    rows = data.result.longest
+    found = Attempt("memory", (ValueError, RuntimeError, AttributeError)).run(_estimated, config, model.result[1], rows)
+    needed = None if found.failed else found.result
+    if needed is None:
+        yield Check("warning", "memory", f"cannot be estimated for this model: {found.checks[-1].message}")
     else:
-        yield from memory_checks(config, needed.result)
-        yield disk_check(config, needed.result, len(rows))
+        yield from memory_checks(needed)
+        yield disk_check(config, needed.of(config), data.result.count)
     if not step:
         return
     failed = [part for part in (settings, machine, packages, server) if part.failed]
-    if failed or (not needed.failed and exceeds(needed.result)):
+    if failed or (needed is not None and exceeds(needed.of(config))):
         yield Check("warning", "step", "not run, because of the errors above")
         return
-    yield from _step_checks(config, tokenizer.result, rows)
+    yield from _step_checks(config, tokenizer.result, rows, needed)
 
 
 def _check_packages(config: RunConfig) -> list[str]:
@@ -108,20 +117,49 @@ def _find_model(config: RunConfig) -> tuple[str, Any]:
     if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         raise ModelError(
             f"base_model: {found} has no weights ({', '.join(_WEIGHTS)}). An adapter is set with lora_model_dir; for a "
-            "checkpoint of FSDP or DeepSpeed, set the folder of the merged model."
+            "checkpoint that FSDP2 has saved in parts, run `ebft merge-sharded` first."
         )
     return f"{found} ({model_config.model_type})", model_config
 
 
-def _rows(data: tuple[Any, Any]) -> str:
-    train, evaluation = data
-    unit = "tokens" if _has_tokens(train) else "characters"
-    held_out = "no held-out data" if evaluation is None else f"{len(evaluation):,} held out"
-    return f"{len(train):,} rows, {held_out}; the longest has {max(row_lengths(train)):,} {unit}"
+class _Data(NamedTuple):
+    """Numbers of training rows and of rows held out, the longest training rows, and numbers of rows by reason."""
+
+    config: RunConfig
+    count: int
+    held_out: int
+    longest: LongestRows
+    counts: dict[str, int]
 
 
-def _has_tokens(data: Any) -> bool:
-    return not hasattr(data, "column_names") or "input_ids" in data.column_names
+def _load_data(config: RunConfig, tokenizer: Any) -> _Data:
+    rows = run_rows(config, tokenizer)
+    train, evaluation = arranged(config, rows)
+    longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
+    return _Data(config, len(train), len(evaluation or ()), longest, rows.reports[0].counts)
+
+
+def step_size_checks(config: RunConfig, count: int) -> Iterator[Check]:
+    """A warning if an optimizer step needs more rows than there are."""
+    needed = rows_per_step(config)
+    if needed > count:
+        yield Check(
+            "warning",
+            "step size",
+            f"one optimizer step needs {needed:,} rows, but there are {count:,} training rows. "
+            "Decrease gradient_accumulation_steps or the batch size, or use more data.",
+        )
+
+
+def _described(data: _Data) -> str:
+    held_out = f"{data.held_out:,} held out" if data.held_out else "no held-out data"
+    return f"{data.count:,} rows, {held_out}; the longest has {described(data.config, data.longest)}"
+
+
+def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
+    found = needs(config, model_config, rows)
+    found.of(config)  # raises for models whose configuration lacks what the estimate reads
+    return found
 
 
 def _check_server(config: RunConfig) -> str:
@@ -161,25 +199,36 @@ def _check_output_dir(config: RunConfig) -> str:
     return f"{config.output_dir} is writable, {gib(free)} free"
 
 
-def _step_checks(config: RunConfig, tokenizer: Any, rows: Any) -> Iterator[Check]:
+def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: Needs | None) -> Iterator[Check]:
     attempt = Attempt("step", (RuntimeError, ValueError, OSError, ImportError))  # torch.OutOfMemoryError is the first
-    attempt.run(measure_step, config, tokenizer, rows, ok="one step on the longest rows")
-    advice = "; ".join(savings(config))
+    memory = PhaseMemory()
+    attempt.run(measure_step, config, tokenizer, rows.data, memory, ok="one step on the longest rows")
     if attempt.failed:
         *others, error = attempt.checks
-        is_memory = "memory" in error.message.lower()
-        hint = f" To lower the memory: {advice}." if is_memory else ""
+        hint = ""
+        if "memory" in error.message.lower() and needed is not None:
+            phase = memory.failed_in or needed.of(config).peak
+            hint = f" It ran out of memory in {phase}.{advice(needed, phase)}"
         yield from [*others, Check("error", "step", error.message + hint)]
         return
     yield from attempt.checks
-    memory = attempt.result
-    kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
     for name, peak in memory.peaks.items():
         yield Check(
             "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
         )
-    highest = max(memory.peaks, key=lambda name: memory.peaks[name])
-    yield Check("ok", "peak memory", f"{gib(memory.peaks[highest])} in {highest} ({kind}). To lower it: {advice}.")
+    yield _peak_check(memory, attempt.result, needed)
+
+
+def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
+    """The highest peak of any step: after the first, which was measured, the optimizer state is always in memory."""
+    first = ("before loading", "model", "trainer and feature network", "optimizer")
+    peaks = {name: peak + (0 if name in first else state) for name, peak in memory.peaks.items()}
+    highest = max(peaks, key=lambda name: peaks[name])
+    kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
+    text = f"{gib(peaks[highest])} in {highest} ({kind}"
+    if state and highest not in first:
+        text += f", with {gib(state)} of optimizer state, which is there from the second step on"
+    return Check("ok", "peak memory", f"{text}).{advice(needed, highest)}")
 
 
 def _devices() -> str:

@@ -9,12 +9,11 @@ import torch
 from transformers import TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.doctor.rows import longest_rows
 from ebft.models.base import load_model
 from ebft.monitor import ConsoleMetrics
 from ebft.monitor.phases import PhaseMemory
+from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.keys import BudgetSection
-from ebft.run.training import build_trainer, this_machine, training_arguments
 from ebft.serving.managed import await_ready, managed_server
 
 _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memory; further ones need no more
@@ -38,14 +37,14 @@ _NOTHING_SAVED = {
 }
 
 
-def measure_step(config: RunConfig, tokenizer: Any, data: Any) -> PhaseMemory:
-    """Load the model, train for one step on the longest rows of `data`, and return the peak memory of its phases.
+def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemory) -> int:
+    """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`.
 
-    Raises the errors of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice.
+    Returns the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the
+    errors of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice.
     """
-    memory = PhaseMemory()
-    with memory.phase("before loading"):  # Python, libraries and data
-        rows = longest_rows(config, data)
+    memory.begin("before loading")  # Python, libraries and data
+    memory.end()
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
         config = without_output(config, folder)
         settings = config.server_settings if config.manages_server else None
@@ -64,7 +63,12 @@ def measure_step(config: RunConfig, tokenizer: Any, data: Any) -> PhaseMemory:
             trainer.add_callback(_OptimizerPhase(memory))
             with memory.phase("loss and backward"):
                 trainer.train()
-    return memory
+            return _state_bytes(trainer.optimizer, args.device)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(x.nbytes for x in values if isinstance(x, torch.Tensor) and x.device.type == device.type and x.dim())
 
 
 def without_output(config: RunConfig, folder: str) -> RunConfig:
@@ -89,30 +93,3 @@ class _OptimizerPhase(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.memory.end()
-
-
-def savings(config: RunConfig) -> list[str]:
-    """Return changes to the config that lower its memory, those with the least cost in quality first."""
-    found = []
-    size = config.micro_batch_size
-    if size > 1:
-        smaller = max(part for part in range(1, size) if size % part == 0)
-        accumulation = config.gradient_accumulation_steps * size // smaller
-        found.append(f"micro_batch_size: {smaller} with gradient_accumulation_steps: {accumulation} (same step)")
-    if config.method.samples_blocks and config.ebft.rollout_tokens_per_pass is None:
-        found.append("ebft.rollout_tokens_per_pass: 4096 or lower, which computes rollouts in parts (same step)")
-    if not config.gradient_checkpointing:
-        found.append("gradient_checkpointing: true, which recomputes activations in the backward pass")
-    on_gpu = torch.cuda.is_available()
-    if config.adapter is None and config.method.compares_features(config) and on_gpu and not config.ebft.feature_device:
-        found.append("ebft.feature_device: cpu, or another GPU, for the frozen copy of the model")
-    if config.bf16 is not True and config.torch_dtype != "bfloat16":
-        found.append("bf16: true, or torch_dtype: bfloat16 for weights of half the size")
-    if config.adapter is None:
-        found.append("adapter: lora, without gradients, optimizer state or a frozen copy of the base model")
-    elif on_gpu and not (config.load_in_4bit or config.load_in_8bit):
-        found.append("adapter: qlora with load_in_4bit: true")
-    if config.adapter is None and on_gpu and "8bit" not in config.optimizer:
-        found.append("optimizer: adamw_bnb_8bit")
-    found.append(f"sequence_len below {config.sequence_len}")
-    return found

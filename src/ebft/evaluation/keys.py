@@ -60,6 +60,10 @@ class EvaluationKeys(Section):
     eval_steps: Steps | None = Field(
         None, description="Number of steps between evaluations, or a fraction of all training steps if less than 1."
     )
+    eval_on_start: bool = Field(
+        False,
+        description="Also evaluate before the first step, so that later evaluations compare with the base model.",
+    )
     evals_per_epoch: Count | None = Field(None, description="Number of evaluations per epoch.")
     load_best_model_at_end: bool = Field(False, description="Load the best checkpoint at the end of training.")
     metric_for_best_model: str | None = Field(

@@ -19,6 +19,8 @@ from ebft.models.base import check_sequence_len, load_base_model, load_model_con
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 from ebft.models.saved_adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.models.weights import refuse_pickles
+from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -49,6 +51,7 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
     Raises ModelError if they are not, and ConfigError if `sequence_len` exceeds its maximum number of positions.
     """
     if not _same_model(config, name):
+        _check_folder(Path(lasting_name(name)))
         _check_tokenizer(find_model(name, "--model"), tokenizer)
     adapter = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
@@ -59,6 +62,17 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
     base = name if adapter is None else adapter.base_model_name_or_path
     if not _same_model(config, base):
         _check_base(config, name, base, tokenizer)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ModelError for a folder that has only checkpoints, or whose weights are pickles."""
+    has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
+    if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
+        raise ModelError(f"--model {folder} contains no model. {hint}")
+    try:
+        refuse_pickles(folder)
+    except ModelError as error:
+        raise ModelError(f"--model {folder}: {error}") from error
 
 
 def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -41,7 +41,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot requires matplotlib: pip install '.[plots]' in a clone of ebft") from error
+        raise ConfigError("--plot requires matplotlib: pip install 'ebft[plots]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

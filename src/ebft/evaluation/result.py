@@ -1,4 +1,4 @@
-"""Results of an evaluation: metrics, intervals, differences and curves of each model, as JSON and as a table."""
+"""Results of an evaluation: metrics, intervals, differences and curves of each model, as JSON."""
 
 from __future__ import annotations
 
@@ -17,27 +17,16 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from ebft.dashboard.metrics import NOT_COMPARABLE
 from ebft.errors import ConfigError
 from ebft.evaluation.settings import Settings
+from ebft.evaluation.tables import differences_table, metrics_table
 from ebft.scores import CURVE, Scores, interval
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
-# The order of metrics in the table; downstream metrics follow.
-ORDER = (
-    "ce_loss",
-    "perplexity",
-    "ce_loss_all",
-    "perplexity_all",
-    "cfm_loss",
-    "cfm_loss_plugin",
-    "cfm_loss_whitened",
-    "alignment",
-    "diversity",
-)
-_LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss")
 
 
 @dataclass
@@ -45,9 +34,10 @@ class ModelResult:
     """The results of one model.
 
     `intervals` are central bootstrap intervals over documents. `differences` and their intervals are relative to the
-    first model and paired by document. `curves` contain points (position or length, value, interval), `histograms` the
-    bin edges and the fraction of samples in each bin. `per_document`, if enabled in the config, contains for each
-    metric the documents (indices into the held-out data) with the sum and the weight that each adds to the mean.
+    first model and paired by document; metrics that cannot be compared between models have none. `curves` contain
+    points (position or length, value, interval), `histograms` the bin edges and the fraction of samples in each bin.
+    `per_document`, if enabled in the config, contains for each metric the documents (indices into the held-out data)
+    with the sum and the weight that each adds to the mean.
     """
 
     model: str
@@ -62,36 +52,31 @@ class ModelResult:
 
 @dataclass
 class Evaluation:
-    """Results of several models on the same held-out documents, in the same feature space."""
+    """Results of several models on the same held-out documents, in the same feature space.
+
+    `notes` are warnings about what they can show, such as documents that a model was trained on.
+    """
 
     models: list[ModelResult]
     settings: dict[str, Any]
     machine: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as JSON-serialisable types."""
         return asdict(self)
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write all results as JSON; raises ConfigError if that fails."""
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Table:
-        """Return a table of metrics with intervals.
+        """Return a table of metrics with intervals; see `ebft.evaluation.tables`."""
+        return metrics_table(self)
 
-        A star marks metrics whose difference from the first model has an interval that excludes 0.
-        """
-        legend = "^ higher is better, v lower is better; brackets: interval over documents"
-        legend += "; * differs from the first model" if len(self.models) > 1 else ""
-        headings = _headings([result.model for result in self.models])
-        table = Table("metric", *headings, title=self._title(), caption=legend)
-        for name in _ordered({name for result in self.models for name in result.metrics}):
-            table.add_row(_marked(name), *(_cell(result, name) for result in self.models))
-        return table
-
-    def _title(self) -> str:
-        s = self.settings
-        return f"{s['documents']} documents, {s['samples']} samples at temperature {s['temperature']:g}"
+    def differences_table(self) -> Table | None:
+        """Return a table of the differences from the first model with their intervals; None for a single model."""
+        return differences_table(self)
 
 
 def summarise(
@@ -107,7 +92,7 @@ def summarise(
         result.intervals = _intervals(drawn, wanted.confidence, result.metrics)
         if results:
             first = results[0].metrics
-            shared = [key for key in result.metrics if key in first]
+            shared = [key for key in result.metrics if key in first and key not in NOT_COMPARABLE]
             result.differences = {key: result.metrics[key] - first[key] for key in shared}
             paired = {key: drawn[key] - draws[0][key] for key in shared if key in drawn and key in draws[0]}
             result.difference_intervals = _intervals(paired, wanted.confidence, paired)
@@ -199,29 +184,3 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
     edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
     counts, _ = np.histogram(values, edges)
     return {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
-
-
-def _ordered(metrics: set[str]) -> list[str]:
-    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # alignment_pass@1 is equal to alignment
-    return [*(name for name in ORDER if name in metrics), *others]
-
-
-def _marked(name: str) -> str:
-    return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '' if name == 'diversity' else '^'}"
-
-
-def _cell(result: ModelResult, name: str) -> str:
-    if name not in result.metrics:
-        return ""
-    cell = f"{result.metrics[name]:.4g}"
-    if name in result.intervals:
-        low, high = result.intervals[name]
-        cell += f" [{low:.4g}, {high:.4g}]"
-    low, high = result.difference_intervals.get(name, (0.0, 0.0))
-    return f"{cell}*" if low > 0 or high < 0 else cell
-
-
-def _headings(models: list[str]) -> list[str]:
-    """Return the last two parts of each path, or the full paths if these parts are not unique."""
-    short = [str(Path(*Path(model).parts[-2:])) for model in models]
-    return short if len(set(short)) == len(models) else models

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.downstream import KEY, load_metrics
 from ebft.evaluation.models import Subject, check_model, load_subject, own_models
+from ebft.evaluation.notes import notes_on
 from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
 from ebft.evaluation.rows import load_held_out
@@ -32,6 +35,8 @@ def evaluate(
     None evaluates the config's base model and the trained model in `output_dir`, if any. All models are evaluated on
     the same documents, with the same noise, in the feature space of the config's `base_model`. The metrics are
     cross-entropy, feature matching, and the config's `evaluation.metrics`, with bootstrap intervals over documents.
+    Evaluated documents that a model was trained on, as far as this is known, and fewer than 8 documents give a warning,
+    which is also in `notes` of the result.
     `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
     DataError or ModelError for errors that the user can correct.
     """
@@ -49,6 +54,9 @@ def evaluate(
         check_model(config, name, tokenizer)
     task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
     check_measurable(task)
+    notes = notes_on(names, task.held_out)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     measure = measure_prompts if config.method.rows == "prompts" else measure_tokens
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
@@ -56,6 +64,7 @@ def evaluate(
         found.append(_measured(name, measure, task))
         _free_memory()
         evaluation = summarise(names[: len(found)], found, settings, config, documents, time.perf_counter() - started)
+        evaluation.notes = notes
         if after_each is not None:
             after_each(evaluation)
     return evaluation
@@ -71,7 +80,7 @@ def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task)
 
 def check_measurable(task: Task) -> None:
     """Raise DataError, before sampling, for prompts without references or metrics, and for metrics without prompts."""
-    rows = task.held_out.rows
+    rows: Any = task.held_out.rows
     if task.config.method.rows == "tokens":
         if task.metrics and not any(rows["prompt_length"]):
             raise DataError(

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebft.errors import ModelError
+from ebft.errors import ModelError, cause
 from ebft.export.checkpoint import PICKLED
+from ebft.models import saved_adapter
+from ebft.run.checkpoints import checkpoint_hint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
@@ -61,13 +64,9 @@ class Adapter:
 def read_adapter_config(folder: Path) -> LoraConfig:
     """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
     if not (folder / CONFIG).is_file():
-        raise ModelError(
-            f"{folder} does not contain an adapter (no {CONFIG}). Give the folder of a saved LoRA adapter."
-        )
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{folder / CONFIG} cannot be read: {error}") from error
+        hint = checkpoint_hint(folder, "ebft merge-lora {}") or "Give the folder of a saved LoRA adapter."
+        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
+    config = saved_adapter.read_adapter_config(folder)
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
@@ -84,10 +83,16 @@ def read_adapter_config(folder: Path) -> LoraConfig:
 
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's weights. Raises ModelError if they are not in safetensors format."""
+    """The adapter's weights. Raises ModelError if they are damaged or not in safetensors format."""
     path = folder / WEIGHTS
     if path.is_file():
-        return load_file(path)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{path} cannot be read as safetensors ({cause(error)}): it is incomplete or damaged. Save or copy the "
+                "adapter again."
+            ) from error
     pickled = sorted(found.name for pattern in PICKLED for found in folder.glob(f"adapter_model{pattern.lstrip('*')}"))
     if pickled:
         raise ModelError(

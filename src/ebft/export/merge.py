@@ -1,24 +1,25 @@
 """Merging a LoRA adapter into its base model, one shard at a time.
 
-At any time, the adapter, the weights of one shard, and what they are computed from are in memory.
+At any time, the adapter, the weights of one part (usually one weight), and what they are computed from are in memory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from ebft.errors import ModelError
 from ebft.export.adapter import WEIGHTS, Adapter, attach, empty_model, read_adapter_config, read_adapter_weights
 from ebft.export.checkpoint import PICKLED, Checkpoint, Reader, base_folder
-from ebft.export.parts import Merge
+from ebft.export.parts import Merge, Part
 from ebft.export.rounding import BitsAndBytesRounding
 from ebft.export.shards import ShardFolder, checksum, parse_size, shard_names, split, write_index, write_text
 from ebft.fetch.catalog import MARK
@@ -175,17 +176,25 @@ def _write_shards(
         if folder.has(name):
             resumed += 1
         else:
-            wanted, found = set(keys), {}
-            with Reader(checkpoint) as read:
-                for key in keys:
-                    if key not in found:
-                        values = merge.compute(part_of[key], read)
-                        found |= {own: value for own, value in values.items() if own in wanted}
-                folder.write(name, {key: found[key] for key in keys})
-            del found
+            layout = {key: part_of[key].outputs[key] for key in keys}
+            folder.write(name, layout, _merged(merge, checkpoint, part_of, keys))
         if on_shard is not None:
             on_shard(number, len(shards))
     return resumed
+
+
+def _merged(
+    merge: Merge, checkpoint: Checkpoint, part_of: Mapping[str, Part], keys: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The merged weights `keys`. Those of one part are in memory at a time, and the pages that they are read from."""
+    waiting = set(keys)
+    for key in keys:
+        if key in waiting:
+            with Reader(checkpoint) as read:
+                values = merge.compute(part_of[key], read)
+            yield from ((own, values[own]) for own in values if own in waiting)
+            waiting -= values.keys()
+            del values
 
 
 def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def quantize_model(
     _check_source(folder)
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --to.")
+        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     settings = torchao_settings(kind, device)
     size = sum(weight.nbytes for weight in Checkpoint.of(folder).weights.values())
@@ -94,7 +95,7 @@ def torchao_settings(kind: str, device: torch.device) -> Any:
     if kind not in TYPES:
         raise ModelError(f"--type: invalid value {kind!r}; expected {' or '.join(TYPES)}.")
     if importlib.util.find_spec("torchao") is None:
-        raise ModelError("Quantisation requires the package torchao: pip install '.[quantize]' in a clone of ebft")
+        raise ModelError("Quantisation requires the package torchao: pip install 'ebft[quantize]'")
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     packing = "tile_packed_to_4d" if device.type == "cuda" else "plain"
@@ -157,10 +158,20 @@ def _check_source(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file():
         raise ModelError(
             f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
-            f"the merged model: ebft quantize {folder / 'merged'} --to DIR"
+            f"the merged model: ebft quantize {folder / 'merged'} --output DIR"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} contains no model (no config.json).")
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from error
+    quantised = values.get("quantization_config") if isinstance(values, dict) else None
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelError(
+            f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
+        )
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:

@@ -60,7 +60,7 @@ def _bitsandbytes() -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
-            f"pip install '.[qlora]' in a clone of ebft. {WITHOUT}"
+            f"pip install 'ebft[qlora]'. {WITHOUT}"
         )
     from bitsandbytes import functional
 

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ebft.errors import ModelError
 from ebft.export.checkpoint import INDEX, SINGLE
+from ebft.export.stream import write_tensors
 
 PROGRESS = "merge_progress.json"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -40,7 +40,7 @@ class ShardFolder:
             for temporary in folder.glob("*.tmp"):
                 temporary.unlink()
         elif present:
-            raise ModelError(f"{folder} is not empty. Remove it, or choose another folder with --to.")
+            raise ModelError(f"{folder} is not empty. Remove it, or choose another folder with --output.")
         else:
             self._record()
 
@@ -49,10 +49,10 @@ class ShardFolder:
         path = self.folder / name
         return name in self._finished and path.is_file() and checksum(path) == self._finished[name]
 
-    def write(self, name: str, weights: dict[str, Tensor]) -> None:
-        """Write a shard, and record it."""
+    def write(self, name: str, layout: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a shard with the weights of `layout` (`write_tensors`), and record it."""
         temporary = self.folder / f"{name}.tmp"
-        save_file({key: value.contiguous() for key, value in weights.items()}, temporary, {"format": "pt"})
+        write_tensors(temporary, layout, weights)
         self._finished[name] = checksum(temporary)
         _publish(temporary, self.folder / name)
         self._record()
@@ -70,7 +70,7 @@ class ShardFolder:
         if identity != self._identity:
             raise ModelError(
                 f"{self.folder} contains an unfinished merge of another adapter, base model or shard size. Remove it, "
-                "or choose another folder with --to."
+                "or choose another folder with --output."
             )
         return shards
 

@@ -12,6 +12,7 @@ from ebft.export.adapter import CONFIG, read_adapter_config
 from ebft.export.merge import MergeSource
 from ebft.models.base import find_base_model
 from ebft.models.precision import weights_dtype
+from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -25,7 +26,8 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
         )
     folder = Path(adapter or config.output_dir).expanduser()
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). Train the config first.")
+        hint = checkpoint_hint(folder, "ebft merge-lora CONFIG --lora-model-dir {}") or "Train the config first."
+        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
     bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
     return MergeSource(
         folder,

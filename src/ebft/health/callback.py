@@ -31,18 +31,12 @@ class HealthCallback(TrainerCallback):
     """
 
     def __init__(self, samples: int | None = None, use_whitening: bool | None = None) -> None:
-        self._given = {"samples": samples, "whitened": use_whitening}
+        self._given: dict[str, Any] = {"samples": samples, "whitened": use_whitening}
         self._log = Log(**self._given)
         self.reported: set[str] = set()  # names of conditions
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        options = vars(args)
-        found = {
-            "samples": options.get("num_generations") or options.get("n_samples_per_prompt"),
-            "whitened": options.get("use_whitening"),
-        }
-        given = {name: value for name, value in self._given.items() if value is not None}
-        self._log = Log(**(found | given), fp16=args.fp16)
+        self._log = self._new_log(args)
         self.reported = set(state.stateful_callbacks.get(_SAVED_AS, {}).get("reported", ()))
         for entry in state.log_history:
             self._log.add(entry["step"], entry)
@@ -59,11 +53,31 @@ class HealthCallback(TrainerCallback):
                 if sighting is not None:
                     self._report(condition, sighting, args, state)
 
+    def unresolved(self, args: Any, state: Any) -> list[str]:
+        """The names of the reported conditions that still hold for the newest values of the metrics in `state`."""
+        reported = state.stateful_callbacks.get(_SAVED_AS, {}).get("reported", ())
+        log = self._new_log(args)
+        for entry in state.log_history:
+            if "train_runtime" not in entry:
+                log.add(entry["step"], entry)
+        log.names = frozenset(log.series)  # not only those of the newest entry, which may be an evaluation
+        return [each.name for each in CONDITIONS if each.name in reported and each.rule(log) is not None]
+
     def failed(self, error: NonFiniteLossError, args: Any, state: Any) -> None:
         """Write the condition for the error that ended training; its message is printed elsewhere."""
         if state.is_world_process_zero and _NON_FINITE.name not in self.reported:
             self.reported.add(_NON_FINITE.name)
-            self._write(_NON_FINITE, state.global_step, state.global_step, str(error), args.output_dir)
+            step = state.global_step + 1  # the one that was not completed
+            self._write(_NON_FINITE, step, step, str(error), args.output_dir)
+
+    def _new_log(self, args: Any) -> Log:
+        options = vars(args)
+        found = {
+            "samples": options.get("num_generations") or options.get("n_samples_per_prompt"),
+            "whitened": options.get("use_whitening"),
+        }
+        given = {name: value for name, value in self._given.items() if value is not None}
+        return Log(**(found | given), fp16=args.fp16)
 
     def _report(self, condition: Condition, sighting: Sighting, args: Any, state: Any) -> None:
         self.reported.add(condition.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import mean, variance
 from typing import Any, NamedTuple
 
@@ -55,8 +55,17 @@ class Change(NamedTuple):
         return f"{self.name} {self.before:.4g} -> {self.after:.4g} ({self.after - self.before:+.2g}{error})"
 
 
-def training_outcome(log_history: list[dict[str, Any]]) -> str:
+def training_outcome(
+    log_history: list[dict[str, Any]],
+    evaluate: str = "ebft evaluate CONFIG",
+    unresolved: Sequence[str] = (),
+    has_held_out: bool | None = None,
+) -> str:
     """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
+
+    `evaluate` is the command that compares the trained model with the base model, and `unresolved` are the names of
+    health conditions that still hold at the end (`HealthCallback.unresolved`). `has_held_out`: whether the run has
+    held-out data; by default, whether it was evaluated at least once.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
     also compares the first and the last fifth of the logs of training, and concludes from these. A change counts if it
@@ -66,24 +75,63 @@ def training_outcome(log_history: list[dict[str, Any]]) -> str:
     is_known = bool(held_out) and all(change.error is not None for change in held_out)
     training = [] if is_known else list(_training_changes(log_history))
     if not held_out and not training:
-        return (
-            f"Outcome: unknown. The log has fewer than two evaluations and fewer than {2 * _FEWEST} entries of "
-            "training. Set test_datasets or val_set_size with eval_steps, or train longer."
-        )
+        return " ".join(_with_unresolved(_unknown(log_history, evaluate, has_held_out), unresolved))
     parts = [f"Outcome: {_conclusion(training, held_out)}."]
     if training:
         parts.append(f"First and last fifth of the training logs: {_listed(training)}.")
     if held_out:
-        parts.append(f"First and last evaluation: {_listed(held_out)}.")
+        first, last = _evaluation_steps(log_history, held_out)
+        parts.append(f"First and last evaluation (steps {first} and {last}): {_listed(held_out)}.")
+        if first:
+            parts.append(
+                f"The first evaluation already followed {_steps(first)} of training, so it is not one of the base "
+                "model; eval_on_start: true evaluates before the first step."
+            )
     if any(change.error is not None for change in (*held_out, *training)):
         parts.append("± is one standard error.")
     if held_out and not is_known:
         parts.append(
             "The standard error is unknown with fewer than four evaluations, or if they have only two different "
-            "values: `ebft evaluate CONFIG` compares the trained model with the base model and gives confidence "
-            "intervals."
+            f"values. {_comparison(evaluate)}"
         )
-    return " ".join(parts)
+    return " ".join(_with_unresolved(parts, unresolved))
+
+
+def _unknown(log_history: list[dict[str, Any]], evaluate: str, has_held_out: bool | None) -> list[str]:
+    """The parts of an outcome of which nothing can be said, with what would help: settings that are not yet set."""
+    count = sum(any(name.startswith("eval_") for name in entry) for entry in log_history)
+    few = f"fewer than {2 * _FEWEST} entries of training"
+    if not (count or has_held_out):
+        settings = "Set test_datasets or val_set_size with eval_steps, or train longer."
+        return [f"Outcome: unknown. The log has fewer than two evaluations and {few}.", settings]
+    evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
+    return [
+        f"Outcome: unknown. The log has {evaluations} and {few}.",
+        "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer.",
+        _comparison(evaluate),
+    ]
+
+
+def _comparison(evaluate: str) -> str:
+    return f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"
+
+
+def _steps(count: Any) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _with_unresolved(parts: list[str], names: Sequence[str]) -> list[str]:
+    """The parts of an outcome with a sentence on health conditions, which are the first thing to look at."""
+    if not names:
+        return parts
+    return [parts[0], f"Reported in health.jsonl and still so at the end: {', '.join(names)}.", *parts[1:]]
+
+
+def _evaluation_steps(log_history: list[dict[str, Any]], held_out: list[Change]) -> tuple[Any, Any]:
+    """The steps of the first and the last evaluation."""
+    names = {change.name for change in held_out}
+    steps = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
+    return steps[0], steps[-1]
 
 
 def _conclusion(training: list[Change], held_out: list[Change]) -> str:

@@ -117,13 +117,16 @@ def cross_entropy_diverges(log: Log) -> Sighting | None:
 
 
 def cfm_diverges(log: Log) -> Sighting | None:
-    """The feature-matching loss is half as large again as at the start, or above 100."""
+    """The feature-matching loss is half as large again as at the start, or above 100.
+
+    With whitening, that of training is in a space of the samples, which changes with them: its rise means nothing.
+    """
     series = log["ebft/cfm_loss"]
     since = series.since(lambda value: value > 100)
     if since is not None:
         return Sighting(since, f"ebft/cfm_loss is {median(series.recent()):.3g}")
     start = series.start()
-    if start is not None:
+    if start is not None and not log.whitened:
         limit = max(1.5 * start, start + series.margin())
         since = series.since(lambda value: value > limit)
         if since is not None:

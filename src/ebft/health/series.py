@@ -96,9 +96,9 @@ class Log:
     @property
     def diversity_ceiling(self) -> float | None:
         """The diversity of identical samples: 2, or 2/n if n samples are whitened. None if unknown."""
-        if self.whitened is None or (self.whitened and not self.samples):
-            return None
-        return 2 / self.samples if self.whitened else 2.0
+        if not self.whitened:
+            return None if self.whitened is None else 2.0
+        return 2 / self.samples if self.samples else None
 
     @property
     def cross_entropy(self) -> str:

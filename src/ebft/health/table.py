@@ -17,6 +17,11 @@ EBFT = (STRIDED, STRUCTURED)
 COMPLETIONS = (STRUCTURED, GRPO)
 SAMPLED = (STRIDED, STRUCTURED, GRPO)
 ALL = (STRIDED, STRUCTURED, GRPO, SFT)
+# A resumed run continues with the learning rate of its checkpoint.
+_SLOWER = (
+    "start a new run with a smaller learning_rate, for example from the weights of an earlier checkpoint "
+    "(lora_model_dir or base_model); resuming would keep the learning rate"
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,7 @@ CONDITIONS = (
         ALL,
         "any value is NaN or infinite (grad_norm with fp16: three in a row)",
         rules.non_finite,
-        "Reduce learning_rate, set bf16: true instead of fp16, and check the documents of that step for empty or "
-        "corrupted text.",
+        f"Check the documents of that step for empty or corrupted text, set bf16: true instead of fp16, or {_SLOWER}.",
         "finite",
     ),
     Condition(
@@ -56,8 +60,7 @@ CONDITIONS = (
         "the distance to the diversity of identical samples (2, or 2/n with whitening and n samples) is less than a "
         "third of what it was at the start",
         rules.samples_alike,
-        "Increase ebft.diversity_coef or the temperature, or reduce learning_rate. Resume from a checkpoint before "
-        "this step.",
+        f"Increase ebft.diversity_coef or the temperature and resume from a checkpoint before this step, or {_SLOWER}.",
         "about as at the start; mean-pooled features without whitening give 1.2 to 1.8 before any training",
     ),
     Condition(
@@ -67,8 +70,8 @@ CONDITIONS = (
         SAMPLED,
         "below a tenth of its start, or below 0.01",
         rules.entropy_collapse,
-        "Reduce learning_rate, increase the temperature, sample more completions per prompt, or add a KL term "
-        "(trl.beta). With strided mode, increase ebft.diversity_coef.",
+        "Increase the temperature, sample more completions per prompt, or add a KL term (trl.beta); with strided mode, "
+        f"increase ebft.diversity_coef. Or {_SLOWER}.",
         "0.05 to 0.5 for chat models on verifiable tasks; 1 to 4 for base models on text",
     ),
     Condition(
@@ -124,7 +127,7 @@ CONDITIONS = (
         "three times the first value (and 3 above it) in 3 logs, or above the start by more than 0.3, 10% and five "
         "standard errors; held out: above the first evaluation by more than 0.3 and 10%, twice in a row",
         rules.cross_entropy_diverges,
-        "Reduce learning_rate by a factor of 2 to 10 or use warmup_steps. With EBFT, increase ebft.ce_coef.",
+        f"With EBFT, increase ebft.ce_coef. Or {_SLOWER} (by a factor of 2 to 10, or with warmup_steps).",
         "falling",
     ),
     Condition(
@@ -132,10 +135,10 @@ CONDITIONS = (
         "The features of samples move away from those of the references: the opposite of the objective.",
         ("ebft/cfm_loss", "eval_cfm_loss"),
         SAMPLED,
-        "above 1.5 times the start and five standard errors, or above 100; held out: above 1.5 times the first "
-        "evaluation, twice in a row",
+        "without whitening above 1.5 times the start and five standard errors; above 100; held out: above 1.5 times "
+        "the first evaluation, twice in a row",
         rules.cfm_diverges,
-        "Reduce learning_rate, use more samples or larger batches, or increase ebft.ce_coef.",
+        f"Use more samples or larger batches, increase ebft.ce_coef, or {_SLOWER}.",
         "falling, below 10",
     ),
     Condition(
@@ -145,8 +148,8 @@ CONDITIONS = (
         ALL,
         "the held-out cross-entropy rose in three successive evaluations by more than 2%, while that of training fell",
         rules.overfitting,
-        "Train for fewer steps or epochs, keep the best checkpoint (load_best_model_at_end: true), increase "
-        "weight_decay or lora_dropout, reduce lora_r, or use more data.",
+        "Train for fewer steps or epochs, keep the best checkpoint (load_best_model_at_end: true), or start a "
+        "new run with a larger weight_decay or lora_dropout, a smaller lora_r, or more data.",
         "close to the training cross-entropy",
     ),
     Condition(
@@ -156,7 +159,7 @@ CONDITIONS = (
         ALL,
         "above 10 and above five times its start",
         rules.unstable_gradient,
-        "Reduce learning_rate, keep max_grad_norm at 1.0 or below, or increase gradient_accumulation_steps.",
+        f"Keep max_grad_norm at 1.0 or below, increase gradient_accumulation_steps, or {_SLOWER}.",
         "0.1 to 3 for EBFT, up to 10 for SFT",
     ),
     Condition(
@@ -171,9 +174,9 @@ CONDITIONS = (
         "difference above 1, smallest ratio below 0.01 with a difference above 0.1, or more than 30% of the ratios "
         "clipped",
         rules.off_policy,
-        "Send weights to the server more often (trl.vllm_sync_interval), reduce trl.prefetch_depth, "
-        "trl.num_iterations or learning_rate, or mask stale samples (trl.off_policy_mask_threshold: 0.5). If the "
-        "difference is large from the first step, the server serves another model or precision.",
+        "Send weights to the server more often (trl.vllm_sync_interval), reduce trl.prefetch_depth or "
+        "trl.num_iterations, or mask stale samples (trl.off_policy_mask_threshold: 0.5). If the difference is large "
+        f"from the first step, the server serves another model or precision. Or {_SLOWER}.",
         "difference below 0.1, smallest ratio above 0.1, clipped ratios below 0.1",
     ),
     Condition(
@@ -183,7 +186,7 @@ CONDITIONS = (
         COMPLETIONS,
         "above 2",
         rules.far_from_reference,
-        "Increase trl.beta or reduce learning_rate.",
+        f"Increase trl.beta, or {_SLOWER}.",
         "0 to 0.5",
     ),
     Condition(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +54,17 @@ class Sampler:
         self.renderer = Renderer(loaded.tokenizer, loaded.template)
 
     def reply_ids(
-        self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
+        self,
+        prompt: str | list[Message],
+        base: bool = False,
+        samples: int = 1,
+        streamer: Any = None,
+        on_token: Callable[[], None] | None = None,
     ) -> list[list[int]]:
         """The token ids of `samples` replies, each with the token that ended it, if one did.
 
-        Raises DataError if the prompt cannot be rendered, or leaves no position for a reply.
+        `on_token` is called after each token and may raise an exception, which stops the generation. Raises DataError
+        if the prompt cannot be rendered, or leaves no position for a reply.
         """
         ids = self.renderer.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
@@ -72,13 +79,27 @@ class Sampler:
                 set_seed(self.options.seed)
             inputs = torch.tensor([ids], device=causal_lm.device)
             output = causal_lm.generate(
-                inputs, attention_mask=torch.ones_like(inputs), generation_config=config, streamer=streamer
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                generation_config=config,
+                streamer=streamer,
+                stopping_criteria=None if on_token is None else [_calls(on_token)],
             )
         return [_cut(row[len(ids) :].tolist(), ends) for row in output]
 
     def text(self, ids: list[int]) -> str:
         """A reply as text, without special tokens."""
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _calls(on_token: Callable[[], None]) -> Callable[..., torch.Tensor]:
+    """A stopping criterion of transformers that never stops a sequence, and calls a function after each token."""
+
+    def criterion(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        on_token()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return criterion
 
 
 def _room(causal_lm: Any, length: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,8 @@ from ebft.data.conversation import Message
 from ebft.errors import ConfigError
 from ebft.inference.sampling import Sampler
 from ebft.structured.reward import FeatureMatchingReward
+
+MOST_SAMPLES = 256  # which are generated as one batch
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Scorer:
     """Samples replies and scores them with `FeatureMatchingReward`, whose feature network is the base model."""
 
     def __init__(self, sampler: Sampler, samples: int) -> None:
-        if samples < 1:
-            raise ConfigError(f"--samples: invalid value {samples}; expected at least 1.")
+        if not 1 <= samples <= MOST_SAMPLES:
+            raise ConfigError(f"samples: invalid value {samples!r:.100}; expected an integer from 1 to {MOST_SAMPLES}.")
         self._sampler, self._samples = sampler, samples
 
     @cached_property
@@ -41,10 +44,16 @@ class Scorer:
             model, loaded.tokenizer, self._samples, chat_template_kwargs=loaded.template, copy=False, **options
         )
 
-    def __call__(self, prompt: str | list[Message], reference: str, base: bool = False) -> ScoredReplies:
-        """Sample replies to a prompt and score them against a reference text."""
+    def __call__(
+        self,
+        prompt: str | list[Message],
+        reference: str,
+        base: bool = False,
+        on_token: Callable[[], None] | None = None,
+    ) -> ScoredReplies:
+        """Sample replies to a prompt and score them against a reference text; see `Sampler.reply_ids`."""
         n = self._samples
-        ids = self._sampler.reply_ids(prompt, base, n)
+        ids = self._sampler.reply_ids(prompt, base, n, on_token=on_token)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
         match = self.reward.last
         return ScoredReplies(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from http import HTTPStatus
@@ -29,6 +31,8 @@ _OPTIONS = {
     "top_k": (int, 0, 2**31 - 1),
     "seed": (int, 0, 2**32 - 1),
 }
+_PROMPT_FIELDS = ("messages", "text", "base", *_OPTIONS)
+_FIELDS = {"/reply": _PROMPT_FIELDS, "/score": (*_PROMPT_FIELDS, "reference", "samples")}
 
 
 class PageServer(ThreadingHTTPServer):
@@ -83,8 +87,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             request = self._request()
+            _check_fields(request, self.path)
             prompt, sampler = self._prompt(request), self._sampler(request)
             with self.server.lock:
+                self._check_connected()  # the request may have waited for others
                 answer(request, prompt, sampler)
         except EBFTError as error:
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error))
@@ -94,14 +100,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
         sampler.renderer.prompt_ids(prompt)  # fails before the reply begins
         streamer = _ToPage(sampler.loaded.tokenizer, self)
-        sampler.reply_ids(prompt, bool(request.get("base")), streamer=streamer)
+        sampler.reply_ids(prompt, request.get("base", False), streamer=streamer, on_token=self._check_connected)
 
     def _score(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
         reference, samples = request.get("reference"), request.get("samples", 4)
         if not isinstance(reference, str) or not reference.strip() or type(samples) is not int:
             raise ConfigError("reference must be a text, and samples an integer.")
-        scored = Scorer(sampler, samples)(prompt, reference, bool(request.get("base")))
+        scored = Scorer(sampler, samples)(prompt, reference, request.get("base", False), self._check_connected)
         self._send(HTTPStatus.OK, "application/json", json.dumps(asdict(scored)))
+
+    def _check_connected(self) -> None:
+        """Raise ConnectionError if the client has closed the connection."""
+        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError("The client has closed the connection.")
 
     def _request(self) -> dict[str, Any]:
         """The JSON object of a request of this page, or of a program; requests of other sites are refused."""
@@ -163,6 +174,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Requests are not logged."""
+
+
+def _check_fields(request: dict[str, Any], path: str) -> None:
+    unknown = [name for name in request if name not in _FIELDS[path]]
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r:.100}: unknown field; the fields of {path} are {', '.join(_FIELDS[path])}.")
+    if not isinstance(request.get("base", False), bool):
+        raise ConfigError(f"base: invalid value {request['base']!r:.100}; expected true or false.")
 
 
 class _ToPage(TextStreamer):

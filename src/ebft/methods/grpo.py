@@ -6,21 +6,19 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.carried_over import Ignored
-from ebft.config.imports import find_function
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
-from ebft.methods import nemo_gym
+from ebft.methods import grpo_rules, nemo_gym
 from ebft.methods.ebft import warn_of_reward
+from ebft.methods.grpo_rules import FEATURE_MATCHING
 from ebft.methods.method import EvaluationSampling, Method
-from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
+from ebft.nemo_gym.keys import NemoGymKeys
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from ebft.preview.view import RowView
     from ebft.run.checks import Machine
 
-FEATURE_MATCHING = "feature_matching"
-# Keys of `trl:` without effect: the values that give no warning, and the reason.
-_WITHOUT_EFFECT = {
-    "use_data_producer": Ignored((None, False), "generation and prefetching do not use a data producer"),
-}
 # Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
 _SAME_NAME = (
     *option_names(RolloutOptions),
@@ -88,7 +81,7 @@ class GRPO(Method):
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
     def summary(self, config: RunConfig) -> str:
-        names = [*(config.trl.reward_funcs or []), *_environments(config)]
+        names = [*(config.trl.reward_funcs or []), *grpo_rules.environments(config)]
         return f"GRPO on the rewards {', '.join(f'`{name}`' for name in names)}"
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
@@ -107,42 +100,13 @@ class GRPO(Method):
     def resolve(self, config: RunConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
-        for key, (harmless, reason) in _WITHOUT_EFFECT.items():
-            if getattr(config.trl, key) not in harmless:
-                warnings.warn(f"trl.{key} has no effect: {reason}.", stacklevel=2)
-        given = config.trl.model_fields_set
-        if not config.trl.use_vllm:
-            idle = sorted(key for key in given if key.startswith("vllm_") and key != "vllm_guided_decoding_regex")
-            if idle:
-                keys = ", ".join(f"trl.{key}" for key in idle)
-                warnings.warn(f"{keys}: no effect without use_vllm: true.", stacklevel=2)
+        grpo_rules.warn_of_idle_keys(config)
         if config.torch_compile:
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
-        if "streaming_min_groups" in given and not config.trl.streaming_partial_batch:
-            warnings.warn("trl.streaming_min_groups has no effect without streaming_partial_batch: true.", stacklevel=2)
-        if config.trl.streaming_partial_batch and config.trl.reward_num_workers > 1:
-            warnings.warn(
-                "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
-                "functions for one prompt at a time.",
-                stacklevel=2,
-            )
-        if "prefetch_depth" in given and not config.trl.async_prefetch:
-            warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
         self.warn_of_idle_options(config)
         if FEATURE_MATCHING in self._reward_names(config):
             warn_of_reward(config)
-        for key in ("train_on_inputs", "sample_packing"):
-            if getattr(config, key):
-                warnings.warn(f"{key}: true has no effect on full completions of prompts.", stacklevel=2)
-        if config.uses_server and config.adapter is not None and config.trl.vllm_lora_sync is False:
-            warnings.warn(
-                "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same "
-                "result.",
-                stacklevel=2,
-            )
-        if "vllm" in config.model_fields_set and not config.trl.use_vllm:
-            warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
 
     def warn_of_idle_options(self, config: RunConfig) -> None:
         """One warning for all unused keys of `ebft:`."""
@@ -154,8 +118,12 @@ class GRPO(Method):
             warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        for rule in (_batches, self._rewards, _rollouts, self._interaction, _processes):
-            yield from rule(config)
+        names = self._reward_names(config)
+        yield from grpo_rules.batches(config)
+        yield from grpo_rules.rewards(config, names, self.own_rewards)
+        yield from grpo_rules.rollouts(config)
+        yield from grpo_rules.interaction(config, FEATURE_MATCHING in names)
+        yield from grpo_rules.processes(config)
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         found = rules.full_weights(
@@ -167,44 +135,6 @@ class GRPO(Method):
 
     def _reward_names(self, config: RunConfig) -> list[str]:
         return [*self.own_rewards, *(config.trl.reward_funcs or [])]
-
-    def _rewards(self, config: RunConfig) -> Iterator[str]:
-        funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
-        rewards = self._reward_names(config)
-        if not rewards and not config.trl.environment_factory:
-            yield (
-                "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, names of reward models, or "
-                "feature_matching."
-            )
-        if len(set(rewards)) < len(rewards):
-            always = " With rl: ebft, feature_matching is always included." if self.own_rewards else ""
-            yield f"trl.reward_funcs: {', '.join(rewards)} contains a duplicate. Remove it.{always}"
-        for name in funcs:
-            if name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT) and "/" not in name:
-                find_function("trl.reward_funcs", name)
-        if weights is not None and len(weights) != len(rewards):
-            environments = " The weight of an environment's reward is always 1." if _environments(config) else ""
-            yield (
-                f"trl.reward_weights has {len(weights)} weights for {len(rewards)} rewards"
-                f"{': ' if rewards else ''}{', '.join(rewards)}. Set one weight per reward function.{environments}"
-            )
-
-    def _interaction(self, config: RunConfig) -> Iterator[str]:
-        trl = config.trl
-        given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
-        compares = FEATURE_MATCHING in self._reward_names(config)
-        found = rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
-        if found:
-            yield found
-        if given and config.fsdp and not config.uses_server:
-            yield (
-                f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
-                "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
-            )
-        for name in given:
-            _load(name, getattr(trl, name))
-        if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):
-            yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
 
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("reward", "loss")
@@ -302,69 +232,6 @@ class GRPO(Method):
             reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer, built_in),
             agents=agents,
             server_failure=lambda: server.failure if server is not None else None,
-            **{name: _load(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))},
+            **grpo_rules.load_interactive(config),
             **common,
         )
-
-
-def _load(key: str, names: str | list[str] | dict[str, str]) -> Any:
-    """Return what the import paths of `trl.KEY` name, in the same structure. Raises ConfigError."""
-    find = lambda name: find_function(f"trl.{key}", name)
-    if isinstance(names, dict):
-        return {environment: find(name) for environment, name in names.items()}
-    return find(names) if isinstance(names, str) else [find(name) for name in names]
-
-
-def _environments(config: RunConfig) -> list[str]:
-    found = config.trl.environment_factory
-    return list(found.values()) if isinstance(found, dict) else [found] if found else []
-
-
-def _batches(config: RunConfig) -> Iterator[str]:
-    trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
-    found = rules.groups(samples, trl.num_generations, rules.in_config)
-    if trl.generation_batch_size is None and found:
-        yield found
-    if trl.generation_batch_size is not None and trl.generation_batch_size % trl.num_generations:
-        yield (
-            f"trl.generation_batch_size: {trl.generation_batch_size} is not a multiple of trl.num_generations: "
-            f"{trl.num_generations}. Change one of them."
-        )
-    per_process = config.eval_batch_size
-    if per_process is not None and per_process % trl.num_generations:
-        yield (
-            f"eval_batch_size: {per_process} is not a multiple of trl.num_generations: {trl.num_generations}. Change "
-            "one of them."
-        )
-
-
-def _rollouts(config: RunConfig) -> Iterator[str]:
-    trl = config.trl
-    shared = (
-        rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config),
-        rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config),
-    )
-    yield from filter(None, shared)
-    if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
-        yield (
-            "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
-            "adapter. Remove it."
-        )
-    if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
-        yield (
-            "trl.vllm_mode: colocate needs vLLM in this environment: pip install vllm. Or set vllm_mode: server or "
-            "managed, which can use vLLM from a separate environment (vllm.python)."
-        )
-    if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
-        yield (
-            "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
-            "or set trl.use_vllm: false."
-        )
-
-
-def _processes(config: RunConfig) -> Iterator[str]:
-    details = config.fsdp_config or {}
-    if config.fsdp and str(details.get("version", details.get("fsdp_version", 2))) != "2":
-        yield "FSDP1 is not supported with full completions. Remove version from fsdp_config, or set it to 2."
-    if config.group_by_length:
-        yield "group_by_length is incompatible with grouped completions. Remove it."

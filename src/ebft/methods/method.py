@@ -50,6 +50,7 @@ class Method(ABC):
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
     phases: ClassVar[dict[str, str]] = {}  # methods of its trainer whose memory `ebft doctor` reports, by phase
     samples_blocks: ClassVar[bool] = False  # whether rollouts start within a document, so that a row must fit a block
+    runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
 
     # Config
 

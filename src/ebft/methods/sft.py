@@ -21,6 +21,7 @@ class SFT(Method):
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
+    runs_plain_model = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"

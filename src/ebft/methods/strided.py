@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.options import StridedOptions, StructuredOptions, check_trainable, resolve_single_sample
+from ebft.config.option_checks import check_trainable, resolve_single_sample
+from ebft.config.options import StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import (

@@ -13,7 +13,9 @@ from ebft.errors import ModelError
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
-    """The causal LM itself, unwrapped from a PEFT adapter if there is one."""
+    """The causal LM itself, unwrapped from a PEFT adapter if there is one, and from an engine of DeepSpeed."""
+    if type(model).__name__ == "DeepSpeedEngine":  # around the reference model of TRL
+        model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

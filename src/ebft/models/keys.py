@@ -1,8 +1,8 @@
-"""Config keys of the base model, its tokenizer, attention and adapter."""
+"""Config keys of the base model, its tokenizer, attention and adapter, and of sharding it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
 
@@ -128,3 +128,64 @@ class AdapterKeys(Section):
 
 class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):
     """Every key that loading a model reads."""
+
+
+# Keys of FSDP1 that change nothing under FSDP2, and other names of keys.
+_OF_FSDP1 = ("sync_module_states", "use_orig_params", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
+_FSDP_NAMES = {
+    "fsdp_version": "version",
+    "offload_params": "cpu_offload",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "sharding_strategy": "reshard_after_forward",
+}
+_FSDP_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+
+
+class FSDPKeys(Section):
+    """The section `fsdp_config:`; its keys may have the prefix `fsdp_`."""
+
+    version: int | None = Field(None, description="2, the default. FSDP1 is not supported.")
+    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = Field(
+        "FULL_STATE_DICT",
+        description="FULL_STATE_DICT gathers the weights and the optimizer state of a checkpoint on one process, and "
+        "saves them as a run without FSDP does. With SHARDED_STATE_DICT, every process saves its own part.",
+    )
+    final_state_dict_type: Literal["FULL_STATE_DICT"] = Field(
+        "FULL_STATE_DICT", description="No effect: the final model is always gathered and saved as safetensors."
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="Free the gathered parameters of a layer after its forward pass. With false, all of them stay in "
+        "memory until the backward pass, and each layer is gathered once per step.",
+    )
+    cpu_offload: bool = Field(False, description="Keep parameters, gradients and optimizer state in CPU memory.")
+    cpu_ram_efficient_loading: bool = Field(
+        False, description="Read the weights on one process per machine only, which sends the others their parts."
+    )
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = Field(
+        "TRANSFORMER_BASED_WRAP",
+        description="The modules that are gathered one at a time: decoder layers, modules with more than "
+        "min_num_params parameters, or only the model as a whole.",
+    )
+    transformer_layer_cls_to_wrap: str | list[str] | None = Field(
+        None, description="Class names of the decoder layers. If unset, those that the model declares."
+    )
+    min_num_params: int = Field(0, ge=0, description="Number of parameters for SIZE_BASED_WRAP.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute the activations of each decoder layer. SFT only; see gradient_checkpointing."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_spellings(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        found = {}
+        for key, value in data.items():
+            name = key.removeprefix("fsdp_") if isinstance(key, str) else key
+            name = _FSDP_NAMES.get(name, name)
+            if name == "reshard_after_forward" and isinstance(value, str):
+                value = _FSDP_RESHARDS.get(value.upper(), value)
+            if name not in _OF_FSDP1:
+                found[name] = value
+        return found

@@ -1,5 +1,6 @@
-"""Fallbacks, with a warning, for attention implementations and devices that this machine does not have."""
+"""Where models are placed: fallbacks, with a warning, for what this machine does not have, and GPUs that are idle."""
 
+import os
 import warnings
 from importlib.util import find_spec
 
@@ -7,6 +8,7 @@ import torch
 
 from ebft.over_transformers import is_flash_attn_2_available, is_flash_attn_3_available
 
+_IDLE = 0.9  # free part of the memory of a GPU that no program uses; drivers and displays take some
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
@@ -51,3 +53,17 @@ def _exists(place: str | int) -> bool:
         number = place.partition(":")[2] or "0"
         place = int(number) if number.isdigit() else -1
     return not isinstance(place, int) or 0 <= place < torch.cuda.device_count()
+
+
+def spare_gpu(taken: int | None, needed: int) -> str | None:
+    """Return a GPU other than number `taken` that is idle and has `needed` free bytes, such as cuda:1; None if none is.
+
+    Idle GPUs have nearly all of their memory free, so a GPU of a vLLM server or of another run is not one. None if
+    there are several training processes, each of which has a GPU.
+    """
+    count = torch.cuda.device_count()
+    if taken is None or count < 2 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return None
+    memory = {index: torch.cuda.mem_get_info(index) for index in range(count) if index != taken}
+    idle = {index: free for index, (free, total) in memory.items() if free >= _IDLE * total and free > needed}
+    return f"cuda:{max(idle, key=idle.__getitem__)}" if idle else None

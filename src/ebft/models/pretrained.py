@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.fetch.catalog import is_gguf
+from ebft.models.config_file import check_model_config
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.models.weights import check_readable_tensors, load_complete
 from ebft.paths import exists
@@ -44,6 +45,8 @@ def _check_settings(path: Path, key: str) -> None:
         ) from error
     if not isinstance(values, dict):
         raise ModelError(f"{key}: {path} must contain a JSON object, got {values!r:.60}. Copy or download it again.")
+    if path.name == "config.json":
+        check_model_config(values, path, key)
 
 
 def pretrained_config(name: str, **options: Any) -> Any:

@@ -24,7 +24,7 @@ def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
         return None
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{key} requires the package bitsandbytes: pip install '.[qlora]' in a clone of ebft")
+        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     if not torch.cuda.is_available():
         raise ModelError(
             f"{key} requires a CUDA device, but none is available. Remove {key} (and set adapter: lora) to train on "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, PeftType
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ebft.data.locate import lasting_name
@@ -26,10 +28,38 @@ def read_adapter_config(folder: Path) -> PeftConfig:
         raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). Save the adapter again.") from error
     if not isinstance(values, dict) or "peft_type" not in values:
         raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
+    _check_values(values, path)
     try:
         return PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # PEFT does not check the types of the values
         raise ModelError(f"{path} is not the configuration of an adapter: {cause(error)}.") from error
+
+
+def _check_values(values: dict[str, Any], path: Path) -> None:
+    """Raise ModelError for values that PEFT does not check."""
+    kind = values["peft_type"]
+    if not isinstance(kind, str) or kind not in PeftType.__members__:
+        expected = ", ".join(PeftType.__members__)
+        raise ModelError(f"{path}: peft_type: invalid value {kind!r:.60}; expected one of {expected}.")
+    if kind != PeftType.LORA:
+        return
+    rank, alpha = values.get("r", 1), values.get("lora_alpha", 1)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ModelError(f"{path}: r: invalid value {rank!r:.60}; expected a positive integer.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"{path}: lora_alpha: invalid value {alpha!r:.60}; expected a number.")
+
+
+def _check_finite(path: Path) -> None:
+    """Raise ModelError if a weight of an adapter is NaN or infinite, as after training that diverged."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ModelError(
+                    f"{path} contains NaN or infinite values ({name}), so the model would generate random text. Use "
+                    "an earlier checkpoint, or train again with a lower learning_rate"
+                )
 
 
 def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> PeftModel:
@@ -45,6 +75,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> Pef
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
         check_readable_tensors(folder / WEIGHTS)
+        _check_finite(folder / WEIGHTS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

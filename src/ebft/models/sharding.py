@@ -9,9 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, StateDictType
 
 from ebft.errors import ConfigError
 
@@ -21,7 +28,43 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def check_version(accelerator: Any, reference: nn.Module | None, compares_weights: bool) -> None:
+def is_enabled(accelerator: Any) -> bool:
+    """Whether the accelerator shards the models that it prepares."""
+    return _plugin(accelerator) is not None
+
+
+def saves_parts(accelerator: Any) -> bool:
+    """Whether every process saves its own part of checkpoints."""
+    plugin = _plugin(accelerator)
+    return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+
+
+def shard_on_cpu(accelerator: Any, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Make an accelerator shard models over processes on CPU, where accelerate ignores its plugin for FSDP."""
+    state = accelerator.state
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+
+def load_on_first_process(args: Any) -> None:
+    """Make `from_pretrained` read weights on the first process of each machine only, if the arguments ask for it.
+
+    The others have zeros until the model is sharded, when they receive their parts.
+    """
+    if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
+        enable_fsdp_ram_efficient_loading()
+
+
+def load_on_every_process() -> None:
+    """Make `from_pretrained` read weights on every process from here on: only the policy receives them later."""
+    disable_fsdp_ram_efficient_loading()
+
+
+def check_version(accelerator: Any, compares_weights: bool = False) -> None:
     """Raise ConfigError for FSDP1, and if weights that only the first process has loaded are used before training.
 
     `compares_weights`: whether they are compared with those of a server.
@@ -34,11 +77,10 @@ def check_version(accelerator: Any, reference: nn.Module | None, compares_weight
             "FSDP1 is not supported: completions are sampled and scored in programs that run inside the forward of the "
             "outermost module, which FSDP1 does not allow. Remove version from fsdp_config, or set it to 2."
         )
-    if plugin.cpu_ram_efficient_loading and (reference is not None or compares_weights):
-        what = "a vLLM server" if compares_weights else "beta > 0 without an adapter"
+    if plugin.cpu_ram_efficient_loading and compares_weights:
         raise ConfigError(
-            f"{what} is incompatible with cpu_ram_efficient_loading, with which only the first process has the weights "
-            "before training. Set cpu_ram_efficient_loading: false in fsdp_config."
+            "a vLLM server is incompatible with cpu_ram_efficient_loading, with which only the first process has the "
+            "weights before training. Set cpu_ram_efficient_loading: false in fsdp_config."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from ebft.errors import ModelError
 from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
-from ebft.models.pretrained import explained, find_model, pretrained_tokenizer
+from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_tokenizer
+from ebft.paths import exists
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -29,6 +31,7 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the files may contain anything
+        _check_config(config, name, key)
         raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {explained(error)}") from error
     special = config.special_tokens.model_dump(exclude_none=True)
     if special:
@@ -36,6 +39,16 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
     _ensure_pad_token(tokenizer)
     apply_chat_template_choice(tokenizer, config.chat_template)
     return tokenizer
+
+
+def _check_config(config: ModelSettings, name: str, key: str) -> None:
+    """Raise ModelError if config.json cannot be read, which transformers does to find the class of a tokenizer."""
+    if not exists(Path(name) / "config.json"):
+        return
+    try:
+        pretrained_config(name, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        raise ModelError(f"{key}: {Path(name) / 'config.json'} cannot be used: {explained(error)}") from error
 
 
 def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

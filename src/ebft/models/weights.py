@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, cause
+from ebft.models.sharded_files import WEIGHTS as PARTS
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _SHOWN = 5  # names of tensors in messages
@@ -58,17 +59,27 @@ def load_complete(name: str, **options: Any) -> PreTrainedModel:
 
 def refuse_pickles(folder: Path) -> None:
     """Raise ModelError for a folder without safetensors whose weights are pickles, which can run code when loaded."""
+    if (folder / PARTS).is_dir() and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder} is a checkpoint that FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use the "
+            "folder that it prints"
+        )
     if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return
-    found = sorted(
-        path.name for pattern in _PICKLES for path in folder.glob(pattern) if path.name != "training_args.bin"
-    )
+    found = pickles(folder)
     if found:
         raise ModelError(
             f"{_some(found)} in {folder} may be a pickle, which can run code when it is loaded, so it is not read. If "
             "you trust its source, load it in Python with transformers or PEFT, and save it with "
             "save_pretrained(FOLDER), which writes safetensors"
         )
+
+
+def pickles(folder: Path) -> list[str]:
+    """The names of the files in a folder that may be weights in a pickle."""
+    other = ("training_args.bin", "optimizer.pt", "scheduler.pt")
+    found = (path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    return sorted(name for name in found if name not in other and not name.startswith("rng_state"))
 
 
 def check_readable_tensors(file: Path) -> None:

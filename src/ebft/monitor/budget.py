@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
@@ -28,7 +28,7 @@ class Budget:
     """Totals of a run; the amounts added on each rank are included at the end of every optimizer step."""
 
     def __init__(self) -> None:
-        self.meter = FlopMeter()
+        self.meter: FlopMeter = FlopMeter()
         self.restart({})
 
     def restart(self, spent: dict[str, float]) -> None:
@@ -62,7 +62,7 @@ class CountsBudget:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.budget = Budget()
+        self.budget: Budget = Budget()
         self.add_callback(KeepBudget(self))
 
     def computing_models(self) -> list[nn.Module]:
@@ -73,7 +73,7 @@ class CountsBudget:
         with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
             return super().train(*args, **kwargs)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         with self.budget.meter.counting():
             return super().training_step(model, inputs, num_items_in_batch)
 

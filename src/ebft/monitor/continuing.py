@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ebft.dashboard.files import HEALTH, METRICS, PREVIOUS, REPORT, RUN, parse, read_object, rollout_files
+from ebft.dashboard.files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, RUN, parse, read_object, rollout_files
 
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as all files are written
 
@@ -46,28 +46,37 @@ def _is_before(line: bytes, step: int) -> bool:
     return isinstance(value, int | float) and value < step
 
 
-def set_aside(folder: Path, paths: Iterable[Path]) -> Path | None:
-    """Move existing `paths` to a new folder `previous/1`, `previous/2`, ... inside `folder`.
+def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -> Path | None:
+    """Move existing `paths` of `folder` to `target`, by default a new `previous/1`, `previous/2`, ... inside `folder`.
 
-    Returns that folder, or None if there are none. What is in the folders of earlier runs is never replaced.
+    Paths keep their place below the folder. Returns the target, or None if no path exists. What is in the folders of
+    earlier runs is never replaced.
     """
     found = [path for path in paths if path.exists()]
     if not found:
         return None
-    target = _new_previous(folder / PREVIOUS)
+    target = target or _new_previous(folder / PREVIOUS)
     for path in found:
-        os.replace(path, target / path.name)
+        to = target / path.relative_to(folder)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, to)
     return target
 
 
-def set_run_aside(folder: Path) -> None:
-    """Move the files that describe an earlier run in `folder`, apart from its log, to a new folder in `previous`."""
-    set_aside(folder, [*(folder / name for name in (METRICS, RUN, HEALTH, REPORT)), *rollout_files(folder)])
+def set_run_aside(folder: Path, target: Path | None = None) -> None:
+    """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
+    names = (METRICS, RUN, HEALTH, REPORT, EVALUATION)
+    set_aside(folder, [*(folder / name for name in names), *rollout_files(folder)], target)
+
+
+def set_evaluation_aside(folder: Path) -> None:
+    """Move the evaluation of the model that a resumed run trains further to a new folder in `previous`."""
+    set_aside(folder, [folder / EVALUATION])
 
 
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
-    if any((folder / name).is_file() for name in (METRICS, HEALTH)) or rollout_files(folder):
+    if any((folder / name).is_file() for name in (METRICS, HEALTH, EVALUATION)) or rollout_files(folder):
         return True
     run = read_object(folder / RUN) or {}
     return run.get("state") == "finished" or bool(run.get("global_step"))

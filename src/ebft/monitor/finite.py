@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ebft.errors import NonFiniteLossError
 
@@ -17,25 +18,26 @@ class StopOnNonFinite:
     the gradient scaler, which skips the update and reduces its scale.
     """
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise NonFiniteLossError(
-                f"The loss is {loss.item()} at step {self.state.global_step}, in a batch of {_describe(inputs)}. "
+                f"The loss is {loss.item()} at step {self.state.global_step + 1}, in a batch of {_describe(inputs)}. "
                 + _HINT
             )
         return loss
 
-    def _get_grad_norm(self, model, grad_norm=None):
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16 and not math.isfinite(norm):
-            raise NonFiniteLossError(f"The gradient norm is {norm} at step {self.state.global_step}. " + _HINT)
+            raise NonFiniteLossError(f"The gradient norm is {norm} at step {self.state.global_step + 1}. " + _HINT)
         return norm
 
 
 _HINT = (
-    "The update was not applied, and saved checkpoints are valid. Reduce learning_rate or check these documents, then "
-    "resume training with resume_from_checkpoint."
+    "The update was not applied, and saved checkpoints are valid. Check these documents and resume training, or "
+    "start a new run from the weights of a checkpoint with a smaller learning_rate (lora_model_dir or base_model): "
+    "resuming would keep the learning rate."
 )
 
 

@@ -22,11 +22,13 @@ class PhaseMemory:
 
     Phases may be nested; memory used in an inner phase counts for the inner one only. On CUDA, the memory that PyTorch
     allocated on the current device; otherwise the resident memory of the process, whose high-water mark Linux lets a
-    process reset. Elsewhere (`is_exact` is False) a phase is reported with the peak of the process so far.
+    process reset. Elsewhere (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in`
+    is the innermost phase in which an exception was raised.
     """
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
+        self.failed_in: str | None = None
         self._active: list[str] = []
         self._on_cuda = torch.cuda.is_available()
         gc.collect()
@@ -38,6 +40,9 @@ class PhaseMemory:
         self.begin(name)
         try:
             yield
+        except Exception:
+            self.failed_in = self.failed_in or self._active[-1]
+            raise
         finally:
             self.end()
 

@@ -24,8 +24,9 @@ class RolloutLog:
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
-    created when the first entry is written. A file that cannot be written gives one warning, and training continues.
-    When a run resumes, `continue_from` removes the entries of the steps that it repeats.
+    created when the first entry is written. The `step` of an entry is that of the log of its update: the first is 1. A
+    file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
+    the entries of the steps that it repeats.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = _MAX_BYTES) -> None:
@@ -49,7 +50,7 @@ class RolloutLog:
             self._warn(error)
 
     def continue_from(self, step: int) -> None:
-        """Remove the entries of `step` and later ones; at step 0, move the files to a folder in `previous` instead."""
+        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
         if self._handler is not None:
             self._handler.close()
             self._handler = None
@@ -59,7 +60,7 @@ class RolloutLog:
                 set_aside(self.path.parent, files)
             else:
                 for path in files:
-                    remove_from_step(path, step)
+                    remove_from_step(path, step + 1)
         except OSError as error:
             self._warn(error)
 

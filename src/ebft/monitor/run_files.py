@@ -17,7 +17,7 @@ from typing import Any, Literal
 from transformers import TrainerCallback
 
 from ebft.dashboard.files import HEALTH, METRICS, RUN, START, read_object
-from ebft.monitor.continuing import has_records, remove_from_step, set_run_aside
+from ebft.monitor.continuing import has_records, remove_from_step, set_evaluation_aside, set_run_aside
 
 State = Literal["running", "finished", "stopped", "failed"]
 _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
@@ -57,6 +57,10 @@ class RunFiles(TrainerCallback):
         self._path = self._folder / (START if has_records(self._folder) else RUN)
         self._update()
 
+    def describe(self, **facts: Any) -> None:
+        """Add JSON values to the description of the run, with its next update."""
+        self._description = self._description | facts
+
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
         is_unchanged = self._path.name == START
@@ -78,8 +82,11 @@ class RunFiles(TrainerCallback):
         if (read_object(self._folder / RUN) or {}).get("state") != "finished":
             self._use_run_file()
 
-    def begin(self, state: Any) -> None:
-        """Remove the lines of the steps that a resumed run repeats; at step 0, move files of an earlier run away."""
+    def begin(self, state: Any, previous: Path | None = None) -> None:
+        """Remove the lines of the steps that a resumed run repeats, and move the evaluation of its model away.
+
+        At step 0, move the files of an earlier run away: to `previous`, by default a new folder in `previous`.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -88,8 +95,9 @@ class RunFiles(TrainerCallback):
             self._run["resumed_from_step"] = state.global_step
             for name in (METRICS, HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1)
+            self._try(set_evaluation_aside, self._folder)
         elif self._path.name == START:
-            self._try(set_run_aside, self._folder)
+            self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -36,16 +36,21 @@ _REASONS = {
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """
         gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile
-        ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank""",
+        ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank
+        fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type
+        fsdp_config.reshard_after_forward fsdp_config.cpu_offload fsdp_config.cpu_ram_efficient_loading
+        fsdp_config.auto_wrap_policy fsdp_config.transformer_layer_cls_to_wrap fsdp_config.min_num_params
+        fsdp_config.activation_checkpointing""",
     "it only affects checkpoints and logs": """
         output_dir save_strategy save_steps saves_per_epoch save_total_limit save_only_model save_safetensors
         resume_from_checkpoint auto_resume_from_checkpoints logging_steps report_to plugins use_tensorboard use_wandb
         use_trackio trackio_project_name wandb_project wandb_entity wandb_name wandb_run_id wandb_watch
         wandb_log_model wandb_mode hub_model_id hub_strategy hub_private_repo profiler_steps debug strict""",
     "it only affects when and how models are evaluated": """
-        eval_strategy eval_steps evals_per_epoch load_best_model_at_end metric_for_best_model greater_is_better
-        evaluation.metrics evaluation.samples evaluation.pass_at evaluation.temperature evaluation.max_new_tokens
-        evaluation.documents evaluation.bootstrap evaluation.confidence evaluation.per_document""",
+        eval_strategy eval_steps eval_on_start evals_per_epoch load_best_model_at_end metric_for_best_model
+        greater_is_better evaluation.metrics evaluation.samples evaluation.pass_at evaluation.temperature
+        evaluation.max_new_tokens evaluation.documents evaluation.bootstrap evaluation.confidence
+        evaluation.per_document""",
     "it only affects rollouts, rewards and losses": """
         ebft.shared_prefix ebft.disable_dropout ebft.feature_layers ebft.embed_method ebft.use_whitening
         ebft.whitening_space ebft.alignment_coef ebft.diversity_coef ebft.feature_device ebft.ce_coef

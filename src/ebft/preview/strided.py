@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.options import EBFTSection
 from ebft.data.collator import DocumentCollator
 from ebft.preview.view import Block, Part, RowView, TokenTexts, counted
+from ebft.strided.config import BLOCK_OPTIONS
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.trainer import BLOCK_OPTIONS
 
 CONTEXT = 8  # tokens shown before an anchor
 

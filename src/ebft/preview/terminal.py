@@ -32,14 +32,19 @@ def legend() -> Text:
     )
 
 
-def show_reports(reports: list[SectionReport]) -> Iterator[Text]:
-    """The documents and rows of each section, with some documents for each reason."""
+def show_reports(reports: list[SectionReport], are_printed: bool = False) -> Iterator[Text]:
+    """The documents and rows of each section, with some documents for each reason.
+
+    If `are_printed`, the line of each section was printed when its rows were loaded, and is not repeated.
+    """
     for report in reports:
-        yield Text(str(report), style="bold")
+        if not are_printed:
+            yield Text(str(report), style="bold")
         for reason, count in report.counts.items():
             examples = report.examples.get(reason, [])
             more = ", ..." if count > len(examples) else ""
-            yield Text(f"  {count:,} {reason}: {', '.join(examples)}{more}")
+            section = f"{report.section}:" if are_printed else " "
+            yield Text(f"{section} {count:,} {reason}: {', '.join(examples)}{more}")
 
 
 def show_row(title: str, view: RowView) -> Iterator[RenderableType]:

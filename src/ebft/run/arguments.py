@@ -8,6 +8,8 @@ from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.run.checks import Machine
+from ebft.run.deepspeed import deepspeed_settings
+from ebft.run.fsdp import fsdp_arguments
 from ebft.run.trackers import trackers
 
 _SAME_NAME = (
@@ -28,7 +30,6 @@ _SAME_NAME = (
     "tf32",
     "gradient_checkpointing",
     "torch_compile",
-    "deepspeed",
     "output_dir",
     "save_total_limit",
     "save_only_model",
@@ -60,6 +61,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
         "bf16": use_bf16(config, machine),
+        "deepspeed": deepspeed_settings(config.deepspeed),
         "use_cpu": not machine.has_accelerator,
         "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
         "report_to": trackers(config),
@@ -72,8 +74,8 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     per_epoch = config.method.steps_per_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
-    kwargs |= _best_model(config) if has_eval else {}
-    kwargs |= _fsdp(config)
+    kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
+    kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
     return {name: value for name, value in kwargs.items() if value is not None}
 
@@ -108,17 +110,3 @@ def _best_model(config: RunConfig) -> dict[str, Any]:
     if greater is None:
         greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
     return {"metric_for_best_model": metric, "greater_is_better": greater}
-
-
-def _fsdp(config: RunConfig) -> dict[str, Any]:
-    """FSDP arguments of transformers 5: one switch, and options without the older prefix `fsdp_`."""
-    if not config.fsdp:
-        return {}
-    details = {key.removeprefix("fsdp_"): value for key, value in (config.fsdp_config or {}).items()}
-    words = config.fsdp.split() if isinstance(config.fsdp, str) else config.fsdp
-    if isinstance(words, list):
-        if "offload" in words:
-            details.setdefault("cpu_offload", True)
-        if "shard_grad_op" in words:
-            details.setdefault("reshard_after_forward", False)
-    return {"fsdp": True, "fsdp_config": details or None}

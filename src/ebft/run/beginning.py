@@ -1,5 +1,6 @@
 """What happens to the files of an earlier run in the output folder when training really begins."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ from transformers import Trainer, TrainerCallback
 
 from ebft.config.schema import RunConfig
 from ebft.errors import SaveError
+from ebft.monitor.continuing import set_aside
 from ebft.monitor.run_files import RunFiles
-from ebft.run.checkpoints import set_later_aside
-from ebft.run.final import forget_final
+from ebft.run.checkpoints import checkpoint_folders, set_later_aside
+from ebft.run.final import final_files, forget_final
 
 
 class Beginning(TrainerCallback):
@@ -23,18 +25,35 @@ class Beginning(TrainerCallback):
         self._config, self._trainer, self._files = config, trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.should_save:
-            self._leave_earlier_run(state.global_step)
+        previous = self._leave_earlier_run(state.global_step) if args.should_save else None
         if self._files is not None:
-            self._files.begin(state)
+            self._files.begin(state, previous)
         self._trainer.accelerator.wait_for_everyone()
 
-    def _leave_earlier_run(self, step: int) -> None:
+    def _leave_earlier_run(self, step: int) -> Path | None:
+        """The folder that the files of an earlier run were moved to, if this run is a new one."""
         output_dir = Path(self._config.output_dir)
         try:
-            if step == 0 or self._config.resume_from_checkpoint is not None:
+            if step == 0:
+                return set_earlier_aside(self._config)
+            if self._config.resume_from_checkpoint is not None:
                 forget_final(output_dir)
-            if step > 0:
-                set_later_aside(self._config)
+            set_later_aside(self._config)
         except OSError as error:
             raise SaveError.of(output_dir, error) from error
+        return None
+
+
+def set_earlier_aside(config: RunConfig) -> Path | None:
+    """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
+
+    Otherwise, auto_resume_from_checkpoints would continue from them, and the model would be taken for that of this run.
+    Returns the folder, or None if there are none.
+    """
+    output_dir = Path(config.output_dir)
+    checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
+    target = set_aside(output_dir, [*checkpoints, *final])
+    if target is not None:
+        what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
+        warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
+    return target

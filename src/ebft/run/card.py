@@ -1,6 +1,7 @@
 """The model card of a run: model, method, data, config and results."""
 
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from huggingface_hub import ModelCardData
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
+from ebft.fetch.catalog import pinned_model
 from ebft.secrets import without_secrets, without_secrets_in_text
 
 # Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
@@ -30,12 +32,21 @@ def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
     parts = [_header(config), _summary(config), _config(config), _results(metrics)]
     if config.method.citation:
         parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return _without_home("\n\n".join(part for part in parts if part)) + "\n"
+
+
+def _without_home(text: str) -> str:
+    """`text` with `~` in place of the home folder, whose name is private."""
+    home = str(Path.home())
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=[/`'\"\s]|$)", "~", text, flags=re.MULTILINE)
 
 
 def _header(config: RunConfig) -> str:
+    fetched = pinned_model(config.base_model)
+    local = base_name(config.base_model, config.gguf_file)
     header = ModelCardData(
-        base_model=without_secrets_in_text(base_name(config.base_model, config.gguf_file)),
+        base_model=without_secrets_in_text(local) if fetched is None else fetched[1].hub_id,
+        license=None if fetched is None else fetched[1].license,
         library_name="peft" if config.adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[config.method.tag],
@@ -49,8 +60,19 @@ def _summary(config: RunConfig) -> str:
     weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
     data = "\n".join(f"- `{entry.path}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets)
     return without_secrets_in_text(
-        f"# {Path(config.output_dir).name}\n\nThis is {weights} `{config.base_model}`, trained by {method} with "
+        f"# {Path(config.output_dir).name}\n\nThis is {weights} {_base(config)}, trained by {method} with "
         f"`ebft` {version('ebft')}.\n\n## Data\n\n{data}"
+    )
+
+
+def _base(config: RunConfig) -> str:
+    """The base model in a sentence: its name, and the origin of a fetched model."""
+    fetched = pinned_model(config.base_model)
+    if fetched is None:
+        return f"`{config.base_model}`"
+    name, model = fetched
+    return (
+        f"`{name}` ({model.hub_id}, {model.license}, from {Path(model.member).name} in {model.package} {model.version})"
     )
 
 

@@ -1,17 +1,23 @@
 """Finding the checkpoint to resume a run from."""
 
+import json
 import math
+import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
+from ebft.config.yaml_text import YAMLError, parse_yaml
+from ebft.dashboard.files import PREVIOUS
 from ebft.errors import ConfigError
-from ebft.monitor.continuing import set_aside
+from ebft.monitor.continuing import has_records, set_aside
 from ebft.run.final import final_step
 from ebft.run.integrity import STATE, DamagedError, check_complete, has_optimizer_state, read_json
 from ebft.run.same_run import check_same_run
+
+_RESUME = "resume_from_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,13 @@ def find_checkpoints(config: RunConfig) -> Found:
     """The checkpoints of an earlier run that the config asks to resume. Raises ConfigError if a named one is unusable.
 
     Damaged checkpoints are skipped with a warning, if no particular one is configured. A new run whose output_dir has
-    checkpoints of an earlier one gives a warning.
+    checkpoints of an earlier one gives a warning, and so does a checkpoint of another folder than an output_dir in use.
     """
     output_dir = Path(config.output_dir)
     if config.resume_from_checkpoint is not None:
         named = _named(Path(config.resume_from_checkpoint), output_dir)
         found = Found(named, named if has_optimizer_state(named) else None)
+        _warn_of_another_folder(named, output_dir)
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
     else:
@@ -60,6 +67,11 @@ def find_checkpoints(config: RunConfig) -> Found:
     for folder in {found.newest, found.resumable} - {None}:
         check_same_run(config, folder)
     return found
+
+
+def checkpoint_folders(output_dir: Path) -> list[Path]:
+    """All folders of checkpoints in `output_dir`, also damaged ones, the lowest step first."""
+    return sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir() and _step(path) >= 0), key=_step)
 
 
 def set_later_aside(config: RunConfig) -> None:
@@ -72,9 +84,7 @@ def set_later_aside(config: RunConfig) -> None:
     named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
     step = step_of(named)
     later = [
-        folder
-        for folder in sorted(output_dir.glob("checkpoint-*"), key=_step)
-        if folder.is_dir() and _step(folder) >= step and not folder.samefile(named)
+        folder for folder in checkpoint_folders(output_dir) if _step(folder) >= step and not folder.samefile(named)
     ]
     target = set_aside(output_dir, later)
     if target is not None:
@@ -89,14 +99,28 @@ def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | N
     return next(_complete(output_dir, last_step, reads_all=False), None)
 
 
+def checkpoint_hint(folder: Path, use: str) -> str:
+    """For messages about a folder without a final model: its newest checkpoint, and how to use it; empty if none.
+
+    `use` has `{}` in place of the folder of the checkpoint.
+    """
+    newest = newest_checkpoint(folder) if folder.is_dir() else None
+    if newest is None:
+        return ""
+    return f"It has only checkpoints of a run that did not finish; to use the newest: {use.format(newest)}"
+
+
 def step_of(checkpoint: Path) -> int:
     """The optimizer step of a complete checkpoint, or of the final model in an output folder."""
     return read_json(checkpoint / STATE)["global_step"]
 
 
-def how_to_resume(output_dir: Path, step: int, resumed: str | None) -> str:
-    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any."""
-    newest = newest_checkpoint(output_dir, last_step=step)  # later ones are from another run
+def how_to_resume(config: RunConfig, step: int, resumed: str | None, command: Sequence[str] | None = None) -> str:
+    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any.
+
+    `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
+    """
+    newest = newest_checkpoint(Path(config.output_dir), last_step=step)  # later ones are from another run
     if newest is None and resumed is not None:
         newest = Path(resumed)
     if newest is None:
@@ -107,7 +131,24 @@ def how_to_resume(output_dir: Path, step: int, resumed: str | None) -> str:
             f"Stopped at step {step}. The model was saved in {newest}, but training cannot be resumed from it: it has "
             "no optimizer state (save_only_model: true)."
         )
-    return f"Stopped at step {step}. Resume with: ebft train CONFIG resume_from_checkpoint={newest}"
+    automatic = config.auto_resume_from_checkpoints and config.resume_from_checkpoint is None
+    is_found = automatic and newest_checkpoint(Path(config.output_dir)) == newest
+    if command is None:
+        setting = "" if is_found else f" and resume_from_checkpoint={newest}"
+        return f"Stopped at step {step}. Resume by starting the run again, with the same config{setting}"
+    words = [word for word in command if word.partition("=")[0].strip() != _RESUME]
+    if not is_found:
+        end = words.index("--") if "--" in words else len(words)  # options for a launcher follow
+        words.insert(end, f"{_RESUME}={_as_yaml(str(newest))}")
+    return f"Stopped at step {step}. Resume with: {shlex.join(words)}"
+
+
+def _as_yaml(text: str) -> str:
+    """A text as the value of an override."""
+    try:
+        return text if parse_yaml(text) == text else json.dumps(text)
+    except YAMLError:
+        return json.dumps(text)
 
 
 def _newest_of(output_dir: Path) -> Found:
@@ -126,8 +167,8 @@ def _complete(
     output_dir: Path, last_step: float = math.inf, *, warn: bool = False, reads_all: bool = True
 ) -> Iterator[Path]:
     """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning."""
-    for folder in sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir()), key=_step, reverse=True):
-        if not 0 <= _step(folder) <= last_step:
+    for folder in reversed(checkpoint_folders(output_dir)):
+        if _step(folder) > last_step:
             continue
         try:
             check_complete(folder, reads_all)
@@ -145,8 +186,21 @@ def _warn_of_earlier_run(output_dir: Path) -> None:
     if newest is not None:
         warnings.warn(
             f"output_dir: {output_dir} has checkpoints of an earlier run, up to {newest.name}. This run does not "
-            "resume from them, but auto_resume_from_checkpoints would later continue from the highest step of both "
-            "runs. Set another output_dir, or delete them.",
+            "resume from them (auto_resume_from_checkpoints: false): when its training begins, they are moved to a "
+            f"new folder in {output_dir / PREVIOUS}.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
+    """Warn if a run continues from another folder than its own, and its own contains a run already."""
+    if named.resolve().parent == output_dir.resolve() or named.resolve() == output_dir.resolve():
+        return
+    if has_records(output_dir) or newest_checkpoint(output_dir) is not None:
+        warnings.warn(
+            f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
+            "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of the "
+            f"checkpoint. Set output_dir to {named.parent} or to a new folder.",
             stacklevel=3,
         )
 

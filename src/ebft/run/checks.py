@@ -1,10 +1,9 @@
 """Checks that a valid config can be trained, with this version and on this machine."""
 
-import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ebft.config.rules import INTERACTIVE
@@ -12,6 +11,8 @@ from ebft.config.schema import RunConfig
 from ebft.data.locate import lasting_name
 from ebft.data.transform_names import built_in, check_transform
 from ebft.errors import ConfigError, shortened
+from ebft.run.deepspeed import check_deepspeed
+from ebft.run.fsdp import offloads
 from ebft.run.optimizer import check_optimizer
 from ebft.run.trackers import check_report_to
 
@@ -28,21 +29,31 @@ class Machine:
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError, with an alternative, for settings that this machine does not support."""
-    if config.fsdp and not machine.has_accelerator:
-        raise ConfigError("fsdp requires GPUs, but none is available. Remove fsdp: several processes on a CPU use DDP.")
+    if config.fsdp and not machine.has_accelerator and offloads(config):
+        raise ConfigError("fsdp: parameters cannot be offloaded to the CPU in a run on CPU. Remove cpu_offload.")
+    if config.deepspeed is not None and not machine.has_accelerator:
+        raise ConfigError(
+            "deepspeed requires GPUs: on CPU, accelerate lets each process train on all rows. Remove deepspeed to use "
+            "DDP, or set fsdp: true, which also runs on CPU."
+        )
     if config.fsdp and machine.processes == 1:
         raise ConfigError(
-            "fsdp shards the model over several processes, but only one runs. Launch several, for example torchrun "
-            "--nproc-per-node 2 -m ebft.cli train CONFIG, or remove fsdp."
+            "fsdp shards the model over several processes, but only one runs. Start several, for example ebft train "
+            "CONFIG --num-processes 2, or remove fsdp."
         )
+    if config.fsdp and not machine.has_accelerator:
+        warnings.warn("fsdp on CPU is slow, and only useful for tests: DDP is faster if the model fits.", stacklevel=2)
     if config.fp16 and not machine.has_accelerator:
         raise ConfigError("fp16: true requires a GPU, but none is available. Remove it, or set bf16: true.")
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
 
 
-def check_runnable(config: RunConfig) -> None:
-    """Raise ConfigError or DataError, with an alternative, for a valid config that cannot be trained."""
+def check_runnable(config: RunConfig, processes: int | None = None) -> None:
+    """Raise ConfigError or DataError, with an alternative, for a valid config that cannot be trained.
+
+    `processes`: the number of processes that will train; None: that of the launch to which this process belongs.
+    """
     if config.sample_packing and config.group_by_length:
         raise ConfigError(
             "group_by_length groups rows by length, but sample_packing fills all rows up to sequence_len. Remove one."
@@ -51,10 +62,10 @@ def check_runnable(config: RunConfig) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     check_types(config)
-    _check_processes(config)
+    _check_processes(config, int(os.environ.get("WORLD_SIZE", 1)) if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
     _check_not_overwritten(config)
-    _check_deepspeed(config.deepspeed)
+    check_deepspeed(config)
     check_report_to(config)
     check_optimizer(config)
     if config.plugins:
@@ -82,14 +93,13 @@ def check_types(config: RunConfig) -> None:
         check_transform(entry.type, config.required_rows)
 
 
-def _check_processes(config: RunConfig) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+def _check_processes(config: RunConfig, processes: int) -> None:
     if config.ddp is False and processes > 1:
         raise ConfigError(f"ddp: false, but {processes} processes were launched. Launch one, or remove ddp.")
     if config.ddp and processes == 1:
         raise ConfigError(
-            "ddp: true, but only one process runs. Launch several, for example torchrun --nproc-per-node 2 "
-            "-m ebft.cli train CONFIG, or remove ddp."
+            "ddp: true, but only one process runs. Start several, for example ebft train CONFIG --num-processes 2, or "
+            "remove ddp."
         )
 
 
@@ -107,27 +117,18 @@ def _check_output_dir(folder: Path) -> None:
 
 
 def _check_not_overwritten(config: RunConfig) -> None:
-    """Check that the trained model does not replace the files that training starts from."""
+    """Check that the run neither replaces nor moves the files that training starts from."""
     output = os.path.realpath(config.output_dir)
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
         name = getattr(config, key)
-        if name is not None and os.path.realpath(lasting_name(name)) == output:
+        source = None if name is None else os.path.realpath(lasting_name(name))
+        if source == output:
             raise ConfigError(
                 f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace. "
                 "Choose another folder."
             )
-
-
-def _check_deepspeed(deepspeed: str | dict | None) -> None:
-    if deepspeed is None:
-        return
-    if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
-    if isinstance(deepspeed, dict):
-        return
-    try:
-        json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"deepspeed: {deepspeed} cannot be read as JSON ({error}). Give the path to a JSON file."
-        ) from error
+        if source is not None and source.startswith(os.path.join(output, "checkpoint-")):
+            raise ConfigError(
+                f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
+                "run in the same folder moves away. Choose another folder."
+            )

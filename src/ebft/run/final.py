@@ -86,8 +86,14 @@ def _listed(output_dir: Path) -> dict[str, int]:
         return {}
 
 
+def final_files(output_dir: Path) -> list[Path]:
+    """All files of the final model of an earlier run in `output_dir`, its model card and its mark as the last ones."""
+    mark = output_dir / MARK
+    return [*_files_before(output_dir), output_dir / CARD, mark] if mark.is_file() else _files_before(output_dir)
+
+
 def _files_before(output_dir: Path) -> list[Path]:
-    """The files of the final model of an earlier run in `output_dir`."""
+    """The files of the final model of an earlier run in `output_dir`, apart from its model card and its mark."""
     names = [Path(name) for name in _listed(output_dir)]
     inside = [output_dir / name for name in names if not name.is_absolute() and ".." not in name.parts]
     found = {*inside, *(path for pattern in _WEIGHTS for path in output_dir.glob(pattern))}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ebft.durable import CHECKSUMS, checksum
+from ebft.models.sharded_files import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.run.same_run import RUN_FILE
 
 STATE = "trainer_state.json"
@@ -48,6 +49,7 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
     if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     _check_weights(checkpoint)
+    _check_parts(checkpoint)
     _check_training_state(checkpoint)
     _check_listed(checkpoint, sums, reads_all)
 
@@ -95,8 +97,21 @@ def _check_weights(checkpoint: Path) -> None:
                 raise DamagedError(f"it has no {name}, which {index.name} names")
     if any(checkpoint.glob("adapter_model*")) and not (checkpoint / "adapter_config.json").is_file():
         raise DamagedError("it has no adapter_config.json")
-    if (checkpoint / "adapter_config.json").is_file() and not any(checkpoint.glob("adapter_model*")):
+    has_adapter = any(checkpoint.glob("adapter_model*")) or (checkpoint / WEIGHTS).is_dir()
+    if (checkpoint / "adapter_config.json").is_file() and not has_adapter:
         raise DamagedError("it has no adapter_model.safetensors")
+
+
+def _check_parts(checkpoint: Path) -> None:
+    """Check that the parts of the processes of a sharded run are all there, by the index of each folder."""
+    for folder in (checkpoint / WEIGHTS, checkpoint / OPTIMIZER):
+        if folder.is_dir():
+            try:
+                check_files(folder)
+            except FileNotFoundError as error:
+                raise DamagedError(f"it has no {folder.name}/{INDEX}") from error
+            except (OSError, ValueError) as error:
+                raise DamagedError(f"{folder.name} is damaged ({error})") from error
 
 
 def _check_training_state(checkpoint: Path) -> None:

@@ -1,15 +1,17 @@
 """Ctrl-C or SIGTERM during a run: stop, save a checkpoint of the last completed step, and print how to resume."""
 
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from ebft.launch.worker import has_failed
 from ebft.over_trainer import OverTrainer
 
 
@@ -32,10 +34,11 @@ class StopOnSignal(TrainerCallback):
     """Stops a run on Ctrl-C or SIGTERM: immediately, or where that is not possible, after the step or the save.
 
     Several processes must stop after the same step, so they always complete it and its evaluation. `requested` is set
-    by a signal.
+    by a signal. `command`: the words of the command that started the run, for the message on how to resume.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self.command = command
         self.requested = False
         self.signal_number: int = signal.SIGINT
         self.is_saving_model = False  # set while the final model is saved
@@ -69,6 +72,8 @@ class StopOnSignal(TrainerCallback):
         self.requested, self.signal_number = True, number
         if self._can_stop():
             raise StopRequested
+        if os.environ.get("RANK", "0") != "0" or has_failed():  # a failed process ends the others
+            return
         before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
         print(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", file=sys.stderr)
 
@@ -80,6 +85,11 @@ class StopOnSignal(TrainerCallback):
     def _stop_if_requested(self) -> None:
         if self.requested and not self._is_stopping and self._can_stop():
             raise StopRequested
+
+    def wait_for_others(self) -> None:
+        """Wait until all processes have stopped: launchers end the others soon after the first one has ended."""
+        if self._is_stopping:
+            self._trainer.accelerator.wait_for_everyone()
 
     # An update, its log and its checkpoint are completed
 

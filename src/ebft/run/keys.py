@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from ebft.config.section import NotBlank, Section, paths
 from ebft.data.keys import SeedKeys
 from ebft.evaluation.keys import Steps
-from ebft.models.keys import PrecisionKeys
+from ebft.models.keys import FSDPKeys, PrecisionKeys
 
 
 class OptimizerKeys(Section):
@@ -115,14 +115,16 @@ class HardwareKeys(PrecisionKeys):
         description="Let DDP search for parameters without gradients, as some mixture-of-experts models require.",
     )
     deepspeed: str | dict[str, Any] | None = Field(
-        None, description="DeepSpeed configuration: the path to a JSON file, or a mapping."
+        None,
+        description="DeepSpeed configuration: zero1, zero2, zero3 or zero3_offload (see `ebft fetch "
+        "deepspeed_configs`), the path to a JSON file, or a mapping. ZeRO-3 is only supported by SFT.",
     )
     fsdp: bool | str | list[str] | None = Field(
-        None, description="Shard the model with FSDP2: true, or FSDP options in the format of transformers."
+        None,
+        description="Shard the model with FSDP2: true, or the older words full_shard, shard_grad_op, auto_wrap and "
+        "offload.",
     )
-    fsdp_config: dict[str, Any] | None = Field(
-        None, description="Additional FSDP options, in the format of transformers."
-    )
+    fsdp_config: FSDPKeys | None = Field(None, description="Options of FSDP2.")
 
     _deepspeed_path = paths("deepspeed")
 

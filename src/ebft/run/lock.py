@@ -18,12 +18,13 @@ LOCK = ".ebft.lock"
 def locked(output_dir: Path) -> Iterator[None]:
     """Hold the lock of `output_dir` on the main process; the operating system releases it when the process dies.
 
-    Raises ConfigError if another run holds it. A file system without locks is a warning.
+    Raises ConfigError if another run holds it. A file system without locks is a warning: a lock that is only a file, as
+    filelock would use there, remains when a process is killed, and then keeps every later run on other machines out.
     """
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    lock = FileLock(output_dir / LOCK)
+    lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:

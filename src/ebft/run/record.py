@@ -30,7 +30,7 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     if os.environ.get("RANK", "0") != "0":
         yield None
         return
-    files = RunFiles(config.output_dir, description(config))
+    files = RunFiles(config.output_dir, description(config) | {"data_digests": data_digests(config)})
     files.start()
     try:
         yield files
@@ -53,16 +53,28 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
         warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
 
 
+def method_of(config: RunConfig) -> str:
+    """The values of the keys that select the method, such as "ebft strided"; its name if they are not set."""
+    return " ".join(filter(None, selecting_keys(config).values())) or config.method.name
+
+
 def description(config: RunConfig) -> dict[str, Any]:
     """What run.json contains about a run in addition to its state, as JSON values."""
     return {
-        "method": " ".join(filter(None, selecting_keys(config).values())) or config.method.name,  # "ebft strided"
+        "method": method_of(config),
         "model": without_secrets(config.base_model),
         "output_dir": config.output_dir,
         "config": without_secrets(config.model_dump(mode="json")),
         "changed": without_secrets(dict(changed_keys(config))),
         "versions": {"python": platform.python_version(), **versions()},
     }
+
+
+def data_digests(config: RunConfig) -> list[str | None]:
+    """A hash of the files of each of `datasets`, by which `ebft evaluate` notices that they have changed."""
+    from ebft.data.fingerprint import content_digest  # imports datasets
+
+    return [content_digest(entry) for entry in config.datasets]
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The settings that must be the same when a run is resumed: saved in every checkpoint, and compared on resuming.
 
 Optimizer state and adapter weights only fit the settings that they were saved with. Other settings, such as
-max_steps and batch sizes, may change; the learning rate is that of the checkpoint.
+max_steps and batch sizes, may change. Settings of the optimizer that the checkpoint restores keep their values, with a
+warning if the config has others.
 """
 
 import json
@@ -17,12 +18,48 @@ from ebft.methods import selecting_keys
 RUN_FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
 _ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
+# Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
+_RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_READ_AGAIN = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm")
+_WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
 
-def write_run_keys(config: RunConfig, folder: Path) -> None:
-    """Write the file of settings into the folder of a checkpoint or of the final model."""
-    write_text(folder / RUN_FILE, json.dumps(run_keys(config), indent=2) + "\n")
+def write_run_keys(config: RunConfig, folder: Path, optimizer: dict[str, Any] | None = None) -> None:
+    """Write the file of settings into the folder of a checkpoint or of the final model.
+
+    `optimizer`: the result of `optimizer_keys`, for a checkpoint with optimizer state.
+    """
+    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (optimizer or {}), indent=2) + "\n")
+
+
+def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
+    """The settings of optimizer and schedule that are in effect, in a run that is resumed from `checkpoint` or new.
+
+    Settings that differ from those of the checkpoint give one warning, which says which of them have an effect.
+    """
+    now = {key: getattr(config, key) for key in (*_RESTORED, *_READ_AGAIN)}
+    path = None if checkpoint is None else checkpoint / RUN_FILE
+    saved = _read(path) if path is not None and path.is_file() else {}
+    changed = [key for key in now if key in saved and now[key] != saved[key]]
+    if not changed:
+        return now
+    restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
+    kept = {key: saved[key] for key in changed if key in restored}
+    facts = [
+        f"{key}: {_text(now[key])} has no effect, the run continues with {_text(saved[key])}"
+        if key in kept
+        else f"{key}: {_text(now[key])} replaces {_text(saved[key])} from here on, without effect on earlier steps"
+        for key in changed
+    ]
+    weights = "base_model" if config.adapter is None else "lora_model_dir"
+    warnings.warn(
+        f"Optimizer settings differ from those of {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
+        f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
+        f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint.",
+        stacklevel=2,
+    )
+    return now | kept
 
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
@@ -44,6 +81,10 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     if (checkpoint / RUN_FILE).is_file():
         saved |= _read(checkpoint / RUN_FILE)
     changed = [key for key in now if key in saved and now[key] != saved[key]]
+    schedule, saved_schedule = config.lr_scheduler, saved.get("lr_scheduler", config.lr_scheduler)
+    if schedule != saved_schedule and not {schedule, saved_schedule}.isdisjoint(_WITH_OWN_STATE):
+        now["lr_scheduler"] = schedule
+        changed.append("lr_scheduler")
     if "base_model" in changed:
         changed.remove("base_model")
         warnings.warn(

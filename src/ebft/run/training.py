@@ -5,38 +5,40 @@ training or resuming, saving.
 """
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
 from ebft.config.schema import RunConfig
+from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
+from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.monitor.run_files import RunFiles
 from ebft.over_trainer import OverTrainer
-from ebft.over_transformers import use_one_gpu
 from ebft.prepared.rows import run_rows
-from ebft.run.arguments import training_kwargs
 from ebft.run.beginning import Beginning
+from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
-from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.checks import check_machine, check_runnable
 from ebft.run.final import final_step, save_final
 from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
-from ebft.run.plugins import add_plugins
 from ebft.run.record import recorded
-from ebft.run.same_run import write_run_keys
+from ebft.run.same_run import optimizer_keys, write_run_keys
+from ebft.run.start_summary import start_summary
 from ebft.run.trackers import wandb_environment
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
@@ -58,18 +60,27 @@ class TrainResult:
     @property
     def outcome(self) -> str:
         """One paragraph on whether the run learned anything."""
-        return training_outcome(self.trainer.state.log_history)
+        return self.describe_outcome()
+
+    def describe_outcome(self, evaluate: str = "ebft evaluate CONFIG") -> str:
+        """The outcome, with `evaluate` as the command that compares the trained model with the base model."""
+        trainer = self.trainer
+        checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
+        unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
+        return training_outcome(trainer.state.log_history, evaluate, unresolved, trainer.eval_dataset is not None)
 
 
-def train(config: RunConfig) -> TrainResult:
+def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResult:
     """Train with the settings of `config` and save model, tokenizer and model card in `config.output_dir`.
+
+    `command` are the words of the command that started the run, if any; they are printed if it is interrupted.
 
     Raises ConfigError, DataError or ModelError (all ValueError) for user errors, if possible before the model is
     loaded; SaveError if a checkpoint or the model cannot be written; TrainingInterrupted (a KeyboardInterrupt) after
     Ctrl-C or SIGTERM, with a checkpoint of the last completed step. A run whose checkpoint is already at the last step
     is not trained further; its saved model is left unchanged if it is complete.
     """
-    stop = StopOnSignal()
+    stop = StopOnSignal(command)
     with stop.listening():
         try:
             return _checked_and_trained(config, stop)
@@ -115,17 +126,24 @@ def _train_with(
     args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
     finished = finished_at(config, found, this_machine(), rows=len(train_data))
     checkpoint = found.checkpoint() if finished is None else None
+    optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
+    if files is not None and finished is None:
+        files.describe(optimizer=optimizer)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
+    load_on_first_process(args)
     model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
-    warn_of_lost_steps(model, config.learning_rate)
+    warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+    trainer.into_checkpoint = [partial(write_run_keys, config, optimizer=optimizer)]
     trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:
         trainer.add_callback(files)
 
     if finished is None:
-        run(trainer, checkpoint, stop)
+        if trainer.is_world_process_zero():
+            print(start_summary(config, trainer.model, train_data, eval_data, checkpoint), file=sys.stderr)
+        run(config, trainer, checkpoint, stop)
     else:
         restore(config, trainer, finished)
         if files is not None:
@@ -138,7 +156,11 @@ def _train_with(
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
     """The training rows as the trainer receives them, and the evaluation rows or None."""
-    rows = run_rows(config, tokenizer)
+    return arranged(config, run_rows(config, tokenizer))
+
+
+def arranged(config: RunConfig, rows: LoadedRows) -> tuple[Any, Any]:
+    """`rows` after the checks of the config's method, with the training rows as its trainer receives them."""
     config.method.check_rows(config, rows)
     return config.method.arrange(config, rows.train), rows.evaluation
 
@@ -155,72 +177,6 @@ def await_server(config: RunConfig) -> None:
         client.close()
 
 
-def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The training arguments for `rows` rows of training data.
-
-    Raises ConfigError for errors that only transformers detects, such as an unknown optimizer.
-    """
-    kwargs = training_kwargs(config, this_machine(), rows, has_eval)
-    try:
-        args = config.method.arguments_class()(**kwargs)
-    except ConfigError:
-        raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"The trainer does not accept these settings: {error}") from error
-    use_one_gpu(args)
-    return args
-
-
-def build_trainer(
-    config: RunConfig,
-    args: TrainingArguments,
-    model: Any,
-    tokenizer: Any,
-    train_data: Any,
-    eval_data: Any,
-    server: VLLMServer | None = None,
-) -> Trainer:
-    """The trainer of the config's method."""
-    trainer = config.method.build_trainer(
-        config,
-        model,
-        tokenizer,
-        server,
-        args=args,
-        train_dataset=train_data,
-        eval_dataset=eval_data,
-        processing_class=tokenizer,
-        callbacks=[ConsoleMetrics()],
-    )
-    trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
-    trainer.into_checkpoint = [partial(write_run_keys, config)]
-    if config.health:
-        trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
-    add_plugins(trainer, config.plugins)
-    for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
-        trainer.remove_callback(printer)
-    if not args.disable_tqdm:
-        trainer.add_callback(ProgressBar)
-    return trainer
-
-
-def this_machine() -> Machine:
-    """The properties of this machine that training arguments and checks depend on."""
-    return Machine(
-        has_accelerator=torch.accelerator.is_available(),
-        supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
-        devices=_devices(),
-    )
-
-
-def _devices() -> tuple[str, ...]:
-    if not torch.accelerator.is_available():
-        return ("cpu",)
-    kind = torch.accelerator.current_accelerator().type
-    return ("cpu", kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count())))
-
-
 def make_output_dir(folder: str) -> None:
     """Create the output folder. Raises ConfigError if that fails, before anything is loaded."""
     try:
@@ -229,7 +185,7 @@ def make_output_dir(folder: str) -> None:
         raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
 
 
-def run(trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:
+def run(config: RunConfig, trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop.follow(trainer)
     try:
@@ -244,13 +200,18 @@ def run(trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> Non
         raise
     except StopRequested:
         trainer.save_stopped()
-        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
+        stop.wait_for_others()
+        raise _interrupted(config, trainer, stop, checkpoint) from None
     except KeyboardInterrupt:
-        raise TrainingInterrupted(_how_to_resume(trainer, checkpoint), stop.signal_number) from None
+        raise _interrupted(config, trainer, stop, checkpoint) from None
 
 
-def _how_to_resume(trainer: OverTrainer, resumed: str | None = None) -> str:
-    return how_to_resume(Path(trainer.args.output_dir), trainer.state.global_step, resumed)
+def _interrupted(
+    config: RunConfig, trainer: OverTrainer, stop: StopOnSignal, resumed: str | None = None, before: str = ""
+) -> TrainingInterrupted:
+    """The exception with the text `before`, and how to resume a run that was resumed from `resumed`, if any."""
+    text = how_to_resume(config, trainer.state.global_step, resumed, stop.command)
+    return TrainingInterrupted(before + text, stop.signal_number)
 
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
@@ -271,8 +232,8 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
     try:
         save_final(config, trainer, metrics)
     except KeyboardInterrupt:
-        message = f"Interrupted while the final model was saved, so it is incomplete. {_how_to_resume(trainer)}"
-        raise TrainingInterrupted(message, stop.signal_number) from None
+        before = "Interrupted while the final model was saved, so it is incomplete. "
+        raise _interrupted(config, trainer, stop, before=before) from None
     finally:
         stop.is_saving_model = False
     if not config.hub_model_id or not trainer.is_world_process_zero():

@@ -16,6 +16,13 @@ def serves_on_gpu(vllm: VLLMSection, gpus: int) -> bool:
     return gpus > 0 and vllm.device != "cpu"
 
 
+def server_gpus(vllm: VLLMSection, gpus: int) -> int:
+    """Return the number of the visible GPUs that the server takes from the trainer."""
+    if not serves_on_gpu(vllm, gpus) or VISIBLE in (vllm.env or {}):
+        return 0
+    return (vllm.tensor_parallel_size or 1) * (vllm.data_parallel_size or 1)
+
+
 def device_environment(
     vllm: VLLMSection, processes: int, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -24,9 +31,9 @@ def device_environment(
     The first GPUs are used by the `processes` trainer processes on this machine. Empty if the server does not run on a
     GPU or vllm.env already selects devices. Raises ConfigError if there are too few GPUs.
     """
-    if not serves_on_gpu(vllm, gpus) or VISIBLE in (vllm.env or {}):
+    wanted = server_gpus(vllm, gpus)
+    if not wanted:
         return {}
-    wanted = (vllm.tensor_parallel_size or 1) * (vllm.data_parallel_size or 1)
     if wanted + processes > gpus:
         raise ConfigError(
             f"The vLLM server requires {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times "

@@ -36,7 +36,7 @@ class ServerLog:
             ) from None
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        self.start = file.tell()
+        self.start: int = file.tell()
         return file
 
     def tail(self) -> str:

@@ -39,7 +39,7 @@ class VLLMServer:
     def __init__(self, command: ServerCommand, log: Path, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is added to that of the current process; variables of `command` take precedence over both."""
         self.command = command
-        self.log = ServerLog(Path(log))
+        self.log: ServerLog = ServerLog(Path(log))
         self.failure: str | None = None  # why the server is not restarted any more
         self._environment = dict(environment or {})
         self._process: subprocess.Popen | None = None

@@ -13,12 +13,14 @@ interleaved.py  masks and positions of the published layout, for code written ag
 """
 
 from ebft.over_transformers import override_attn_implementation
+from ebft.strided.config import StridedEBFTConfig
 from ebft.strided.interleaved import (
     build_strided_dense_mask_and_positions,
     build_strided_position_ids,
     create_strided_block_mask,
 )
-from ebft.strided.trainer import StridedEBFTConfig, StridedEBFTTrainer, StridedOutput
+from ebft.strided.output import StridedOutput
+from ebft.strided.trainer import StridedEBFTTrainer
 
 __all__ = [
     "StridedEBFTConfig",

@@ -69,6 +69,7 @@ class StridedOutput:
     def rows(self, documents: Documents, step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
         """Yield one entry of the log of rollouts per document with blocks; token ids instead of texts if no tokenizer.
 
+        `step`: the number of completed optimizer steps after the update that uses them, as in the trainer's logs.
         A sample is the document up to token `anchor`, which is up to character `offset` of its text, continued with
         `completion` instead of `reference`.
         """

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.models.recording import Recording
-from ebft.prefix.logps import Head, Scored, Softmax, choose_tokens, with_gradient
+from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
 from ebft.prefix.policy import backbone_states, check_length, head_of, run_wrapped
 from ebft.prefix.sampling import sample_tokens
+from ebft.prefix.softmax import Softmax
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
 from ebft.strided.passes import StridedPass

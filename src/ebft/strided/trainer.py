@@ -8,61 +8,37 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import TrainingArguments
+from transformers import TrainerControl
 
-from ebft.config.options import (
-    StridedOptions,
-    check_trainable,
-    resolve_single_sample,
-    validate_options,
-)
+from ebft.config.option_checks import check_trainable, resolve_single_sample
 from ebft.data.collator import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
-from ebft.models.sharding import keep_output_dtype
+from ebft.models.sharding import check_version, keep_output_dtype
 from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.budget import CountsBudget
 from ebft.monitor.finite import StopOnNonFinite
-from ebft.monitor.metrics import MeanMetrics
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.over_trainer import OverTrainer
 from ebft.prefix.policy import check_supported, prepare
 from ebft.rewards import compute_advantages, match_features
+from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.metrics import StepMetrics
 from ebft.strided.output import StridedOutput
 from ebft.strided.parity import check_parity
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
-
-BLOCK_OPTIONS = (
-    "stride",
-    "context_length",
-    "generate_max_len",
-    "n_samples_per_prompt",
-    "min_completion_prefix",
-)
-
-
-@dataclass
-class StridedEBFTConfig(StridedOptions, TrainingArguments):
-    """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        validate_options(StridedOptions, self)
-        # The collator's columns are read by name and need not be arguments of the model's forward.
-        self.remove_unused_columns = False
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
@@ -77,16 +53,17 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """
 
     args: StridedEBFTConfig
+    control: TrainerControl
 
     def __init__(
         self,
         model: Any = None,
         args: StridedEBFTConfig | None = None,
         *,
-        data_collator=None,
-        peft_config=None,
-        **kwargs,
-    ):
+        data_collator: Any = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
         args = args if args is not None else StridedEBFTConfig()
         check_arguments(args, StridedEBFTConfig, kwargs)
         resolve_single_sample(args)
@@ -95,10 +72,12 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         check_adapter(model)
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
             kwargs[name] = usable_rows(name, kwargs[name], model, args)
-        self.feature_network = FeatureNetwork(model, args.feature_layers, args.embed_method, args.feature_device)
+        options = args.feature_layers, args.embed_method, args.feature_device
+        self.feature_network: FeatureNetwork = FeatureNetwork(model, *options)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
+        check_version(self.accelerator)
         keep_output_dtype(self.accelerator)
         self._causal_lm = prepare(model)
         if args.disable_dropout:
@@ -108,10 +87,10 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             self._causal_lm.enable_input_require_grads()  # reentrant checkpoints need inputs that require a gradient
         self.model_accepts_loss_kwargs = True  # the loss is normalised over the step, see _get_num_items_in_batch
         self._noise = DocumentNoise(args.seed)
-        self._metrics = MeanMetrics()
+        self._metrics = StepMetrics()
         self._throughput = Throughput()
         self._term_gradients = TermGradients(self.model.parameters())
-        self.scored_rollouts = ScoredRollouts(self)
+        self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
 
     def compute_loss(
         self,
@@ -156,8 +135,10 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
 
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
-            self._record(output, rollouts.entropy, text_logps, documents, layout)
-            entries = partial(output.rows, documents, self.state.global_step, self.processing_class)
+            self._metrics.record(output, rollouts.entropy, text_logps, documents, layout)
+            for counter in (self._throughput, self.budget):
+                counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
+            entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
             self.scored_rollouts(entries, output.rewards)
             if self._measures_gradients():
                 with self.budget.meter.paused():
@@ -206,7 +187,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             tokens_per_pass=self.args.rollout_tokens_per_pass,
         )
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._throughput.add(seconds=time.perf_counter() - started)
@@ -225,11 +206,13 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def computing_models(self) -> list[nn.Module]:
         return [self.model, self.feature_network.causal_lm]
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         check_trainable(self.args)
         return super().train(*args, **kwargs)
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Evaluate the policy on held-out documents, in the fixed feature space of held_out.py."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
@@ -253,7 +236,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
 
-    def predict(self, *args, **kwargs):
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
             "StridedEBFTTrainer does not support predict(). Use evaluate() for metrics on held-out documents, or the "
             "model's generate() to generate text"
@@ -273,7 +256,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log with the EBFT metrics and the throughput since the last call added."""
         if "loss" in logs:  # excludes the logs of evaluations
-            logs = {**logs, **self._drain_metrics(), **self._throughput.drain(self.accelerator)}
+            logs = {**logs, **self._metrics.drain(self.accelerator), **self._throughput.drain(self.accelerator)}
         super().log(logs, start_time)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
@@ -319,39 +302,6 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
 
     def _block_options(self) -> dict[str, int]:
         return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}
-
-    def _record(
-        self,
-        output: StridedOutput,
-        entropy: Tensor,
-        text_logps: Tensor,
-        documents: Documents,
-        layout: StridedLayout,
-    ) -> None:
-        """Accumulate the sums of the logged means, over samples, blocks and tokens (masked-out blocks are zero)."""
-        blocks = layout.num_blocks
-        samples, generated = blocks * layout.num_samples, layout.num_generated
-        add = self._metrics.add
-        add("ebft/alignment", output.alignment.sum(), samples)
-        add("ebft/diversity", output.diversity.sum(), samples)
-        add("ebft/mean_reward", output.rewards.sum(), samples)
-        add("ebft/cfm_loss", output.cfm.sum(), blocks)
-        add("ebft/advantages_mean", output.advantages.sum(), samples)
-        add("ebft/advantages_std", output.advantages.square().sum(), samples)
-        add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
-        add("ebft/ce_loss", -text_logps.detach().sum(), documents.ce_mask.sum())
-        add("entropy", entropy.sum(), generated)
-        for counter in (self._throughput, self.budget):
-            counter.add(documents=len(documents.lengths), generated_tokens=generated)
-
-    def _drain_metrics(self) -> dict[str, float]:
-        """Return the logged means, with `ebft/reward` as an alias of the mean reward and the std of the advantages."""
-        means = self._metrics.drain(self.accelerator)
-        if means:
-            mean = means.pop("ebft/advantages_mean")
-            means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
-            means["ebft/reward"] = means["ebft/mean_reward"]
-        return means
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

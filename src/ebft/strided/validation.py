@@ -26,7 +26,10 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     if args.neftune_noise_alpha is not None:
         raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported in strided mode. Use ZeRO-2, FSDP or DDP.")
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 is not supported in strided mode: it partitions the parameters while the model is "
+            "loaded, before it is copied and its passes are checked. Use FSDP2, ZeRO-2 or DDP."
+        )
     if args.label_smoothing_factor:
         raise ConfigError("label_smoothing_factor is not used in the EBFT loss. Remove it, or use ce_coef")
     for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):

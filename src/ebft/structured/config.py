@@ -11,14 +11,8 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ebft.config import rules
-from ebft.config.options import (
-    DropoutOption,
-    FeatureOptions,
-    SharedPrefixOption,
-    StructuredOptions,
-    ThinkingOption,
-    validate_options,
-)
+from ebft.config.option_checks import validate_options
+from ebft.config.options import DropoutOption, FeatureOptions, SharedPrefixOption, StructuredOptions, ThinkingOption
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 
@@ -77,14 +71,15 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16:
-            self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()  # TRL enables it on any device
+            # TRL enables it on any device
+            self.bf16: bool | None = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
         self._check_generation_kwargs()
         # Reward functions read the dataset's columns by name.
-        self.remove_unused_columns = False
+        self.remove_unused_columns: bool = False
         completions = self.per_device_train_batch_size * self.steps_per_generation
         for found in (
             rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),

@@ -7,34 +7,29 @@ the weights to the server, and `get_batch_samples` reads ahead.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ebft.data.conversation import Conversation, Renderer
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.conversations import HasConversations, Row
 from ebft.structured.interactive import rollouts_of
 from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
-from ebft.structured.replay import UsesPromptsAgain
-from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.structured.reading_ahead import ReadsAhead
+from ebft.structured.reward import end_token_ids
 from ebft.structured.rollouts.agents import AgentJob, Agents
 from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
 from ebft.structured.rollouts.in_step import passes_in_step
-from ebft.structured.rollouts.prefetch import Prefetcher
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
-from ebft.structured.rollouts.turns import Limits, ReferenceLimit, Rollout, reply_messages, roll_out
+from ebft.structured.rollouts.turns import Limits, Rollout, reply_messages, roll_out
 
-Row = dict[str, Any]
 REWARD = "rollout_reward"  # column with the rewards of agents' environments, for reward functions
-CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
 
 
 @dataclass
@@ -55,28 +50,27 @@ class RolloutJob:
         return rollouts
 
 
-class GeneratesRollouts(UsesPromptsAgain):
+class GeneratesRollouts(HasConversations, ReadsAhead):
     """A trainer with rollouts; `rows` and `rollouts` are those of the current batch.
 
     `is_interactive`: whether code of the user takes part (see ebft.structured.interactive).
     """
 
-    is_interactive = False
+    is_interactive: bool = False
+    rollout_func: Any
+    sampled_from: tuple[Any, int]  # version of the server's adapter, if any, and the step of the weights
 
     def prepare_rollouts(
         self, agents: Agents | None, syncs_adapter: bool, server_failure: Callable[[], str | None]
     ) -> None:
         """Create what generates rollouts: the connection to a server, or agents; the policy itself needs nothing."""
         args = self.args
-        self.renderer = Renderer(self.processing_class, self.chat_template_kwargs)
-        self.sampling = _sampling(args, end_token_ids(self.model, self.renderer))
-        self.eos_token_ids = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
+        self.renderer: Renderer = Renderer(self.processing_class, self.chat_template_kwargs)
+        self.sampling: Sampling = _sampling(args, end_token_ids(self.model, self.renderer))
+        self.eos_token_ids: list[int] = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
-        self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
-        self._epoch_iterator: Any = None
-        self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
-        self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
+        self.prepare_reading()
         self.server: ServerRollouts | None = None
         self._agents = agents
         if args.uses_server:
@@ -203,49 +197,6 @@ class GeneratesRollouts(UsesPromptsAgain):
             return self.server.backend()
         return HFBackend(self, self.sampling, self.processing_class.pad_token_id)
 
-    def conversations(self, rows: list[Row]) -> list[Conversation]:
-        """Return the rows' prompts and references as token ids; the adjacent samples of a group share one object."""
-        found: list[Conversation] = []
-        for index, row in enumerate(rows):
-            if index and all(rows[index - 1].get(key) == row.get(key) for key in CONVERSATION):
-                found.append(found[-1])
-            else:
-                found.append(self._conversation(row))
-        return found
-
-    def _conversation(self, row: Row) -> Conversation:
-        reference = row.get("ground_truth")
-        if not isinstance(reference, str) or not self._compares_references():
-            reference = ""  # with GRPO, ground_truth may be whatever a reward function accepts
-        conversation = self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
-        positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
-        if positions is not None and length > positions and reference:
-            raise DataError(
-                f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
-                f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}). Remove such rows."
-            )
-        return conversation
-
-    def _compares_references(self) -> bool:
-        """Whether a reward compares completions with their references, which must then fit the model."""
-        return any(isinstance(func, FeatureMatchingReward) for func in self.reward_funcs)
-
-    def _positions(self) -> int | None:
-        return getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)
-
-    def _limits(self) -> Limits:
-        lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
-        return Limits(
-            self.max_completion_length,
-            self._reference_limit(),
-            min((length for length in lengths if length is not None), default=None),
-        )
-
-    def _reference_limit(self) -> ReferenceLimit | None:
-        """Return how references limit the length of completions; None, since GRPO does not require references."""
-        return None
-
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Convert completions with several turns to messages for the reward functions."""
         mode = "train" if self.model.training else "eval"
@@ -273,54 +224,6 @@ class GeneratesRollouts(UsesPromptsAgain):
         self, prompts: list[list[int]], completions: list[list[int]], sampled: list[list[int]] | None
     ) -> None:
         """Receive the token ids of a batch of training; `sampled` is 1 at sampled tokens, None if all are sampled."""
-
-    # Prefetching
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self.args.async_prefetch:
-            self._prefetcher = Prefetcher(self.args.prefetch_depth, self._job)
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._stop_rollouts()
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
-        if self._prefetcher is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if epoch_iterator is not self._epoch_iterator:
-            self._epoch_iterator = epoch_iterator
-            self._ahead.clear()
-            self._read = self.trained_micro_batches
-        every = self.args.steps_per_generation * self.num_iterations
-        while len(self._ahead) < num_batches + self.args.prefetch_depth * every:
-            rows = next(epoch_iterator, None)
-            if rows is None:
-                break
-            is_first = self.generation_batch is None and self._read == self.trained_micro_batches
-            if self._read % every == 0 or is_first:
-                self.inject_failed(rows)
-                self._prefetcher.announce(rows)
-            self._ahead.append(rows)
-            self._read += 1
-        batches = [self._ahead.popleft() for _ in range(min(num_batches, len(self._ahead)))]
-        return batches, self.items_of(batches, device)
-
-    def _stop_rollouts(self) -> None:
-        """Cancel running rollouts and remove the adapters from the server; a later evaluation synchronises again."""
-        if self._prefetcher is not None:
-            self._prefetcher.close(self._cancel_rollouts)
-            self._prefetcher = None
-        self._ahead.clear()
-        self._epoch_iterator = None
-        if self.server is not None:
-            self.server.reset()
-            self.sync_anew()
-
-    def _cancel_rollouts(self) -> None:
-        if self._agents is not None:
-            self._agents.cancel()
-        self.server.client.cancel()
 
 
 def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:

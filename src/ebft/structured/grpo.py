@@ -28,7 +28,8 @@ from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.structured.checked_rewards import checked_functions
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.generation import CONVERSATION, GeneratesRollouts, Row
+from ebft.structured.conversations import CONVERSATION, Row
+from ebft.structured.generation import GeneratesRollouts
 from ebft.structured.interactive import check_interactive, checked
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.reward_workers import run_in_chunks, run_in_workers
@@ -55,6 +56,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
 
     args: RolloutGRPOConfig
     rewards: Tensor
+    log_completions: bool
     config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
 
     def __init__(
@@ -85,7 +87,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
-        self.is_interactive = check_interactive(args, reward_funcs, kwargs)
+        self.is_interactive: bool = check_interactive(args, reward_funcs, kwargs)
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
@@ -93,7 +95,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
         super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
-        check_version(self.accelerator, self.ref_model, args.uses_server)
+        check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)
         for scored in (model, self.ref_model):
             if scored is not None:
@@ -101,7 +103,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         check_reference_model(model, self.ref_model)
         self.prepare_sharing()
         self._throughput = Throughput()
-        self.scored_rollouts = ScoredRollouts(self)
+        self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
         self.prepare_second_uses()
         self.prepare_rollouts(agents, syncs_adapter, server_failure)
 
@@ -158,14 +160,14 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
 
         Takes rewards (B, functions), their weighted totals (B,) and advantages (B,).
         """
-        n, step = self.num_generations, self.state.global_step
+        n, completed = self.num_generations, self.state.global_step
         rewards, totals, advantages = rewards.tolist(), totals.tolist(), advantages.tolist()
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {
-                "step": step,
+                "step": completed + 1,
                 "weights_step": self.sampled_from[1],
-                "staleness": step - self.sampled_from[1],
+                "staleness": completed - self.sampled_from[1],
                 **{key: row[key] for key in CONVERSATION if row.get(key) is not None},
                 "samples": [
                     {

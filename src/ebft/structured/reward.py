@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.options import RewardOptions, options_from
+from ebft.config.option_checks import options_from
+from ebft.config.options import RewardOptions
 from ebft.data.conversation import Message, Prompt, Renderer, without_end
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
@@ -50,11 +51,11 @@ class FeatureMatchingReward:
     ) -> None:
         model = load(model)
         check_adapter(model)
-        self.options = options_from(RewardOptions, options)
+        self.options: RewardOptions = options_from(RewardOptions, options)
         self.num_generations = num_generations
-        self.renderer = Renderer(tokenizer, chat_template_kwargs)
-        self.end_ids = end_token_ids(model, self.renderer, stop_token_ids)
-        self.network = FeatureNetwork(
+        self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
+        self.end_ids: set[int] = end_token_ids(model, self.renderer, stop_token_ids)
+        self.network: FeatureNetwork = FeatureNetwork(
             model, self.options.feature_layers, self.options.embed_method, self.options.feature_device, copy=copy
         )
         self.last: FeatureMatch | None = None

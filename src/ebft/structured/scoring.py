@@ -24,6 +24,7 @@ class SharedPromptScoring(OverTRL):
     """
 
     shares_prompts: bool
+    keeps_groups: bool
     reference_logps: tuple[Tensor, Tensor | None] | None
     _most_tokens: int | None = None
     _has_warned = False

@@ -26,8 +26,8 @@ from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
 from ebft.prefix.policy import last_logits
 from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
-from ebft.structured.config import AsyncEBFTConfig, EBFTConfig
-from ebft.structured.generation import Row
+from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
+from ebft.structured.conversations import Row
 from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.structured.references import labelled_reference
 from ebft.structured.reward import FeatureMatchingReward, held_out_values
@@ -52,7 +52,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     """
 
     args: EBFTConfig
-    config_class = EBFTConfig
+    config_class: type[RolloutGRPOConfig] = EBFTConfig
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         model = load(model, peft_config, args.seed)
         if processing_class is None:
             processing_class = pretrained_tokenizer(unwrap_adapter(model).config.name_or_path)
-        self.feature_reward = FeatureMatchingReward(
+        self.feature_reward: FeatureMatchingReward = FeatureMatchingReward(
             model,
             processing_class,
             args.num_generations,
@@ -260,4 +260,4 @@ class AsyncEBFTTrainer(EBFTTrainer):
     """EBFTTrainer with prefetched rollouts: a vLLM server generates them while the previous batch trains."""
 
     args: AsyncEBFTConfig
-    config_class = AsyncEBFTConfig
+    config_class: type[RolloutGRPOConfig] = AsyncEBFTConfig

@@ -23,7 +23,10 @@ def check_arguments(args: Any, config_class: type) -> None:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python, "structured mode and GRPO"), stacklevel=3)
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported in structured mode. Use FSDP2, ZeRO-2 or DDP.")
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 is not supported in structured mode: it partitions the parameters while the model is "
+            "loaded, before it is copied and its passes are checked. Use FSDP2, ZeRO-2 or DDP."
+        )
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not supported. Remove it, or set use_vllm: true.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO

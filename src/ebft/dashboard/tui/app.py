@@ -139,17 +139,31 @@ class TrainingDashboard(Dashboard):
     Returns "left" if the process is to go on, otherwise "closed".
     """
 
-    BINDINGS: ClassVar[list[Any]] = [Binding("ctrl+c", "interrupt", "Stop", priority=True)]
+    BINDINGS: ClassVar[list[Any]] = [
+        Binding("ctrl+c", "stop", "Stop", priority=True),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),  # once training has ended: close
+    ]
 
     def __init__(self, folder: Path, training: Training, interval: float = INTERVAL) -> None:
         super().__init__(folder, interval)
         self.training = training
+        self._knows_the_end = False
 
-    def action_interrupt(self) -> None:
-        """Stop training after its step, or at once the second time; close if it has ended."""
-        if self._has_ended():
-            self.exit("closed")
-            return
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether an action is possible: training can be stopped as long as it runs."""
+        return not (action == "stop" and self._has_ended())
+
+    def draw(self) -> None:
+        """Draw the visible parts again; when training has ended, also the keys, without the question about it."""
+        super().draw()
+        if self._has_ended() and not self._knows_the_end:
+            self._knows_the_end = True
+            self.refresh_bindings()
+            if isinstance(self.screen, LeaveDialog):
+                self.screen.dismiss("back")
+
+    def action_stop(self) -> None:
+        """Stop training after its step, or at once the second time."""
         self.training.interrupt()
         if self.training.interrupts > 1:
             self.notify("Stopping immediately.", severity="warning")
@@ -173,4 +187,4 @@ class TrainingDashboard(Dashboard):
         if choice == "leave":
             self.exit("left")
         elif choice == "stop":
-            self.action_interrupt()
+            self.action_stop()

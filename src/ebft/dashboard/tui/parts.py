@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ebft.dashboard.live import LiveRun, clock
 from ebft.dashboard.rollouts import Sample
+from ebft.dashboard.run import logs_rollouts, settings_in_effect
 from ebft.dashboard.text import duration, printable, value_text
 
 STATES = {
@@ -34,7 +35,7 @@ _STALE = 300.0  # seconds without an update that are shown
 
 def header(live: LiveRun, width: int) -> Text:
     """Three lines: name, state, progress and times; a progress bar; method, speeds and memory."""
-    label, style = STATES.get(live.state, (live.state, "bold"))
+    label, style = STATES.get(live.state, (printable(live.state).replace("\n", " "), "bold"))
     if live.is_missing:
         label, style = "folder not found", "bold white on red"
     left = Text.assemble((printable(live.folder.absolute().name), "bold"), "  ", (f" {label} ", style))
@@ -75,7 +76,7 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
     if not samples:
         return Text(_no_rollouts(config), style="dim")
     parts: list[RenderableType] = []
-    for (step, place, prompt, reference), found in groupby(samples, key=_origin):
+    for (step, place, prompt, reference), found in groupby(samples, key=lambda sample: sample.origin):
         group = list(found)
         parts.append(Text(f"step {step}" + (f", {place}" if place else ""), style="bold"))
         if prompt:
@@ -95,13 +96,12 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
     return Group(*parts)
 
 
-def _origin(sample: Sample) -> tuple[Any, ...]:
-    return sample.step, sample.place, sample.prompt, sample.reference
-
-
 def _no_rollouts(config: dict[str, Any]) -> str:
     if config and config.get("rl") is None:
         return "Supervised fine-tuning samples no rollouts."
+    is_logged, _ = logs_rollouts(config)
+    if is_logged:
+        return "No rollouts yet: waiting for the first step."
     return (
         "No rollouts yet. They are shown if ebft.log_completions (strided mode) or trl.log_completions (structured "
         "mode, GRPO) is true."
@@ -157,11 +157,11 @@ def settings(live: LiveRun) -> RenderableType:
         if key in live.run:
             table.add_row(key, Text(printable(str(live.run[key]))))
     for title in ("changed", "versions"):
-        values = live.run.get(title)
+        values = settings_in_effect(live.run) if title == "changed" else live.run.get(title)
         if isinstance(values, dict) and values:
             table.add_row("")
             heading = "config (not default)" if title == "changed" else title
             table.add_row(Text(heading, style="dim not bold"))
             for key, value in values.items():
-                table.add_row(Text(str(key)), Text(printable(str(value))))
+                table.add_row(Text(printable(str(key))), Text(printable(str(value))))
     return table

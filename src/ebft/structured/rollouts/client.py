@@ -42,7 +42,7 @@ class VLLMClient:
         failure: Callable[[], str | None] = lambda: None,
     ) -> None:
         # A server listens on 0.0.0.0 (all interfaces), which is not an address to connect to.
-        self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self.address: str = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         self.timeout = timeout
         self._failure = failure
         self._loop = BackgroundLoop(

@@ -1,0 +1,208 @@
+"""FLOPs and peak memory of one training step of every method, compared with the stored ones.
+
+    python -m benchmarks.guard           # compare; exit code 1 if one of them grew by 1%
+    python -m benchmarks.guard --write   # store what is measured now, after a change that is meant
+
+Each method trains a small random Llama with `ebft.train`, and its third step is measured: the FLOPs of all matrix
+products (`benchmarks.flops`), and the most bytes that PyTorch's allocator had handed out above those at the start of
+the step. Both are counted rather than sampled, and do not depend on the machine or its load. The seconds of the step
+are printed but not compared. Runs on the CPU, in about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+import ebft
+from benchmarks.flops import flop_counter
+from benchmarks.measuring import machine
+
+STORED = Path(__file__).parent / "results" / "guard-cpu.json"
+TOLERANCE = 0.01
+STEP = 3  # first steps allocate optimizer states and import what is imported lazily
+WORDS = 8190
+
+COMMON = {
+    "sequence_len": 256,
+    "micro_batch_size": 4,
+    "max_steps": STEP,
+    "learning_rate": 1e-4,
+    "save_strategy": "no",
+    "torch_dtype": "float32",
+    "seed": 1,
+}
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+STRIDED = {
+    "rl": "ebft",
+    "ebft": {"mode": "strided", "stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4},
+}
+COMPLETIONS = {"num_generations": 4, "max_completion_length": 32, "temperature": 1.0}
+STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS}
+GRPO = {"rl": "grpo", "trl": {**COMPLETIONS, "reward_funcs": ["benchmarks.guard.even_words"]}}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transform, keys)
+    "strided": ("ebft_strided_structured.transform", STRIDED),
+    "strided LoRA": ("ebft_strided_structured.transform", {**STRIDED, **LORA}),
+    "structured LoRA": ("ebft_opencode.transform", {**STRUCTURED, **LORA}),
+    "GRPO LoRA": ("ebft_opencode.transform", {**GRPO, **LORA}),
+    "SFT": ("chat_template", {}),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one training step: FLOPs of matrix products, bytes at the peak above the start, seconds."""
+
+    flops: int
+    peak_bytes: int
+    seconds: float
+
+
+class MeasureStep(TrainerCallback):
+    """Measures the step number `STEP` of a training run."""
+
+    def __init__(self) -> None:
+        self.cost: Cost | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == STEP - 1:
+            self._counter: FlopCounterMode = flop_counter().__enter__()
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
+            self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == STEP:
+            seconds = time.perf_counter() - self._start
+            self._profile.__exit__(None, None, None)
+            self._counter.__exit__(None, None, None)
+            self.cost = Cost(self._counter.get_total_flops(), peak_bytes(self._profile), seconds)
+
+
+def peak_bytes(profiled: profile) -> int:
+    """The largest sum of allocations minus releases since the profiler started."""
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def measure(name: str) -> Cost:
+    """Train with the method `name`, and return the cost of its measured step."""
+    transform, keys = METHODS[name]
+    step = MeasureStep()
+    silence = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as during:
+        during.enter_context(patch("ebft.run.building.ProgressBar", step))
+        # The library of matrix products, and with it the peak, would depend on the processor.
+        during.enter_context(patch("ebft.models.products._onednn_is_faster", lambda: False))
+        during.enter_context(contextlib.redirect_stdout(silence))
+        during.enter_context(contextlib.redirect_stderr(silence))
+        during.enter_context(warnings.catch_warnings(action="ignore"))
+        ebft.train(ebft.RunConfig.from_dict({**COMMON, **keys, **write_inputs(Path(folder), transform)}))
+    if step.cost is None:
+        raise RuntimeError(f"The run of {name} ended before step {STEP}.")
+    return step.cost
+
+
+def write_inputs(folder: Path, transform: str) -> dict[str, Any]:
+    """The model, its tokenizer and rows of unequal lengths, in `folder`; the config's keys that name them."""
+    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' <end> ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), num_hidden_layers=4, eos_token_id=0, pad_token_id=1, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    rows = [pair(sentence(row, 24 + 4 * row), " " + sentence(row + 50, 40 + 8 * row)) for row in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {
+        "base_model": str(folder / "base"),
+        "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}],
+        "output_dir": str(folder / "out"),
+    }
+
+
+def pair(prompt: str, answer: str) -> dict[str, Any]:
+    """A row that every transform in use here understands."""
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return {"input": prompt, "output": answer, "messages": messages}
+
+
+def sentence(number: int, length: int) -> str:
+    """`length` words that depend on `number` alone."""
+    return " ".join(f"w{(number * 7919 + place * place) % WORDS}" for place in range(length))
+
+
+def even_words(completions: list[Any], **columns: Any) -> list[float]:
+    """The reward of GRPO: the share of words with an even last digit, which differs between completions."""
+    words = [str(text).split() for text in completions]
+    return [sum(word[-1] in "02468" for word in found) / max(1, len(found)) for found in words]
+
+
+def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable[str]:
+    """A line for everything that grew by the tolerance, or that is not stored."""
+    for name, cost in now.items():
+        if name not in stored:
+            yield f"{name}: nothing is stored. Store it with --write."
+            continue
+        for quantity in ("flops", "peak_bytes"):
+            before, after = stored[name][quantity], getattr(cost, quantity)
+            if after >= before * (1 + TOLERANCE):
+                yield f"{name}: {quantity} grew by {after / before - 1:.1%}, from {before:,} to {after:,}."
+
+
+def main(arguments: list[str] | None = None, measured: Callable[[str], Cost] = measure) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store what is measured")
+    parser.add_argument("--stored", type=Path, default=STORED, help="the JSON file")
+    options = parser.parse_args(arguments)
+    stored = {} if options.write else json.loads(options.stored.read_text(encoding="utf-8"))["methods"]
+    torch.set_num_threads(1)  # the buffers of fused attention grow with the threads
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
+    now = {}
+    print(f"{'one step':16} {'GFLOPs':>9} {'':>7} {'peak MiB':>9} {'':>7} {'seconds':>8}")
+    for name in METHODS:
+        now[name] = cost = measured(name)
+        changes = ["", ""]
+        if name in stored:
+            before = stored[name]
+            changes = [f"{cost.flops / before['flops'] - 1:+.1%}", f"{cost.peak_bytes / before['peak_bytes'] - 1:+.1%}"]
+        gigas, mebibytes = cost.flops / 1e9, cost.peak_bytes / 2**20
+        print(
+            f"{name:16} {gigas:9.3f} {changes[0]:>7} {mebibytes:9.1f} {changes[1]:>7} {cost.seconds:8.2f}", flush=True
+        )
+    if options.write:
+        card = machine(torch.device("cpu"))
+        text = json.dumps({"card": card, "methods": {name: asdict(cost) for name, cost in now.items()}}, indent=2)
+        options.stored.write_text(text + "\n", encoding="utf-8")
+        return 0
+    problems = list(grown(stored, now))
+    print("\n".join(problems) or f"Nothing grew by {TOLERANCE:.0%}.")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The runs of a sweep, one after another: training in its own folder, then an evaluation on held-out rows.
+
+Every command is a process of its own, so that each run starts with free memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ebft.config.load import load_config
+from ebft.config.schema import RunConfig
+from ebft.dashboard.run import read_run
+from ebft.durable import write_text
+from ebft.errors import ConfigError, EBFTError
+from ebft.launch.plan import LaunchOptions
+from ebft.launch.signals import passed_on, received_signals
+from ebft.launch.sweep import Combination
+from ebft.secrets import without_secrets
+
+RESULTS = "sweep.json"
+EVALUATION = "evaluation.json"
+# Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
+_MEASURE = ("rl", "ebft", "trl", "evaluation")
+_METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
+_POLL = 0.1  # seconds
+_FAILED = 1
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep: `state` is "not started", "finished", "failed" or "stopped".
+
+    `metrics` and their `intervals` are those of `ebft evaluate`, empty if that failed; `measured` identifies the model
+    and the settings that they belong to.
+    """
+
+    name: str
+    values: dict[str, Any]
+    output_dir: str
+    state: str = "not started"
+    exit_status: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    measured: str = ""
+
+
+class Sweep:
+    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`, checked before the first one starts.
+
+    `check` raises an EBFTError if a config cannot be trained with these launch options.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        combinations: Sequence[Combination],
+        options: LaunchOptions,
+        check: Callable[[Sequence[str]], RunConfig],
+    ) -> None:
+        self.config, self.overrides, self.options = config, list(overrides), options
+        self._combinations = {combination.name: combination for combination in combinations}
+        _check_overrides(overrides, combinations)
+        configs = [
+            _checked(check, combination.name, [*overrides, *combination.overrides()]) for combination in combinations
+        ]
+        self.folder = Path(configs[0].output_dir)
+        self.runs = [SweepRun(one.name, one.values, str(self.folder / one.name)) for one in combinations]
+        for run in self.runs:
+            self._check_held_out(run)
+
+    def words(self, run: SweepRun) -> list[str]:
+        """The words of the command that trains a run."""
+        own = [f"output_dir={json.dumps(run.output_dir)}", "auto_resume_from_checkpoints=true"]
+        return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
+
+    def is_finished(self, run: SweepRun) -> bool:
+        """Whether the run has ended before with the same config, and its model is there."""
+        found = read_run(Path(run.output_dir))
+        if found.get("state") != "finished":
+            return False
+        from ebft.run.final import final_step  # imports transformers, which is not needed by a new sweep
+        from ebft.run.record import description
+
+        words = self.words(run)
+        config = load_config(self.config, words[2 : len(words) - len(self.options.words())])
+        now = json.loads(json.dumps(description(config)["config"]))
+        return found.get("config") == now and final_step(Path(run.output_dir)) is not None
+
+    def train_all(self, say: Callable[[str], None]) -> int:
+        """Train and evaluate all runs, and store the results; returns the exit status.
+
+        It is 0 if every run is finished and evaluated, 1 if not, and 128 + n after signal n, which ends the sweep.
+        """
+        earlier = self._earlier()
+        with received_signals() as received:
+            for place, run in enumerate(self.runs):
+                if received:
+                    break
+                say(f"\n[{place + 1}/{len(self.runs)}] {run.name}")
+                self._train(run, received, say)
+                if run.state == "finished" and not received:
+                    self._evaluate(run, earlier.get(run.name, {}), received)
+                self._save()
+        if received:
+            return 128 + passed_on(received[0])
+        return 0 if all(run.state == "finished" and run.metrics for run in self.runs) else _FAILED
+
+    def table(self) -> Table:
+        """The swept values, state and held-out metrics of all runs."""
+        keys = list(dict.fromkeys(key for run in self.runs for key in run.values))
+        found = {name for run in self.runs for name in run.metrics}
+        others = sorted(name for name in found if name.endswith("pass@1") and not name.startswith("alignment"))
+        metrics = [*(name for name in _METRICS if name in found), *others]
+        table = Table(
+            *keys, "state", *metrics, title="Held-out results", caption=f"All metrics: {self.folder / RESULTS}"
+        )
+        for run in self.runs:
+            values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
+            state = run.state if run.state != "failed" else f"failed (exit status {run.exit_status})"
+            state += ", not evaluated" if run.state == "finished" and not run.metrics else ""
+            numbers = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in metrics]
+            table.add_row(*values, state, *numbers)
+        return table
+
+    def _overrides(self, run: SweepRun) -> list[str]:
+        return [*self.overrides, *self._combinations[run.name].overrides()]
+
+    def _measuring(self, run: SweepRun) -> list[str]:
+        """The overrides for the evaluation of a run: without swept values that would change what is measured."""
+        swept = self._combinations[run.name].overrides()
+        return [*self.overrides, *(word for word in swept if word.partition("=")[0].split(".")[0] not in _MEASURE)]
+
+    def _check_held_out(self, run: SweepRun) -> None:
+        try:
+            config = load_config(self.config, self._measuring(run))
+        except ConfigError as error:
+            raise ConfigError(f"The config that the run {run.name} is evaluated with is invalid: {error}") from None
+        if not config.test_datasets and not config.val_set_size:
+            raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
+
+    def _train(self, run: SweepRun, received: list[int], say: Callable[[str], None]) -> None:
+        if self.is_finished(run):
+            say(f"Already finished in {run.output_dir}.")
+            run.state, run.exit_status = "finished", 0
+            return
+        run.exit_status = _command(self.words(run), received)
+        run.state = "finished" if run.exit_status == 0 else "stopped" if received else "failed"
+
+    def _evaluate(self, run: SweepRun, earlier: dict[str, Any], received: list[int]) -> None:
+        """Evaluate the run, unless `earlier` has the metrics of the same model with the same settings."""
+        measuring, output = self._measuring(run), Path(run.output_dir) / EVALUATION
+        run.measured = _identity(load_config(self.config, measuring), Path(run.output_dir))
+        if earlier.get("measured") == run.measured and earlier.get("metrics"):
+            run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
+            return
+        options = ["--model", run.output_dir, "--output", str(output)]
+        output.unlink(missing_ok=True)
+        if _command(["evaluate", str(self.config), *measuring, *options], received, quiet=True) == 0:
+            result = json.loads(output.read_text(encoding="utf-8"))["models"][0]
+            run.metrics, run.intervals = result["metrics"], result["intervals"]
+
+    def _earlier(self) -> dict[str, dict[str, Any]]:
+        """The runs that an earlier sweep has stored, by name."""
+        try:
+            runs = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))["runs"]
+            return {run["name"]: run for run in runs}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _save(self) -> None:
+        runs = [asdict(run) for run in self.runs]
+        content = {"config": str(self.config), "overrides": self.overrides, "runs": runs}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / RESULTS, json.dumps(without_secrets(content), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{self.folder / RESULTS} cannot be written ({error.strerror}).") from error
+
+
+def _checked(check: Callable[[Sequence[str]], RunConfig], name: str, overrides: Sequence[str]) -> RunConfig:
+    try:
+        return check(overrides)
+    except EBFTError as error:
+        raise ConfigError(f"The run {name} of the sweep: {error}") from None
+
+
+def _check_overrides(overrides: Sequence[str], combinations: Sequence[Combination]) -> None:
+    swept = {key for combination in combinations for key in combination.values}
+    for word in overrides:
+        key = word.partition("=")[0].strip()
+        if key in swept:
+            raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
+
+
+def _identity(config: RunConfig, folder: Path) -> str:
+    """What an evaluation depends on: its settings, and the trained model."""
+    settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    changed = [str(path.stat().st_mtime_ns) for path in sorted(folder.glob("ebft_final.json"))]
+    return hashlib.sha256("\n".join([settings, *changed]).encode()).hexdigest()
+
+
+def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:
+    """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen([sys.executable, "-m", "ebft.cli", *words], stdout=output, start_new_session=True)
+    sent = 0
+    while process.poll() is None:
+        for number in received[sent:]:
+            process.send_signal(passed_on(number))
+        sent = len(received)
+        time.sleep(_POLL)
+    code = process.returncode
+    return 128 - code if code < 0 else code

@@ -1,0 +1,100 @@
+"""The side of the processes that `ebft train` starts: they receive its signals and report one error together."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
+TYPED = (
+    "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if they are not those of the process
+)
+COMMAND = "command.json"  # file in it: the words of the command that started the launch
+FAILED = "failed"  # file in it: the rank of the first process that reported an error
+TRACEBACK = "traceback"  # file in it: the traceback of that process, if its error has no message for users
+# Variables that launchers set; the last one by accelerate's launcher, which sets no others for a single process.
+_OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")
+_ENDED = 130  # exit status of a process that starts after the launch was interrupted
+
+_folder: Path | None = None
+_typed: list[str] | None = None
+
+
+def is_launched() -> bool:
+    """Whether a launcher, such as torchrun, started this process."""
+    return _folder is not None or any(name in os.environ for name in _OF_LAUNCHERS)
+
+
+def join_launch() -> None:
+    """Report the id of this process to the `ebft train` that started it, if one did, which passes on signals to it."""
+    global _folder, _typed
+    # Removed from the environment: processes that this one starts do not belong to the launch.
+    typed = os.environ.pop(TYPED, None)
+    _typed = None if typed is None else json.loads(typed)
+    name = os.environ.pop(FOLDER, None)
+    if name is None:
+        return
+    if _rank() != "0":  # one set of progress bars; read by datasets and transformers when they are imported
+        os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    _folder = Path(name)
+    try:
+        (_folder / f"{_rank()}.pid").write_text(str(os.getpid()))
+    except OSError:  # the launch was interrupted, and its folder was deleted
+        sys.exit(_ENDED)
+
+
+def launch_command(words: Sequence[str]) -> list[str] | None:
+    """The words of the command that started this process: `words`, or those of the `ebft train` that launched it.
+
+    None if another launcher did, whose command is unknown.
+    """
+    if _folder is not None:
+        return json.loads((_folder / COMMAND).read_text(encoding="utf-8"))
+    return None if is_launched() else typed_command(words)
+
+
+def typed_command(words: Sequence[str]) -> list[str]:
+    """The words that the user typed: `words`, unless another command, such as that of a dashboard, passed them on."""
+    return list(words if _typed is None else _typed)
+
+
+def reports_failure() -> bool:
+    """Whether this process prints its error: the first process of the machine that fails does, or a single one.
+
+    The others usually fail with the same error, or because the first one has ended.
+    """
+    if _folder is None:
+        return True
+    try:
+        with (_folder / FAILED).open("x") as file:
+            file.write(_rank())
+    except FileExistsError:
+        return (_folder / FAILED).read_text() == _rank()
+    except OSError:
+        return True
+    return True
+
+
+def leave_traceback(text: str) -> bool:
+    """Leave the traceback to the `ebft train` that started this process; False if this process is to print it.
+
+    It is printed when all processes have ended, unless it follows from a process that was killed.
+    """
+    if _folder is None:
+        return False
+    if reports_failure():
+        try:
+            (_folder / TRACEBACK).write_text(text, encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+    return True
+
+
+def has_failed() -> bool:
+    """Whether a process of this launch has reported an error, so that training cannot go on."""
+    return _folder is not None and (_folder / FAILED).exists()
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,105 @@
+"""Checkpoints that are complete or absent: written to a staging folder, which is renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import nn
+
+from ebft.durable import STAGING, clean_staging, discard, publish, write_checksums
+from ebft.errors import SaveError
+from ebft.over_trainer.pending_evaluation import FinishesEvaluations
+
+
+class CompletesCheckpoints(FinishesEvaluations):
+    """Trainer that publishes a checkpoint when all processes have written their files.
+
+    The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
+    `may_stop`: whether an exception may be raised now; not during a save.
+    """
+
+    may_stop: bool = True
+    into_checkpoint: Sequence[Callable[[Path], None]] = ()
+    _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
+    _is_stopping = False
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        found = super()._init_training_state(*args)
+        self._saved_step = self.state.global_step
+        return found
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, STAGING) if self.is_saving else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        staged = folder.parent / STAGING / folder.name
+        could_stop, self.may_stop = self.may_stop, False
+        evaluates_later = self.is_evaluation_due and not self.has_pending_evaluation
+        if evaluates_later:
+            self.leave_evaluation_pending()
+        try:
+            if self.args.should_save:
+                clean_staging(folder.parent)
+            self.accelerator.wait_for_everyone()
+            self.is_saving = True
+            super()._save_checkpoint(model, trial)
+            self.is_saving = False
+            self.accelerator.wait_for_everyone()  # all processes have written their files
+            is_best = self.state.best_global_step == self.state.global_step
+            if is_best:  # the folder was not there before
+                self.state.best_model_checkpoint = str(folder)
+            if self.args.should_save:
+                self._complete(staged, folder, is_best)
+            self.accelerator.wait_for_everyone()
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
+            if self.args.should_save:
+                clean_staging(folder.parent)
+            raise SaveError.of(folder, error) from error
+        finally:
+            self.is_saving, self.may_stop = False, could_stop
+        self._saved_step = self.state.global_step
+        if evaluates_later and not self._is_stopping:
+            self.drop_pending_evaluation()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(folder))
+        if self.args.should_save and self.args.save_total_limit:
+            rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.args.should_save:
+            clean_staging(folder.parent)
+
+    def _complete(self, staged: Path, folder: Path, is_best: bool) -> None:
+        """Add what is written last to a staged checkpoint, and move it to its folder; called on one process."""
+        if is_best:
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        for write in self.into_checkpoint:
+            write(staged)
+        write_checksums(staged)
+        publish(staged, folder)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the checkpoint is pushed when it is in its folder."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        target, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        if self.loads_here(folder):
+            return
+        has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
+        if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
+            target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
+
+
+def rotate(newest: Path, limit: int, best: str | None) -> None:
+    """Delete the oldest checkpoints beside `newest` until `limit` are left, which include `newest` and `best`."""
+    kept = {newest.name} | ({Path(best).name} if best is not None else set())
+    folders = [path for path in newest.parent.glob("checkpoint-*") if path.is_dir()]
+    others = sorted((path for path in folders if path.name not in kept), key=lambda path: path.stat().st_mtime)
+    for folder in others[: max(0, len(folders) - max(limit, len(kept)))]:
+        discard(folder)

@@ -1,0 +1,46 @@
+"""The lines that `ebft train` prints before the first step: method, model, data, steps and output folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ebft.config.schema import RunConfig
+from ebft.models.precision import weights_dtype
+from ebft.run.arguments import planned_steps
+from ebft.run.building import this_machine
+from ebft.run.record import method_of
+
+
+def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_data: Any, checkpoint: str | None) -> str:
+    """Return the summary of a run that starts with `model`, at the step of `checkpoint` if there is one."""
+    machine, rows = this_machine(), len(train_data)
+    steps = planned_steps(config, machine, rows)
+    epochs = steps / config.method.steps_per_epoch(config, machine, rows)
+    resumed = "" if checkpoint is None else f", resumed from {Path(checkpoint).name}"
+    processes = f", {machine.processes} processes" if machine.processes > 1 else ""
+    held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
+    return "\n".join(
+        (
+            f"Method: {method_of(config)}{processes}",
+            f"Model: {config.base_model}, {_parameters(model)}, {_dtype(config)}",
+            f"Data: {rows:,} training {'row' if rows == 1 else 'rows'}, {held_out}",
+            f"Steps: {steps:,} ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}{resumed}); output in "
+            f"{config.output_dir}",
+        )
+    )
+
+
+def _parameters(model: nn.Module) -> str:
+    """The numbers of trained and of all parameters; weights in 4 bits are stored two in one element."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    total = sum(weight.numel() * (2 if type(weight).__name__ == "Params4bit" else 1) for weight in model.parameters())
+    return f"{trained:,} of {total:,} parameters trained"
+
+
+def _dtype(config: RunConfig) -> str:
+    if config.load_in_4bit or config.load_in_8bit:
+        return "4 bits" if config.load_in_4bit else "8 bits"
+    return str(weights_dtype(config)).removeprefix("torch.")

@@ -1,0 +1,18 @@
+"""TRL's GRPOTrainer with hooks and public names for its private interface.
+
+All use of TRL's private interface is in the files of this folder; tests/test_contracts.py checks it against the
+installed release.
+"""
+
+from ebft.structured.over_trl.grouped_batches import ROW, by_group
+from ebft.structured.over_trl.hooks import HasHooks
+from ebft.structured.over_trl.names import NamesPrivates
+from ebft.structured.over_trl.resuming import ResumesGeneration
+
+__all__ = ["COMPLETIONS", "LOGPROBS", "ROW", "OverTRL", "by_group"]
+
+COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
+
+
+class OverTRL(HasHooks, ResumesGeneration, NamesPrivates):
+    """GRPOTrainer whose steps have hooks, and which continues exactly from a checkpoint."""

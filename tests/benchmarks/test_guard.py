@@ -1,0 +1,48 @@
+"""The guard against growing cost: what it measures is exact, and growth fails."""
+
+import json
+
+import pytest
+
+from benchmarks.guard import METHODS, Cost, main, measure
+
+COSTS = {name: Cost(1000 + index, 2000 + index, 1.0) for index, name in enumerate(METHODS)}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    path = tmp_path / "guard.json"
+    assert main(["--write", "--stored", str(path)], COSTS.__getitem__) == 0
+    return path
+
+
+@pytest.mark.parametrize(("quantity", "cost"), [("flops", Cost(1015, 2e3, 1.0)), ("peak_bytes", Cost(1000, 2020, 1.0))])
+def test_growth_of_one_percent_fails(stored, capsys, quantity, cost):
+    assert main(["--stored", str(stored)], {**COSTS, "strided": cost}.__getitem__) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"strided: {quantity} grew by 1.") and "from" in last
+
+
+def test_smaller_growth_slower_steps_and_savings_pass(stored):
+    for cost in (Cost(1009, 2019, 1.0), Cost(1000, 2000, 9.0), Cost(500, 500, 1.0)):
+        assert main(["--stored", str(stored)], {**COSTS, "strided": cost}.__getitem__) == 0
+
+
+def test_a_method_that_is_not_stored_fails(stored, capsys):
+    record = json.loads(stored.read_text())
+    del record["methods"]["SFT"]
+    stored.write_text(json.dumps(record))
+    assert main(["--stored", str(stored)], COSTS.__getitem__) == 1
+    assert "SFT: nothing is stored" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_measures_are_exact_and_notice_recomputation_and_larger_batches(monkeypatch):
+    first, second = measure("SFT"), measure("SFT")
+    assert (first.flops, first.peak_bytes) == (second.flops, second.peak_bytes)
+    transform, keys = METHODS["SFT"]
+    monkeypatch.setitem(METHODS, "SFT", (transform, {**keys, "gradient_checkpointing": True}))
+    with_recomputation = measure("SFT")
+    assert with_recomputation.flops > 1.1 * first.flops
+    monkeypatch.setitem(METHODS, "SFT", (transform, {**keys, "micro_batch_size": 5}))
+    assert measure("SFT").peak_bytes > 1.1 * first.peak_bytes

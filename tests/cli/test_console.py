@@ -1,0 +1,73 @@
+"""What commands write to stderr: progress bars in terminals only, messages on separate lines, the summary of a run."""
+
+import io
+import subprocess
+import sys
+import warnings
+
+from tqdm import tqdm
+
+from ebft.cli import console
+from tests.cli.conftest import ENVIRONMENT, plain
+from tests.run.test_methods import run_file
+
+__all__ = ["run_file"]
+
+
+def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + '\n{"input": "nothing", "output": ""}')
+    lora = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true", "dataset_prepared_path="]
+    keys = [*lora, "max_steps=2", "val_set_size=2", "eval_steps=1", "logging_steps=1", f"output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "ebft.cli", "train", str(run_file), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    for written in (done.stdout, done.stderr):
+        assert not any(sign in written for sign in ("\r", "it/s", "s/it", "%|"))
+    assert "step 1/2" in done.stdout and "held out" in done.stdout
+    lines = done.stderr.split("\n")
+    assert any(line.startswith("datasets: 13 documents") and line.endswith("train, row 12)") for line in lines)
+    first = lines.index("Method: ebft strided")
+    model, data, steps = lines[first + 1 : first + 4]
+    assert model.endswith(" parameters trained, float32") and " of " in model
+    assert data == "Data: 11 training rows, 1 held out"  # the dropped row is one of the two held out
+    assert steps.startswith("Steps: 2 (") and steps.endswith(f"; output in {tmp_path / 'out'}")
+
+
+def test_messages_begin_on_a_separate_line(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with warnings.catch_warnings():
+        console.show_warnings()
+        bar = tqdm(total=6, file=stderr, ncols=40, disable=False, position=0)
+        warnings.showwarning("a warning", UserWarning, "", 0)
+        bar.close()
+    before, _, after = plain(stderr.getvalue()).partition("Warning: ")
+    assert before.endswith("\r") and before.rstrip("\r").rpartition("\r")[2].isspace()
+    assert after.startswith("a warning\n\r") and "0/6" in after
+
+
+def test_a_last_message_ends_the_bars(monkeypatch, capsys):
+    import ebft.over_transformers  # noqa: F401 (training imports it)
+
+    def stopped():
+        tqdm(total=6, disable=False, ncols=40)
+        raise KeyboardInterrupt("Stopped at step 3.")
+
+    try:
+        console.polite(stopped)()
+    except Exception as stop:
+        assert stop.exit_code == 130
+    assert "Stopped at step 3." in capsys.readouterr().err.split("\n")
+
+
+def test_variables_of_the_user_stay(monkeypatch):
+    monkeypatch.setattr(console.os, "environ", {"TQDM_DISABLE": ""})
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    console.show_progress_bars_in_terminals_only()
+    assert console.os.environ["TQDM_DISABLE"] == "" and console.os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"

@@ -1,0 +1,124 @@
+"""Commands, configs and programs in README.md and docs/ are valid."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import warnings
+
+import pytest
+
+from ebft.config.load import apply_overrides
+from ebft.config.yaml_text import parse_yaml
+from ebft.errors import ConfigError
+from ebft.launch.sweep import read_sweep
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, inline_commands, shell_lines
+from tests.docs.commands import check_command, check_config, commands_in
+
+OTHER_YAML = ("NeMo Gym", "SkyPilot")  # titles of configs of other programs begin with its name
+SWEEP = "Sweep"  # titles of files for `ebft train --sweep` begin with it
+
+
+def name_of(item) -> str:
+    return item.name if isinstance(item, Block) else str(item.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_blocks_are_parsed(page):
+    for block in blocks_of(page):
+        for line in shell_lines(block):
+            for arguments in commands_in(line):
+                _checked(check_command, arguments, f"{block.name}: {line}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_the_text_are_parsed(page):
+    for command in inline_commands(page):
+        for arguments in commands_in(command):
+            _checked(lambda given: check_command(given, incomplete=True), arguments, f"{page.name}: {command}")
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=name_of)
+def test_configs_are_valid(block, tmp_path):
+    """Highlighted lines are those that the text says to remove: the config is valid without them only."""
+    if block.title.startswith(OTHER_YAML):
+        return
+    if block.title.startswith(SWEEP):
+        (tmp_path / "sweep.yaml").write_text(block.code)
+        for combination in read_sweep(tmp_path / "sweep.yaml"):
+            part: dict = {}
+            apply_overrides(part, combination.overrides())
+            check_config(part)
+        return
+    lines = block.code.split("\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if block.highlighted:
+            with pytest.raises(AssertionError):
+                check_config(parse_yaml(block.code))
+        check_config(parse_yaml("\n".join(lines[i] for i in range(len(lines)) if i + 1 not in block.highlighted)))
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=name_of)
+def test_programs_compile_and_use_names_that_exist(block):
+    is_part_of_function = block.text != block.code and not block.information and block.text.startswith("        ")
+    source = f"def function(example):\n{block.text}" if is_part_of_function else block.code
+    tree = ast.parse(source)
+    compile(source, block.name, "exec")
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ebft":
+            module = importlib.import_module(node.module)
+            imported |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in imported:
+            known = inspect.signature(imported[node.func.id]).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+                unknown = {keyword.arg for keyword in node.keywords} - {None, *known}
+                assert not unknown, f"{node.func.id} has no arguments {unknown}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/strided.md"])
+def test_programs_define_their_names(page):
+    for block in blocks_of(ROOT / page):
+        if block.language == "python":
+            nodes = list(ast.walk(ast.parse(block.code)))
+            names = [node for node in nodes if isinstance(node, ast.Name)]
+            defined = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
+            defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            defined |= {alias.asname or alias.name for node in nodes for alias in getattr(node, "names", ())}
+            defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            assert {node.id for node in names} <= defined, block.name
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("ebft tarin run.yaml", "unknown command tarin"),
+        ("ebft evaluate run.yaml --modle x", "NoSuchOption"),
+        ("ebft train run.yaml ebft.strid=4", "ebft.strid"),
+        ("ebft train run.yaml ebft.stride=four", "ebft.stride"),
+        ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft.cli train run.yaml lr=1", "lr"),
+        ("echo x | ebft inference run.yaml --temprature 1", "NoSuchOption"),
+        ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
+        ("ebft report", "MissingParameter"),
+    ],
+)
+def test_wrong_commands_are_found(line, message):
+    (arguments,) = commands_in(line)
+    with pytest.raises((AssertionError, ConfigError), match=message):
+        check_command(arguments)
+
+
+def test_wrong_configs_are_found():
+    with pytest.raises(AssertionError, match="ebft.strid"):
+        check_config({"ebft": {"strid": 8}})
+
+
+def _checked(check, arguments, where):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(arguments)
+    except (AssertionError, ConfigError) as error:
+        raise AssertionError(f"{where}\n{error}") from None

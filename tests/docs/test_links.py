@@ -1,0 +1,62 @@
+"""Links between pages, as GitHub shows them, and names of files and lines of code in the text: all of them exist.
+
+mkdocs checks the links of the site.
+"""
+
+import re
+
+import pytest
+from pymdownx.slugs import slugify
+
+from ebft import rewards
+from tests.docs.blocks import PAGES, ROOT, prose
+
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?\)")
+SLUG = slugify(case="lower")
+PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")
+
+
+def anchors(page) -> set[str]:
+    """The anchors of a page's headings, and those of the public names that the site adds."""
+    text = prose(page)
+    headings = [re.sub(r"[`*]", "", heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {SLUG(heading, "-") for heading in headings} | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for path, anchor in LINK.findall(prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}, which does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}, which is not a heading"
+
+
+def test_files_named_on_the_page_of_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = PATH.findall(text)
+    assert len(found) > 10
+    for path in found:
+        assert any((ROOT / folder / path).is_file() for folder in ("", "src", "src/ebft")), path
+
+
+def test_the_listing_on_the_page_of_the_paper_is_the_code():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    section = text[text.index("## The step") : text.index("## Defaults")]
+    lines = re.findall(r"^\| .* \| `(.+)` \|$", section, re.MULTILINE)
+    trainer = (ROOT / "src" / "ebft" / "strided" / "trainer.py").read_text(encoding="utf-8")
+    places = [trainer.find(line) for line in lines]
+    assert len(lines) == 10 and -1 not in places and places == sorted(places), list(zip(lines, places))
+
+
+def test_functions_named_on_the_page_of_the_paper_exist():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    names = re.findall(r"`rewards\.(?!py\b)(\w+)", text)
+    assert len(names) > 5 and all(hasattr(rewards, name) for name in names)
+
+
+def test_figures_in_the_readme_are_those_of_the_pages():
+    """Rows of tables with figures are the beginning of a row of a page in docs/, so that they change together."""
+    rows = [line for line in prose(ROOT / "README.md").split("\n") if re.match(r"\|.*\d\.\d.*\|$", line)]
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    assert len(rows) > 5 and [row for row in rows if f"\n{row[:-1]}" not in pages] == []

@@ -1,0 +1,150 @@
+"""The pages on axolotl and TRL, followed step by step with a tiny model and few steps."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines
+
+TINY = {"max_steps=20": "max_steps=1, logging_steps=1", "max_completion_length=32": "max_completion_length=4"}
+END = "=== end of a command"
+ON_CPU = "use_cpu=True, bf16=False, "  # as the page says for machines without a GPU
+
+
+@pytest.fixture(scope="module")
+def chat_model_dir(tmp_path_factory) -> Path:
+    """A tiny chat model with a ChatML template."""
+    from tests.structured.conftest import chat_model, make_chat_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("chat"), make_chat_tokenizer()
+    chat_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(arguments: list[str], folder: Path, status: int = 0) -> str:
+    """What a command prints in `folder`; `ebft` and `python` are those of this environment and checkout."""
+    program = [sys.executable, "-m", "ebft.cli"] if arguments[0] == "ebft" else [sys.executable]
+    paths = f"{ROOT / 'src'}{os.pathsep}{folder}"
+    environment = {**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+    command = [*program, *arguments[1:]]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == status, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def run_all(commands: list[list[str]], folder: Path) -> list[str]:
+    """What each of these `ebft` commands prints. One process runs them all: importing torch takes most of the time."""
+    lines = (
+        "import sys",
+        "from ebft.cli import app",
+        f"for arguments in {[command[1:] for command in commands]}:",
+        "    status = app(arguments, standalone_mode=False)",
+        f"    print({END!r}, flush=True)",
+        "    if status: sys.exit(status)",
+    )
+    return run(["python", "-c", "\n".join(lines)], folder).split(END)
+
+
+def write(block: Block, folder: Path, text: str | None = None) -> Path:
+    path = folder / block.title
+    path.write_text(block.code if text is None else text, encoding="utf-8")
+    return path
+
+
+def titled(page: Path) -> dict[str, Block]:
+    return {block.title: block for block in blocks_of(page) if block.title}
+
+
+def lines_of(page: Path) -> list[str]:
+    return [line.partition(" #")[0].strip() for block in blocks_of(page) for line in shell_lines(block)]
+
+
+@pytest.mark.slow
+def test_from_axolotl(chat_model_dir, tmp_path):
+    page = ROOT / "docs" / "from-axolotl.md"
+    files = titled(page)
+    write(files["make_rows.py"], tmp_path)
+    run(["python", "make_rows.py"], tmp_path)
+    config = write(files["axolotl.yaml"], tmp_path)
+    checked, *commands = [shlex.split(line) for line in lines_of(page)]
+    assert [command[1] for command in (checked, *commands)] == [
+        "config",
+        "train",
+        "evaluate",
+        "inference",
+        "merge-lora",
+    ]
+    expected = [block.code.strip() for block in blocks_of(page) if block.language == "text"]
+
+    assert run(checked, tmp_path, status=2).strip() == expected[0]
+    lines = files["axolotl.yaml"].code.split("\n")
+    (removed,) = files["axolotl.yaml"].highlighted
+    assert f"Remove the line `{lines.pop(removed - 1)}`" in page.read_text(encoding="utf-8")
+    config.write_text("\n".join(lines), encoding="utf-8")
+    said = run(checked, tmp_path)
+    for line in expected[1].split("\n"):
+        assert line in said
+    assert "axolotl.yaml is valid for strided mode" in said
+
+    small = [f"base_model={chat_model_dir}", "max_steps=2", "save_steps=2", "flex_attention=false"]
+    small += ["sequence_len=96", "ebft.stride=16"]
+    results = run_all([[*command[:3], *small, *command[3:]] for command in commands], tmp_path)
+    assert "step 2/2" in results[0] and "Model saved in outputs/from-axolotl" in results[0]
+    models = json.loads((tmp_path / "result.json").read_text())["models"]
+    assert len(models) == 2 and {"cfm_loss", "ce_loss"} <= models[1]["metrics"].keys()
+    assert results[2].strip()
+    assert (tmp_path / "outputs" / "from-axolotl" / "merged" / "model.safetensors").is_file()
+
+
+def small_script(text: str, model: Path) -> str:
+    """A script of the page with the tiny model and few steps; `GRPOConfig` of TRL needs what the page says for CPUs."""
+    text = text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model))
+    for long, short in TINY.items():
+        text = text.replace(long, short)
+    return re.sub(r"(?<!E)(=GRPOConfig\()", rf"\1{ON_CPU}", text)
+
+
+@pytest.mark.slow
+def test_from_trl_in_python(chat_model_dir, tmp_path):
+    files = titled(ROOT / "docs" / "from-trl.md")
+    scripts = ["grpo.py", "grpo_with_features.py", "ebft_run.py", "strided_run.py"]
+    for name in scripts:
+        write(files[name], tmp_path, small_script(files[name].code, chat_model_dir))
+    # One process runs them all: importing TRL takes most of the time.
+    program = f"import runpy\nfor name in {scripts}:\n    runpy.run_path(name, run_name='__main__')"
+    run(["python", "-c", program], tmp_path)
+    for name in ("grpo", "grpo-with-features", "ebft", "strided"):
+        assert (tmp_path / "outputs" / name / "checkpoint-1" / "adapter_model.safetensors").is_file(), name
+    state = tmp_path / "outputs" / "grpo-with-features" / "checkpoint-1" / "trainer_state.json"
+    assert {"rewards/correct/mean", "rewards/feature_matching/mean"} <= _logged(state)
+    for name in ("ebft", "strided"):
+        state = tmp_path / "outputs" / name / "checkpoint-1" / "trainer_state.json"
+        assert {"ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss"} <= _logged(state), name
+
+
+@pytest.mark.slow
+def test_from_trl_as_a_config(chat_model_dir, tmp_path):
+    page = ROOT / "docs" / "from-trl.md"
+    files = titled(page)
+    for name in ("grpo.py", "questions.py"):
+        write(files[name], tmp_path, small_script(files[name].code, chat_model_dir))
+    write(files["run.yaml"], tmp_path)
+    rows, *commands = [shlex.split(line) for line in lines_of(page)]
+    assert [command[1] for command in commands] == ["train", "train", "evaluate"]
+    run(rows, tmp_path)
+    small = [f"base_model={chat_model_dir}", "max_steps=1", "trl.max_completion_length=4", "evaluation.samples=2"]
+    results = run_all([[*command[:3], *small, *command[3:]] for command in commands], tmp_path)
+    assert "Model saved in outputs/config" in results[0]
+    assert "Model saved in outputs/config-grpo" in results[1]
+    assert "cfm_loss" in results[2]
+
+
+def _logged(state: Path) -> set[str]:
+    return {key for entry in json.loads(state.read_text())["log_history"] for key in entry}

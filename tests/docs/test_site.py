@@ -1,0 +1,50 @@
+"""The site is built without warnings, and loads nothing from other hosts."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+RESOURCE = re.compile(r'<(?:script|img|iframe|source)[^>]*\ssrc="([^"]+)"|<link[^>]*\shref="([^"]+)"[^>]*>')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_no_page_loads_anything_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        for match in RESOURCE.finditer(page.read_text(encoding="utf-8")):
+            assert "://" not in (match[1] or match[2]), f"{page.name} loads {match[0]}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )[\"']?https?:", style.read_text(encoding="utf-8")), style
+
+
+def test_formulas_are_drawn(site):
+    page = (site / "paper.html").read_text(encoding="utf-8")
+    assert page.count('<svg class="formula"') > 20 and "arithmatex" not in page
+    assert r'aria-label="a_j = 2\cos(\phi_j, \phi_*)"' in page
+
+
+def test_public_names_have_their_docstrings(site):
+    page = (site / "api.html").read_text(encoding="utf-8")
+    for words in ("apply <code>overrides</code>", "Trainer for strided EBFT of a causal LM", "A TRL reward function:"):
+        assert words in page
+
+
+def test_linked_files_of_the_repository_are_part_of_the_site(site):
+    assert "base_model: Qwen/Qwen2.5-1.5B" in (site / "examples/paper_full.yaml.txt").read_text(encoding="utf-8")
+    assert 'href="examples/paper_full.yaml.txt"' in (site / "results.html").read_text(encoding="utf-8")
+    assert (site / "studies/smollm2/results/functions-base-rollouts.png").is_file()

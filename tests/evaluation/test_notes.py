@@ -1,0 +1,121 @@
+"""Notes of an evaluation: too few documents, and documents that a model was trained on."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+
+from ebft import evaluate, load_config
+from ebft.config.schema import RunConfig
+from ebft.run.record import description
+from ebft.scores import Scores
+
+
+def record_run(folder, path, **changes):
+    """Write the run.json of a run that trained on the rows in a file, as `ebft train` does."""
+    entry = {"path": str(path), "type": "ebft_strided_structured.transform"}
+    values = {"base_model": "nowhere/model", "datasets": [entry], "rl": "ebft", "ebft": {"mode": "strided"}, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(description(RunConfig.from_dict(values))))
+
+
+@pytest.fixture
+def notes(write_config, models, tmp_path, monkeypatch):
+    """`notes(*overrides)`: the notes on the evaluation of the model in the folder `run`, without measuring it."""
+    shutil.copytree(models / "adapter", tmp_path / "run")
+    monkeypatch.setattr("ebft.evaluation.run.measure_tokens", lambda task, subject: Scores())
+
+    def of(*overrides, name="run"):
+        config = load_config(write_config("strided"), list(overrides))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = evaluate(config, [str(tmp_path / name)]).notes
+        assert all(note in [str(warning.message) for warning in caught] for note in found)
+        return found
+
+    return of
+
+
+def test_evaluated_documents_that_were_trained_on_are_counted(notes, rows, tmp_path):
+    assert notes() == []  # the model has no run.json
+    lines = (rows / "pairs.jsonl").read_text().splitlines()
+    copies = tmp_path / "copies.jsonl"
+    copies.write_text("\n".join([lines[2], lines[5], '{"input": "x", "output": "y", "number": 1}']))
+    record_run(tmp_path / "run", copies)
+    [note] = notes()
+    assert "2 of the 9 evaluated documents are training documents of its run" in note and "run.json" in note
+    record_run(
+        tmp_path / "run", rows / "pairs.jsonl", datasets=[{"path": str(copies), "type": "t", "split": "train[2:]"}]
+    )
+    assert notes() == []
+    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run").rename(tmp_path / "checkpoint-3")  # in the folder of its run
+    record_run(tmp_path, rows / "pairs.jsonl")
+    assert "9 of the 9" in notes(name="checkpoint-3")[0]
+
+
+def test_documents_that_the_run_held_out_were_not_trained_on(notes, rows, tmp_path):
+    record_run(tmp_path / "run", rows / "pairs.jsonl", val_set_size=8, seed=3)
+    assert notes("test_datasets=", "val_set_size=8", "seed=3") == []
+    assert "1 of the 8 evaluated documents are" in notes("test_datasets=", "val_set_size=8", "seed=4")[0]
+
+
+def test_training_documents_of_the_base_model_count(notes, rows, tmp_path):
+    record_run(tmp_path / "first", rows / "pairs.jsonl")
+    record_run(tmp_path / "run", rows / "texts.jsonl", base_model=str(tmp_path / "first"))
+    [note] = notes()
+    assert "9 of the 9" in note and str(tmp_path / "first" / "run.json") in note
+
+
+def test_training_documents_that_cannot_be_read_are_a_note(notes, tmp_path):
+    record_run(tmp_path / "run", tmp_path / "deleted.jsonl")
+    [note] = notes()
+    assert "is not known" in note and "deleted.jsonl" in note
+    record_run(tmp_path / "run", "some/dataset")  # of the Hub: not downloaded
+    assert notes() == []
+    (tmp_path / "run" / "run.json").write_text('{"config": {"datasets": 3}}')
+    assert "its datasets cannot be read" in notes()[0]
+
+
+def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
+    from ebft.config.schema import RunConfig
+    from ebft.run.record import recorded
+
+    path, run = tmp_path / "own.jsonl", tmp_path / "run"
+    path.write_text('{"input": "x", "output": "y"}')
+    record_run(run, path, output_dir=str(run))
+    config = json.loads((run / "run.json").read_text())["config"]
+    (run / "run.json").unlink()
+    with recorded(RunConfig.from_dict(config)):
+        pass
+    assert notes() == []
+    path.write_text('{"input": "x", "output": "z"}')
+    [note] = notes()
+    assert "is not known" in note and f"{path} has changed since the run" in note
+    path.unlink()
+    assert "own.jsonl" in notes()[0] and "changed" not in notes()[0]
+
+
+@pytest.mark.parametrize("shape", ["more columns", "renamed", "messages", "white space"])
+def test_training_documents_are_found_by_their_text(shape, notes, rows, tmp_path):
+    def changed(row, number):
+        if shape == "more columns":
+            return {**row, "id": f"row-{number}", "note": "n"}
+        if shape == "messages":
+            texts = {"user": row["input"], "assistant": row["output"]}
+            return {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
+        end = "\n" if shape == "white space" else ""
+        return {"prompt": row["input"] + end, "completion": row["output"] + end}
+
+    lines = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
+    copies = tmp_path / "copies.jsonl"
+    copies.write_text("\n".join(json.dumps(changed(row, number)) for number, row in enumerate(lines[:3])))
+    record_run(tmp_path / "run", copies)
+    [note] = notes()
+    assert "3 of the 9 evaluated documents" in note
+
+
+def test_few_documents_are_a_note(notes):
+    [note] = notes("evaluation.documents=7")
+    assert note.startswith("Only 7 documents are evaluated") and "chance" in note

@@ -1,0 +1,112 @@
+"""How a launch ends: exit status, signals, and one readable error."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebft.errors import LaunchError
+from ebft.launch import agent, worker
+from ebft.launch.plan import LaunchOptions, Plan
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """`launched(act, processes)`: the exit status of a launch of tests.launch.worker_stub."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(act, processes=2, launcher="torchrun"):
+        options = {
+            "torchrun": ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)],
+            "accelerate": ["--num_processes", str(processes), "--num_machines", "1", "--config_file"],
+        }[launcher]
+        if launcher == "accelerate":
+            from ebft.launch.command import NEUTRAL
+
+            options += [str(NEUTRAL), "--mixed_precision", "no", "--dynamo_backend", "no"]
+        words = [*options, "--module", "tests.launch.worker_stub", act, str(tmp_path)]
+        monkeypatch.setattr(agent, "launcher_arguments", lambda plan, _: words)
+        return agent.launch(Plan(LaunchOptions(launcher=launcher), launcher, processes, 0), [])
+
+    return run
+
+
+def test_processes_that_end_well(launched):
+    assert launched("nothing") == 0
+    assert worker.FOLDER not in os.environ
+
+
+def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert launched("signals") == 143
+    expected = f"{signal.SIGINT:d} {signal.SIGTERM:d}"  # SIGHUP is passed on as SIGTERM
+    assert [(tmp_path / rank).read_text().replace("Signals.", "") for rank in "01"] == [expected] * 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_killed_process_is_the_error_and_not_what_follows_from_it(launched, capfd):
+    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL, for example because memory ran out") as raised:
+        launched("killed")
+    assert raised.value.status == 137
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_traceback_is_printed(launched, capfd):
+    assert launched("traceback") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("the traceback of") == 1 and "ChildFailedError" not in printed
+
+
+def test_an_error_that_a_process_reported_is_not_repeated(launched, capfd):
+    assert launched("reported") == 2
+    assert capfd.readouterr() == ("reported once\n", "")
+
+
+def test_a_process_that_ends_without_an_error(launched):
+    with pytest.raises(LaunchError, match="rank 1 ended with exit status 3") as raised:
+        launched("silent")
+    assert raised.value.status == 3
+
+
+@pytest.mark.parametrize("act, status", [("nothing", 0), ("traceback", 1), ("reported", 2)])
+def test_one_process_of_accelerate(launched, act, status):
+    assert launched(act, processes=1, launcher="accelerate") == status
+
+
+def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(agent, "_STARTUP", 0.0)
+    stop = agent.threading.Event()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="Interrupted before training started"):
+            agent._run(stop.wait, tmp_path, [signal.SIGTERM])
+    finally:
+        stop.set()
+
+
+def test_a_launcher_that_cannot_start(monkeypatch):
+    def fail(plan, words):
+        return ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "-3", "--module", "x"]
+
+    monkeypatch.setattr(agent, "launcher_arguments", fail)
+    with pytest.raises(LaunchError, match="The processes cannot be started"):
+        agent.launch(Plan(LaunchOptions(), "torchrun", 1, 0), [])
+
+
+def test_a_process_that_starts_after_the_launch_ended(tmp_path):
+    code = "from ebft.launch.worker import join_launch; join_launch()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), worker.FOLDER: str(tmp_path / "deleted")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 130
+
+
+def test_without_a_launch_every_process_reports(monkeypatch):
+    monkeypatch.setattr(worker, "_folder", None)
+    monkeypatch.delenv(worker.FOLDER, raising=False)
+    worker.join_launch()
+    assert worker.reports_failure() and not worker.has_failed() and not worker.leave_traceback("text")

@@ -1,0 +1,145 @@
+"""The number of processes and the launcher, by options, config and machine."""
+
+import os
+import warnings
+
+import pytest
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
+from ebft.launch import plan as planning
+from ebft.launch import worker
+from ebft.launch.plan import LaunchOptions, plan_launch, visible_gpus
+
+ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform"}]}
+MANAGED = {
+    "rl": "ebft",
+    "ebft": {"mode": "structured"},
+    "trl": {"use_vllm": True, "vllm_mode": "managed"},
+    "vllm": {"tensor_parallel_size": 2},
+}
+MACHINES = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """`planned(gpus, keys, **options)`: the plan on a machine with so many GPUs."""
+
+    def plan(gpus, keys=None, **options):
+        monkeypatch.setattr(planning, "visible_gpus", lambda: gpus)
+        with warnings.catch_warnings(action="ignore"):
+            config = RunConfig.from_dict({**ROWS, **(keys or {})})
+        return plan_launch(LaunchOptions(**options), config)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    "gpus, keys, options, launcher, processes",
+    [
+        (0, {}, {}, None, 1),
+        (1, {}, {}, None, 1),
+        (4, {}, {}, "accelerate", 4),
+        (4, {}, {"launcher": "torchrun"}, "torchrun", 4),
+        (4, {}, {"num_processes": 2}, "accelerate", 2),
+        (4, {}, {"num_processes": 1}, None, 1),
+        (4, {}, {"launcher": "python"}, None, 1),
+        (0, {}, {"num_processes": 3}, "accelerate", 3),
+        (0, {}, {"launcher": "torchrun"}, "torchrun", 1),
+        (4, {"ddp": False}, {}, None, 1),
+        (4, {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cuda:3"}}, {}, None, 1),
+        (4, {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, {}, "accelerate", 4),
+        (4, MANAGED, {}, "accelerate", 2),  # the server takes two
+        (3, MANAGED, {}, None, 1),
+        (4, {}, MACHINES, "accelerate", 8),
+        (4, {}, {**MACHINES, "num_processes": 4}, "accelerate", 4),
+        (0, {}, MACHINES, "accelerate", 2),
+    ],
+)
+def test_the_number_of_processes(planned, gpus, keys, options, launcher, processes):
+    plan = planned(gpus, keys, **options)
+    assert (plan.launcher, plan.processes) == (launcher, processes)
+
+
+@pytest.mark.parametrize(
+    "gpus, keys, options, note",
+    [
+        (1, {}, {}, ""),
+        (4, {}, {}, "Starting 4 processes with accelerate, one per GPU. --launcher python trains in one process."),
+        (0, {}, {"num_processes": 2}, "Starting 2 processes with accelerate on CPU."),
+        (4, {}, {"num_processes": 2, "launcher": "torchrun"}, "Starting 2 processes with torchrun on 2 of 4 GPUs."),
+        (4, {"ddp": False}, {}, "Training in one process on one of 4 GPUs, because of ddp: false."),
+        (4, {}, {**MACHINES, "num_processes": 8}, "with accelerate on machine 1 of 2 (counted from 0), one per GPU."),
+        (4, MANAGED, {"launcher": "torchrun"}, "with torchrun on 2 of 4 GPUs; the others are for the vLLM server."),
+    ],
+)
+def test_one_line_says_how_the_run_is_started(planned, gpus, keys, options, note):
+    assert planned(gpus, keys, **options).note.endswith(note)
+
+
+@pytest.mark.parametrize(
+    "gpus, options, message",
+    [
+        (0, {"launcher": "acelerate"}, "unknown launcher 'acelerate'. Did you mean accelerate?"),
+        (0, {"launcher": "mpi"}, "Choose from accelerate, torchrun, python"),
+        (0, {"num_processes": 0}, "--num-processes 0: expected at least 1"),
+        (0, {"num_machines": 0}, "--num-machines 0: expected at least 1"),
+        (0, {"main_process_port": 70000}, "expected a port from 1 to 65535"),
+        (0, {"num_machines": 2, "machine_rank": 0}, "--num-machines 2 requires --main-process-ip"),
+        (0, {"num_machines": 2, "main_process_ip": "a"}, "requires --machine-rank: 0 to 1"),
+        (0, {**MACHINES, "machine_rank": 2}, "--machine-rank 2 is out of range: expected 0 to 1"),
+        (0, {**MACHINES, "machine_rank": -1}, "--machine-rank -1 is out of range"),
+        (0, {"machine_rank": 1}, "--machine-rank is for several machines. Set --num-machines"),
+        (0, {"main_process_ip": "a"}, "--main-process-ip is for several machines"),
+        (0, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
+        (2, {"num_processes": 3}, "--num-processes 3 exceeds the number of visible GPUs, 2. Use at most 2"),
+        (2, {**MACHINES, "num_processes": 8}, r"--num-processes 8 \(4 per machine\) exceeds .* Use at most 4"),
+        (2, {"launcher": "python", "num_processes": 2}, "contradicts --num-processes 2"),
+        (2, {"launcher": "python", **MACHINES}, "contradicts --num-machines 2"),
+        (2, {"launcher": "python", "main_process_port": 1}, "contradicts --main-process-port"),
+        (2, {"launcher": "python", "passed_on": ("--tee", "3")}, "contradicts options for a launcher after --"),
+        (1, {"passed_on": ("--tee", "3")}, "options after -- are for a launcher, but one process runs"),
+    ],
+)
+def test_options_that_cannot_work(planned, gpus, options, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(gpus, **options)
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE"])
+def test_a_launched_process_launches_nothing(planned, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    plan = planned(4)
+    assert plan.launcher is None and plan.note == ""
+    with pytest.raises(ConfigError, match="started by a launcher"):
+        planned(4, num_processes=2)
+
+
+def test_a_process_of_this_launcher_launches_nothing(planned, monkeypatch, tmp_path):
+    monkeypatch.setattr(worker, "_folder", None)
+    monkeypatch.setenv(worker.FOLDER, str(tmp_path))
+    worker.join_launch()
+    assert planned(4).launcher is None and list(tmp_path.glob("0.pid")) and worker.FOLDER not in os.environ
+
+
+def test_the_words_of_options_are_those_of_the_command():
+    options = LaunchOptions("torchrun", 4, 2, 0, "host", 7, ("--tee", "3"))
+    expected = "--launcher torchrun --num-processes 4 --num-machines 2 --machine-rank 0 --main-process-ip host"
+    assert options.words() == [*expected.split(), "--main-process-port", "7", "--", "--tee", "3"]
+    assert LaunchOptions().words() == [] and not LaunchOptions().is_given and options.is_given
+
+
+def test_accelerators_are_counted(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert visible_gpus() == 3
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert visible_gpus() == 0

@@ -1,0 +1,69 @@
+"""A second GPU that nothing else uses takes the frozen copy of the model."""
+
+import pytest
+import torch
+from torch import nn
+
+from ebft.features import FeatureNetwork
+from ebft.models.placement import spare_gpu
+
+GIB = 2**30
+IDLE, BUSY, SMALL = (79 * GIB, 80 * GIB), (60 * GIB, 80 * GIB), (8 * GIB, 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    "gpus, taken, found",
+    [
+        ([IDLE], 0, None),
+        ([BUSY, IDLE], 0, "cuda:1"),
+        ([IDLE, BUSY], 0, None),
+        ([IDLE, BUSY], 1, "cuda:0"),
+        ([BUSY, SMALL], 0, None),
+        ([BUSY, SMALL, BUSY, IDLE], 0, "cuda:3"),
+        ([BUSY, IDLE], None, None),
+    ],
+)
+def test_the_idle_gpu_with_the_most_memory(monkeypatch, gpus, taken, found):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: gpus[index])
+    assert spare_gpu(taken, 10 * GIB) == found
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert spare_gpu(taken, 10 * GIB) is None, "each process has a GPU"
+
+
+class OnGPU(nn.Linear):
+    """Parameters that say that they are on a GPU."""
+
+    place = torch.device("cuda:0")
+
+    def parameters(self, recurse=True):
+        for _ in range(2):
+            yield type("Weight", (), {"device": self.place})()
+
+
+def test_the_copy_follows_the_policy_unless_a_gpu_is_idle(tiny_llama_dir, monkeypatch, capsys):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    network = FeatureNetwork(model, [0.5], "last_token")
+    assert network.device.type == "cpu" and network.causal_lm is not model
+    asked = []
+
+    def spare(taken, needed):
+        asked.append((taken, needed))
+        return "meta"
+
+    monkeypatch.setattr("ebft.features.spare_gpu", spare)
+    policy = OnGPU(1, 1)
+    monkeypatch.setattr(network, "_followed", lambda: policy)
+    assert network.device.type == "meta" and network.device.type == "meta"
+    assert asked == [(0, 4 * model.num_parameters())], "asked once, until the policy moves"
+    assert "feature_device: cuda:0" in capsys.readouterr().err
+
+
+def test_a_device_that_is_set_is_kept(tiny_llama_dir, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("ebft.features.spare_gpu", None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    assert FeatureNetwork(model, [0.5], "last_token", "cpu").device.type == "cpu"

@@ -1,0 +1,90 @@
+"""Weights of checkpoints in models without FSDP; those of two processes are tested in tests/run/test_sharded.py."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
+
+from ebft.errors import ModelError
+from ebft.export.sharded import merge_sharded
+from ebft.models.training_state import has_other_names, load_weights
+from ebft.over_trainer import OverTrainer
+from tests.export.test_sharded import save_parts
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A mixture of experts, whose experts are stacked in the model and separate in files."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=1, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    return lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+def test_resuming_a_mixture_of_experts(experts, tmp_path):
+    """transformers would resume with the experts of the base model, and a warning."""
+    trained, resumed = changed(experts()), experts()
+    trained.save_pretrained(tmp_path / "checkpoint")
+    assert has_other_names(trained, tmp_path / "checkpoint")
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True)
+    for trainer, is_right in ((Trainer, False), (OverTrainer, True)):
+        resumed = experts()
+        trainer(resumed, args)._load_from_checkpoint(str(tmp_path / "checkpoint"))
+        found, expected = resumed.state_dict(), trained.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()) == is_right
+
+
+def test_parts_of_a_mixture_of_experts(experts, tmp_path):
+    trained = changed(experts())
+    for folder in ("whole", "parts"):
+        trained.save_pretrained(tmp_path / folder)
+    (tmp_path / "parts" / "model.safetensors").unlink()
+    save_parts(trained.state_dict(), tmp_path / "parts")
+    loaded, merged = experts(), merge_sharded(tmp_path / "parts").folder
+    load_weights(loaded, tmp_path / "parts")
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert (merged / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_several_adapters(tiny_llama_dir, tmp_path):
+    def model():
+        settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        found = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), settings)
+        found.add_adapter("ref", settings)
+        return found
+
+    saved, loaded = model(), model()
+    saved.save_pretrained(tmp_path)
+    load_weights(loaded, tmp_path)
+    names = [name for name, _ in saved.named_parameters() if "lora" in name]
+    assert len(names) == 8
+    for name in names:
+        assert torch.equal(loaded.get_parameter(name), saved.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
+        (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+            r"has the shape \(3,\) in .* and \(32,\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
+    weights = load_file(tiny_llama_dir / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_weights(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), tmp_path)

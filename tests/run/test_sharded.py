@@ -1,0 +1,156 @@
+"""Two processes with DDP and with FSDP2 train as one does; checkpoints of each kind can be resumed by each."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ebft.run.training
+from ebft.errors import ModelError
+from ebft.export.sharded import merge_sharded
+from ebft.structured.generation import GeneratesRollouts
+from tests.run.crash import METHODS, TRL, config_of, run_processes
+from tests.strided.test_distributed import launch
+from tests.structured.short_run import FromThePrompt
+
+pytestmark = pytest.mark.slow
+
+PARTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+WHOLE = {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}
+# Sampled noise of strided EBFT belongs to the documents; the other methods train on given completions. The reference
+# model of GRPO is sharded, too. SFT ends with the weights of step 1: the worst ones, which are "the best" here. Adam
+# divides by the size of gradients, so those near 0 would magnify rounding errors.
+RUNS = {
+    "sft": (
+        "sft_full",
+        {
+            "load_best_model_at_end": True,
+            "greater_is_better": True,
+            "save_steps": 1,
+            "save_total_limit": 3,
+            "eval_steps": 1,
+        },
+    ),
+    "strided": ("strided_full", {}),
+    "strided, adapter": ("strided", {}),
+    "structured": ("structured_full", {}),
+    "grpo": (
+        "grpo_synced_reference",
+        {"trl": {**TRL, "max_completion_length": 8, "beta": 0.1, "reward_funcs": ["tests.run.test_sharded.reward"]}},
+    ),
+}
+COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/cfm_loss", "reward", "kl", "eval_ce_loss", "eval_cfm_loss")
+
+
+def reward(completion_ids, **columns):
+    return [float(sum(ids) % 7 + len(ids)) for ids in completion_ids]
+
+
+def inject():
+    GeneratesRollouts._backend = lambda self: FromThePrompt()
+
+
+def check_that_one_process_reads_the_weights():
+    inject()
+    load = ebft.run.training.load_model
+
+    def spy(*args, **kwargs):
+        model = load(*args, **kwargs)
+        ranks = [0, 0]
+        has_weights = any(p.any() for name, p in model.named_parameters() if "norm" in name)
+        torch.distributed.all_gather_object(ranks, has_weights)
+        assert ranks == [True, False], ranks
+        return model
+
+    ebft.run.training.load_model = spy
+
+
+@pytest.fixture(scope="module")
+def trained(inputs, tmp_path_factory):
+    """`trained(name, processes, **changes)`: output folder, final weights and logs; each run is made once."""
+    made = {}
+
+    def of(name, count, prepare=inject, **changes):
+        key = name, count, str(changes)
+        if key not in made:
+            out = tmp_path_factory.mktemp("sharded") / "out"
+            method, keys = RUNS[name]
+            rows = METHODS[method][2].get("micro_batch_size", 2) * METHODS[method][2].get(
+                "gradient_accumulation_steps", 1
+            )
+            common = {"micro_batch_size": rows // count, "gradient_accumulation_steps": 1, "adam_epsilon": 1e-4}
+            common |= {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "lr_scheduler": "constant"}
+            common |= {"auto_resume_from_checkpoints": False}
+            ended = run_processes(config_of(method, inputs, out, **{**common, **keys, **changes}), count, prepare)
+            assert [process.code for process in ended] == [0] * count, ended[0].output + ended[-1].output
+            (weights,) = out.glob("*model.safetensors")
+            logs = json.loads((out / "trainer_state.json").read_text())["log_history"]
+            made[key] = out, load_file(weights), logs
+        return made[key]
+
+    return of
+
+
+def assert_same(ours, theirs):
+    for mine, other in zip(ours[2], theirs[2], strict=True):
+        for key in COMPARED:
+            assert (key in mine) == (key in other)
+            if key in mine:
+                assert mine[key] == pytest.approx(other[key], abs=1e-5, rel=1e-5), (key, mine)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, value in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], value, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_as_one(trained, inputs, name):
+    one = trained(name, 1)
+    before = load_file(inputs / "model" / "model.safetensors")
+    assert all("lora" in key or (value - before[key]).abs().max() > 1e-3 for key, value in one[1].items())
+    assert_same(trained(name, 2), one)
+    assert_same(trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE), one)
+
+
+@pytest.mark.parametrize("name", ["strided", "strided, adapter"])
+def test_checkpoints_resume_with_any_number_of_processes(trained, name):
+    one, parts = trained(name, 1), trained(name, 2, **PARTS)
+    whole = trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE)
+    assert_same(parts, one)
+    files = {path.name for path in (parts[0] / "checkpoint-2").iterdir()}
+    assert {"pytorch_model_fsdp_0", "optimizer_0"} < files
+    assert not files & {"model.safetensors", "adapter_model.safetensors", "optimizer.pt"}
+    of_one = {path.name for path in (one[0] / "checkpoint-2").iterdir()}
+    assert {path.name.replace("_0.", ".") for path in (whole[0] / "checkpoint-2").glob("[!_]*[!1].*")} == of_one
+    for saved, count, kind in ((parts, 1, {}), (parts, 2, PARTS), (whole, 1, {}), (one, 2, WHOLE), (one, 2, PARTS)):
+        assert_same(trained(name, count, resume_from_checkpoint=str(saved[0] / "checkpoint-2"), **kind), one)
+
+
+@pytest.mark.parametrize("name", ["strided", "strided, adapter"])
+def test_a_merged_checkpoint_equals_one_that_was_saved_whole(trained, name, tmp_path):
+    parts, whole = trained(name, 2, **PARTS)[0], trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE)[0]
+    merged = merge_sharded(parts / "checkpoint-2", tmp_path / "merged").folder
+    found = {path.name: path.read_bytes() for path in merged.iterdir()}
+    expected = {path.name: path.read_bytes() for path in (whole / "checkpoint-2").iterdir() if path.name in found}
+    assert found == expected and any(file.endswith("model.safetensors") for file in found)
+    if name == "strided":
+        assert AutoModelForCausalLM.from_pretrained(merged).config.hidden_size == 16
+        damaged = tmp_path / "damaged"
+        shutil.copytree(parts / "checkpoint-2", damaged)
+        (damaged / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+        with pytest.raises(ModelError, match="incomplete or damaged: __1_0.distcp is missing"):
+            merge_sharded(damaged)
+
+
+def test_the_command(trained, inputs, tmp_path):
+    config = config_of("strided_full", inputs, tmp_path / "out")
+    keys = config.model_dump(exclude_unset=True) | {"micro_batch_size": 1, "gradient_accumulation_steps": 1, **PARTS}
+    keys |= {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "lr_scheduler": "constant", "adam_epsilon": 1e-4}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
+    launch("ebft.cli", 2, "train", str(tmp_path / "run.yaml"))
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in trained("strided", 1)[1].items():
+        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=name)
