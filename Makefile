@@ -12,7 +12,7 @@ MINIMUM_TESTS := tests/test_contracts.py tests/test_rewards.py tests/config test
 	tests/strided/test_exactness.py tests/strided/test_trainer.py tests/structured/test_loss.py \
 	tests/structured/test_trainer.py
 
-.PHONY: install install-vllm quickstart test test-all test-minimum test-vllm test-published lint typecheck lock docs dist bench \
+.PHONY: install install-vllm quickstart test test-all test-failed test-minimum test-vllm test-published lint typecheck lock docs dist bench \
 	bench-guard study
 
 install: $(STAMP)
@@ -46,6 +46,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+# What failed in the last run, once more and alone, with the reasons last in the output.
+test-failed: $(STAMP)
+	EBFT_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests --last-failed --last-failed-no-failures none --tb short --show-capture no \
+		--disable-warnings
 
 # The lowest version of each package that pyproject.toml allows, in a separate environment.
 test-minimum: $(STAMP)

@@ -9,6 +9,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.
+for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(autouse=True)
 def seeded():
