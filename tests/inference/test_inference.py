@@ -102,6 +102,17 @@ def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
     assert Scorer(sampler, 4)(CHAT, "it is so 3", base=True).ids != scored.ids
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_full_model_that_diverged_is_refused(folders, tmp_path, temperature):
+    shutil.copytree(folders["full"], tmp_path / "nan")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nan")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    sampler = Sampler(model_in_folder(str(tmp_path / "nan")), SamplingOptions(4, temperature))
+    with pytest.raises(ModelError, match="nan computes NaN, as after training that diverged. Use an earlier"):
+        sampler.reply_ids(CHAT)
+
+
 def test_a_prompt_that_is_too_long(sampler):
     limit = sampler.loaded.tuned.config.max_position_embeddings
     with pytest.raises(DataError, match="positions"):

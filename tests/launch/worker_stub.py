@@ -27,7 +27,7 @@ def main(act, folder):
         for place, number in enumerate((signal.SIGINT, signal.SIGHUP)):
             if rank == "0":  # one after another: signals that arrive together are handled in the order of their numbers
                 os.kill(os.getppid(), number)
-            wait_until(lambda: len(received) > place)
+            wait_until(lambda count=place: len(received) > count)
         Path(folder, rank).write_text(" ".join(map(str, received)))
         sys.exit(143)
     if act == "killed" and rank == "1":

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, set_seed
+from transformers import GenerationConfig, LogitsProcessor, set_seed
 
 from ebft.data.conversation import Message, Renderer
-from ebft.errors import DataError
+from ebft.errors import DataError, ModelError
 from ebft.inference.models import Loaded
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.structured.reward import end_token_ids
@@ -64,7 +64,7 @@ class Sampler:
         """The token ids of `samples` replies, each with the token that ended it, if one did.
 
         `on_token` is called after each token and may raise an exception, which stops the generation. Raises DataError
-        if the prompt cannot be rendered, or leaves no position for a reply.
+        if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model computes NaN.
         """
         ids = self.renderer.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
@@ -82,6 +82,7 @@ class Sampler:
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 generation_config=config,
+                logits_processor=[_RefusesNaN("The base model" if base else self.loaded.name)],
                 streamer=streamer,
                 stopping_criteria=None if on_token is None else [_calls(on_token)],
             )
@@ -90,6 +91,21 @@ class Sampler:
     def text(self, ids: list[int]) -> str:
         """A reply as text, without special tokens."""
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class _RefusesNaN(LogitsProcessor):
+    """Raises ModelError for logits that are NaN: greedy search takes token 0 then, without an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise ModelError(
+                f"{self._name} computes NaN, as after training that diverged. Use an earlier checkpoint, or train "
+                "again with a lower learning_rate."
+            )
+        return scores
 
 
 def _calls(on_token: Callable[[], None]) -> Callable[..., torch.Tensor]:
