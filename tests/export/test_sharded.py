@@ -1,5 +1,6 @@
 """Checkpoints in parts become folders for from_pretrained. Those of two processes are in tests/run/test_sharded.py."""
 
+import json
 import pickle
 import shutil
 import warnings
@@ -113,6 +114,50 @@ def of_deepspeed(folder):
 
 
 PARTS = "pytorch_model_fsdp_0"
+INDEX = f"{PARTS}/.metadata"
+
+
+def change_index(change):
+    """Changes the index of a checkpoint in place."""
+
+    def changed(folder):
+        index = pickle.loads((folder / INDEX).read_bytes())
+        change(index)
+        (folder / INDEX).write_bytes(pickle.dumps(index))
+
+    return changed
+
+
+def lose_chunk(index):
+    index.state_dict_metadata["model.lm_head.weight"].chunks.clear()
+
+
+def lose_storage(index):
+    del index.storage_data[next(key for key in index.storage_data if key.fqn == "model.lm_head.weight")]
+
+
+def lose_offset(index):
+    next(iter(index.storage_data.values())).offset = None
+
+
+def break_archive(folder):
+    """Without checksums, as in checkpoints of other programs."""
+    (path,) = folder.glob("*/*.distcp")
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+def refer_to_lost_part(folder):
+    (folder / "ebft_checksums.json").write_text(json.dumps({f"{PARTS}/other.distcp": 1}))
+
+
+def configure(**changes):
+    """Changes config.json."""
+
+    def changed(folder):
+        found = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(found | changes))
+
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -121,6 +166,19 @@ PARTS = "pytorch_model_fsdp_0"
         (lambda folder: next(folder.glob("*/*.distcp")).unlink(), "is incomplete or damaged: __0_0.distcp is missing"),
         (lambda folder: (folder / PARTS / ".metadata").unlink(), "is incomplete: .metadata is missing"),
         (lambda folder: (folder / PARTS / ".metadata").write_bytes(pickle.dumps(print)), "builtins.print does not"),
+        (lambda folder: (folder / INDEX).write_bytes(b"\x80\x04\x8a\xff\xff"), "is incomplete or damaged: the index"),
+        (change_index(lose_chunk), "damaged: parts of model.lm_head.weight are missing in the index"),
+        (change_index(lose_storage), "damaged: parts of model.lm_head.weight are missing in the index"),
+        (change_index(lose_offset), "damaged: the index is damaged"),
+        (break_archive, "cannot be read"),
+        (refer_to_lost_part, "other.distcp is missing"),
+        (
+            lambda folder: (folder / "ebft_checksums.json").write_text("[]"),
+            "checksums.json is damaged: it is not a JSON",
+        ),
+        (configure(hidden_size=-32), "does not describe a causal language model"),
+        (configure(num_attention_heads=0), "does not describe a causal language model"),
+        (lambda folder: (folder / "merged").symlink_to("other"), "merged is a symbolic link. Remove it"),
         (cut, "bytes instead of at least"),
         (change_bytes, r"distcp is damaged \(wrong checksum\)"),
         (change_width, "the weights do not fit the config of .*mlp.down_proj.weight is of another shape"),
@@ -134,6 +192,23 @@ def test_what_cannot_be_merged_says_why(parts, change, message):
     with pytest.raises(ModelError, match=message):
         merge_sharded(parts)
     assert not list(parts.glob("merged*/*model*"))
+
+
+def test_the_largest_size_of_a_file(parts, tmp_path):
+    for place, size in enumerate(("20kib", "20k", "20480")):
+        folder = merge_sharded(parts, tmp_path / str(place), shard_size=size).folder
+        assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 80_000
+    with pytest.raises(ModelError, match="--max-shard-size: invalid value 'small'"):
+        merge_sharded(parts, tmp_path / "other", shard_size="small")
+
+
+def test_other_files_are_left_alone(parts):
+    (parts / "merged.tmp").mkdir()
+    (parts / "merged.tmp" / "mine").write_text("kept")
+    (parts / "folder.json").mkdir()
+    merge_sharded(parts)
+    assert (parts / "merged.tmp" / "mine").read_text() == "kept"
+    assert not list(parts.glob("merged.*[!p]"))
 
 
 def test_loading_parts_names_the_command(parts):

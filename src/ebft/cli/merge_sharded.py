@@ -53,9 +53,7 @@ def command(
     """Merge, and print the folder."""
     from ebft.export.memory import as_mib  # what follows imports torch
     from ebft.export.sharded import merge_sharded
-    from ebft.export.shards import parse_size
 
-    parse_size(max_shard_size)
     merged = merge_sharded(folder, output, base_model, max_shard_size)
     kind = "adapter" if merged.is_adapter else "model"
     typer.echo("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)

@@ -7,17 +7,19 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.durable import CHECKSUMS, checksum, publish
 from ebft.errors import ModelError, SaveError, cause
+from ebft.export.shards import parse_size
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_files import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 
@@ -44,6 +46,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     The whole model must fit in memory. Raises ModelError for incomplete checkpoints and for a folder that is in use,
     SaveError if the files cannot be written.
     """
+    limit = parse_size(shard_size)
     parts = _find_parts(folder)
     checkpoint = parts.parent
     to = to or checkpoint / "merged"
@@ -55,20 +58,24 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
             f"{checkpoint} has neither config.json nor {_ADAPTER}. Name the model that was trained: --base-model MODEL"
         )
     weights = _read(parts)
-    staged = to.with_name(f"{to.name}.tmp")
-    shutil.rmtree(staged, ignore_errors=True)
     try:
-        staged.mkdir(parents=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f"{to.name}.", dir=to.parent))
+    except OSError as error:
+        raise ModelError(f"{to} cannot be created ({error.strerror}). Choose another folder with --output.") from error
+    try:
+        staged = temporary / to.name
+        staged.mkdir()
         is_adapter = (checkpoint / _ADAPTER).is_file()
         if is_adapter:
             save_file(weights, staged / "adapter_model.safetensors", {"format": "pt"})
         else:
             source = str(checkpoint) if described else find_model(str(base), "--base-model")
-            _model(source, weights).save_pretrained(staged, max_shard_size=shard_size)
+            _model(source, weights).save_pretrained(staged, max_shard_size=limit)
             if not described:
                 pretrained_tokenizer(source).save_pretrained(staged)
         for path in sorted(checkpoint.iterdir()):
-            if path.suffix in _TEXTS and path.name not in _OF_TRAINING:
+            if path.is_file() and path.suffix in _TEXTS and path.name not in _OF_TRAINING:
                 shutil.copy2(path, staged / path.name)
         if to.exists():
             to.rmdir()
@@ -76,7 +83,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     except (OSError, SafetensorError) as error:
         raise SaveError.of(to, error) from error
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return Merged(to, len(weights), sum(weight.nbytes for weight in weights.values()), is_adapter)
 
 
@@ -102,8 +109,9 @@ def _find_parts(folder: Path) -> Path:
 
 
 def _check_target(to: Path) -> None:
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
+    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        kind = "a symbolic link" if to.is_symlink() else "not empty"
+        raise ModelError(f"{to} is {kind}. Remove it, or choose another folder with --output.")
 
 
 def _check_complete(parts: Path) -> None:
@@ -118,11 +126,14 @@ def _check_complete(parts: Path) -> None:
         return
     try:
         listed = json.loads(sums.read_text(encoding="utf-8"))
+        if not isinstance(listed, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise ModelError(f"{sums} is damaged: {cause(error)}") from error
     for name, value in listed.items():
-        if name.startswith(f"{parts.name}/") and checksum(parts.parent / name) != value:
-            raise ModelError(f"{parts.parent / name} is damaged (wrong checksum).")
+        path = parts.parent / name
+        if name.startswith(f"{parts.name}/") and (not path.is_file() or checksum(path) != value):
+            raise ModelError(f"{path} is {'damaged (wrong checksum)' if path.is_file() else 'missing'}.")
 
 
 def _read(parts: Path) -> dict[str, Tensor]:
@@ -133,7 +144,7 @@ def _read(parts: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process only, as intended
             load(weights, storage_reader=ShardedReader(parts), no_dist=True)
-    except Exception as error:  # PyTorch raises its own types, with tracebacks of all processes in the message
+    except (Exception, CheckpointException) as error:  # which is no Exception; its message has tracebacks
         raise ModelError(f"{parts} cannot be read: {_last_line(error)}") from error
     return {name.removeprefix("model."): weight for name, weight in weights.items()}
 
@@ -149,7 +160,7 @@ def _model(source: str, weights: dict[str, Tensor]) -> PreTrainedModel:
         config = pretrained_config(source)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of any type, for sizes such as -32
         raise ModelError(f"{source} does not describe a causal language model: {cause(error)}") from error
     expected = model.state_dict()
     other = sorted(expected.keys() ^ weights.keys())

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -109,7 +109,11 @@ def _weights_of(model: nn.Module, adapter: str | None = None) -> dict[str, Tenso
 
 
 def _load_parts(state: dict[str, Any], folder: Path) -> None:
-    load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
+    try:
+        load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
+    except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes
+        reason = str(error).strip().rpartition("\n")[2]
+        raise ModelError(f"{folder} cannot be read: {reason}. Resume from another checkpoint.") from error
 
 
 def _tied(model: nn.Module) -> set[str]:
