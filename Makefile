@@ -56,7 +56,8 @@ test-failed: $(STAMP)
 test-minimum: $(STAMP)
 	test -x $(MINIMUM_VENV)/bin/python || $(PYTHON) -m venv $(MINIMUM_VENV)
 	$(BIN)/uv pip install --quiet --python $(MINIMUM_VENV) --resolution lowest-direct -e ".[dev]"
-	$(MINIMUM_VENV)/bin/python -m pytest $(MINIMUM_TESTS)
+	$(MINIMUM_VENV)/bin/python -m pytest $(MINIMUM_TESTS) \
+		--deselect "tests/config/test_reference.py::test_the_page_is_fresh[commands.md]" # written with the newest typer
 
 # Takes minutes: most of these tests start a server.
 test-vllm: $(STAMP) $(VLLM_STAMP)
@@ -72,7 +73,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks studies docs/*.py
 	$(BIN)/ruff format --check src tests examples benchmarks studies docs/*.py
 
-# Fails if FLOPs or peak memory of a training step of any method grew by 1% since they were stored.
+# Fails if FLOPs or peak memory of a training step of any method grew by 1% since they were stored, or if FLOPs fell.
 bench-guard: $(STAMP)
 	$(BIN)/python -m benchmarks.guard
 

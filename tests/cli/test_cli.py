@@ -35,8 +35,8 @@ def test_help_is_fast_and_imports_no_torch():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # CPU seconds: others may be using the machine.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    # CPU seconds, since others may be using the machine; they then count for more, so this is twice what it takes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_train_help_names_every_top_level_key(ebft):

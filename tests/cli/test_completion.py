@@ -100,5 +100,5 @@ def test_completion_is_fast(complete):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     complete("ebft train run.yaml ebft.str")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # CPU seconds: others may be using the machine.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    # CPU seconds, since others may be using the machine; they then count for more, so this is twice what it takes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
