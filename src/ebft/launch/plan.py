@@ -131,8 +131,8 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
         raise ConfigError("use_ray requires the package ray: pip install 'ebft[ray]'")
     if is_ray_client():
         raise ConfigError(
-            f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the cluster, "
-            "for example with ray job submit."
+            f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the "
+            "cluster, for example with ray job submit."
         )
     workers = config.ray_num_workers
     found = config.resources_per_worker

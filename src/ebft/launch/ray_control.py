@@ -1,4 +1,4 @@
-"""What `ebft train` and the workers of Ray Train pass to each other; every process of Ray imports it, so it is light."""
+"""What `ebft train` and the workers of Ray Train pass to each other. All processes of Ray import it: it is light."""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
     }
     if not missing:
         return resources
-    needed = ", ".join(f"{name}: {amount:g} (available: {available.get(name, 0):g})" for name, amount in missing.items())
+    needed = ", ".join(
+        f"{name}: {amount:g} (available: {available.get(name, 0):g})" for name, amount in missing.items()
+    )
     if not uses_cluster():
         raise ConfigError(
             f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce ray_num_workers or "
@@ -124,9 +126,8 @@ def _cpus(config: RunConfig) -> int:
 
 
 def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> Any:
-    from ray.train import FailureConfig, LoggingConfig
+    from ray.train import FailureConfig, LoggingConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
-    from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
     variables = dict.fromkeys(_BARS, "1")  # workers have no terminal

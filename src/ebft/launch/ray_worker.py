@@ -135,7 +135,7 @@ def _enter(folder: str) -> None:
 
 
 def _report_result(result: TrainResult, rank: int) -> None:
-    """Report the last metrics with a checkpoint that names the model's folder: Ray keeps metrics of checkpoints only."""
+    """Report the last metrics, with a checkpoint that names the model's folder: Ray keeps no others."""
     metrics = plain(result.metrics) | {"step": result.trainer.state.global_step}
     with _pointer(result.output_dir) as folder:
         checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
