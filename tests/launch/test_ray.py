@@ -18,7 +18,7 @@ from tests.cli.conftest import ENVIRONMENT, plain
 from tests.launch.plugins import COMMAND, STEP
 from tests.launch.test_processes import COMPARED, logged, run_file
 
-ray = pytest.importorskip("ray")
+ray_train = pytest.importorskip("ray.train")
 
 __all__ = ["run_file"]
 
@@ -69,7 +69,7 @@ def test_two_workers_have_the_numbers_of_two_processes_also_after_one_was_killed
     assert_same_numbers(logged(tmp_path / "ray"), theirs)
     assert_same_numbers(logged(tmp_path / "killed"), theirs)
 
-    result = ray.train.Result.from_path(str(tmp_path / "ray" / "ray" / "named"))
+    result = ray_train.Result.from_path(str(tmp_path / "ray" / "ray" / "named"))
     assert result.metrics["step"] == 4 and result.metrics["loss"] == logged(tmp_path / "ray")[4]["loss"]
     with result.checkpoint.as_directory() as folder:
         assert json.loads(Path(folder, "ebft.json").read_text()) == {"output_dir": str(tmp_path / "ray")}
