@@ -59,7 +59,8 @@ def test_two_workers_have_the_numbers_of_two_processes_also_after_one_was_killed
     keys = ("auto_resume_from_checkpoints=false", f"save_steps={STEP}", "plugins=[tests.launch.plugins.KilledOnce]")
     status, stdout, stderr = train(run_file, tmp_path / "killed", *RAY, "ray_max_failures=1", *keys)
     assert status == 0, stderr
-    assert (tmp_path / "killed" / "killed").exists() and stdout.count("Model saved in") == 1
+    assert (tmp_path / "killed" / "killed").exists() and "Attempt 2 of 2, after: " in stderr
+    assert stdout.count("Model saved in") == 1
     described = json.loads((tmp_path / "killed" / "run.json").read_text())
     assert (described["state"], described["resumed_from_step"]) == ("finished", STEP)
 
@@ -134,6 +135,7 @@ def test_the_first_failure_is_reported_and_those_of_an_earlier_attempt_are_forgo
         await control.note_begun()
         attempt = await control.begin()
         assert (attempt.earlier, attempt.has_begun, attempt.signal) == (1, True, None)
+        assert attempt.reason == "of the first attempt"
         await control.fail(Failure(0, 1, "", "follows", time=2.0))
         await control.fail(Failure(1, 2, "is first", "", time=1.0))
         assert [failure.rank for failure in await control.failures()] == [1, 0]

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebft.errors import shortened
+
 SETUP = "ebft.launch.ray_control.set_up_process"  # for Ray, which calls it in each process of the job
 
 
@@ -48,11 +50,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the workers: the number of earlier ones, whether one of them began to train, and a signal so far."""
+    """A start of the workers: the number of earlier ones, whether one of them began to train, and a signal so far.
+
+    `reason` says why the one before it failed.
+    """
 
     earlier: int
     has_begun: bool
     signal: int | None
+    reason: str
 
 
 class Control:
@@ -66,7 +72,9 @@ class Control:
 
     async def begin(self) -> Attempt:
         """Start an attempt; called by its first worker."""
-        attempt = Attempt(self._attempts, self._has_begun, self._signal)
+        errors = [(failure.message or failure.traceback).strip() for failure in await self.failures()]
+        reason = shortened(errors[0].splitlines()[-1]) if errors else "a worker was killed"
+        attempt = Attempt(self._attempts, self._has_begun, self._signal, reason)
         self._attempts += 1
         self._failures = []
         return attempt

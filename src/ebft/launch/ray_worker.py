@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import threading
 import traceback
@@ -71,7 +72,8 @@ def train_noting_errors(task: Task) -> Outcome:
     rank = ray.train.get_context().get_world_rank()
     try:
         return _trained(task, rank)
-    except TrainingInterrupted as stopped:  # on all workers, after the same step
+    except TrainingInterrupted as stopped:  # after the same step on all workers, or while rank 0 pushes to the Hub
+        ray.train.report({})  # all report as often, or the others would wait
         return Outcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
     except BaseException as error:
         failure = _failure(error, rank)
@@ -84,6 +86,10 @@ def _trained(task: Task, rank: int) -> Outcome:
     _enter(task.folder)
     config = RunConfig.from_dict(task.values)
     attempt, changes = broadcast_from_rank_zero(_begin(task, config) if rank == 0 else None)
+    if attempt.earlier and rank == 0:
+        print(
+            f"Attempt {attempt.earlier + 1} of {config.ray_max_failures + 1}, after: {attempt.reason}", file=sys.stderr
+        )
     if attempt.signal is not None:
         raise TrainingInterrupted(_stopped_before(config, task, attempt), attempt.signal)
     result = train_until(config.model_copy(update=changes), StopOnDriver(task))
