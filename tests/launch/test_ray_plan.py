@@ -2,16 +2,17 @@
 
 import json
 import os
+import socket
 import sys
 import warnings
 
 import pytest
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, LaunchError
 from ebft.launch import plan as planning
 from ebft.launch.plan import RAY, LaunchOptions, plan_launch
-from ebft.launch.ray_driver import worker_resources
+from ebft.launch.ray_driver import check_reachable, worker_resources
 from ebft.run.training import train
 from tests.cli.conftest import ebft
 
@@ -133,6 +134,17 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch,
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
+
+
+def test_an_address_at_which_nothing_listens_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+    with pytest.raises(
+        LaunchError, match=f"RAY_ADDRESS={address}: no cluster can be reached .*Start one with ray start"
+    ):
+        check_reachable(address)
+    check_reachable("auto")
 
 
 def test_training_from_python_refuses_the_key_before_anything_is_loaded():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ _LOCAL = {
 _BARS = ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 _OBJECT_STORE = 100 * 2**20  # bytes; nothing but the config passes through it
 _POLL = 0.1  # seconds
+_REACHABLE = 10.0  # seconds in which a cluster accepts a connection
 _PROMPT = 30.0  # seconds in which the control actor answers
 _KILLED = 128 + signal.SIGKILL
 
@@ -64,35 +67,62 @@ def connected(config: RunConfig) -> Iterator[None]:
     A connection that exists already is used, and kept. Raises LaunchError if there is no cluster at that address.
     """
     os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
-    if not uses_cluster():
-        os.environ |= {name: os.environ.get(name, value) for name, value in _LOCAL.items()}
+    if uses_cluster():
+        check_reachable(os.environ[RAY_ADDRESS])
+    else:
+        # A token of this run alone: otherwise Ray creates one in the home folder, for all clusters.
+        local = _LOCAL | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+        os.environ |= {name: os.environ.get(name, value) for name, value in local.items()}
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     import ray
 
-    setup = {"worker_process_setup_hook": SETUP}
     if ray.is_initialized():
         yield
         return
     try:
-        if uses_cluster():
-            ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
-        else:
-            ray.init(
-                address="local",
-                num_cpus=_cpus(config),
-                object_store_memory=_OBJECT_STORE,
-                include_dashboard=False,
-                runtime_env=setup,
-                logging_level="error",
-            )
+        _connect(config)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"{RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
-        raise LaunchError(f"use_ray: cannot connect to {where}: {cause(error)}") from error
+        where = f"the cluster at {RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
+        hint = " If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if uses_cluster() else ""
+        raise LaunchError(f"use_ray: cannot connect to {where}: {cause(error)}.{hint}") from error
+    except SystemExit:  # of Ray's handler of SIGTERM
+        raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(config: RunConfig) -> None:
+    import ray
+
+    setup = {"worker_process_setup_hook": SETUP}
+    if uses_cluster():
+        ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
+        return
+    ray.init(
+        address="local",
+        num_cpus=_cpus(config),
+        object_store_memory=_OBJECT_STORE,
+        include_dashboard=False,
+        runtime_env=setup,
+        logging_level="error",
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Raise LaunchError if nothing listens at `address`, HOST:PORT, for which Ray would try several minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):  # for example "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHABLE).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"{RAY_ADDRESS}={address}: no cluster can be reached ({cause(error)}). Start one with ray start --head, "
+            f"correct the address, or unset {RAY_ADDRESS} to use a local Ray."
+        ) from error
 
 
 def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str, float]:
