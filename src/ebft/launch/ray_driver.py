@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 # For a Ray that is started here.
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its processes listen on 127.0.0.1, on every system
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1, on every system
     "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing collects them
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine does not announce that it is taken away
 }
