@@ -6,14 +6,15 @@ STAMP := $(VENV)/.installed
 MINIMUM_VENV := .venv-minimum
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+RAY_VENV := .venv-ray
 
 # What `make test-minimum` runs: the contracts with other packages, configs, commands, and trained numbers.
 MINIMUM_TESTS := tests/test_contracts.py tests/test_rewards.py tests/config tests/cli tests/golden \
 	tests/strided/test_exactness.py tests/strided/test_trainer.py tests/structured/test_loss.py \
 	tests/structured/test_trainer.py
 
-.PHONY: install install-vllm quickstart test test-all test-failed test-minimum test-vllm test-published lint typecheck lock docs dist bench \
-	bench-guard study
+.PHONY: install install-vllm quickstart test test-all test-failed test-minimum test-vllm test-ray test-published lint \
+	typecheck lock docs dist bench bench-guard study
 
 install: $(STAMP)
 
@@ -62,6 +63,13 @@ test-minimum: $(STAMP)
 # Takes minutes: most of these tests start a server.
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	EBFT_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests -m vllm
+
+# Takes minutes: most of these tests start a local Ray, in an environment of its own.
+test-ray: $(STAMP)
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(RAY_VENV)/bin/python -m pytest tests/launch/test_ray_plan.py tests/launch/test_ray.py
 
 # The benchmark's other side: needs one wheel from the package registry, and says so where that has none.
 test-published: $(STAMP)

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 from transformers import TrainerCallback
 
 STEP = 2
+COMMAND = "EBFT_TEST_COMMAND"  # environment variable: a file with the process id of the command that is running
 LONGEST = 120  # seconds until a signal that does not arrive fails the test
 
 
@@ -39,3 +41,21 @@ class FailsUnlessMarked(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if args.learning_rate > 0.005 and not os.path.exists(os.environ["LAUNCH_TEST_MARK"]):
             raise ValueError("not yet")
+
+
+class KilledOnce(TrainerCallback):
+    """Kills rank 1 one step after the first checkpoint, in the first attempt."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        mark = Path(args.output_dir, "killed")
+        if state.global_step == STEP + 1 and os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopsCommand(TrainerCallback):
+    """Sends SIGTERM to the command, which does not start this process itself, in the second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == STEP and os.environ["RANK"] == "0":
+            os.kill(int(Path(os.environ[COMMAND]).read_text()), signal.SIGTERM)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
 from ebft.run.final import final_step
-from ebft.run.lock import LOCK, locked
+from ebft.run.lock import LOCK, locked, wait_until_free
 from tests.run.crash import before, config_of, kill, run
 
 
@@ -140,4 +141,17 @@ def test_a_file_system_without_flock_leaves_no_lock_behind(tmp_path, monkeypatch
 def test_a_file_system_without_locks_is_a_warning(tmp_path):
     (tmp_path / LOCK).mkdir()
     with pytest.warns(UserWarning, match="cannot be locked .*would not be detected"), locked(tmp_path):
+        pass
+
+
+def test_a_restarted_run_waits_for_the_lock_of_the_one_that_is_being_killed(tmp_path):
+    waiting = threading.Thread(target=wait_until_free, args=(tmp_path, 600))
+    with locked(tmp_path):
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        wait_until_free(tmp_path, 0)  # gives up: the error is that of `locked`
+    waiting.join(600)
+    assert not waiting.is_alive()
+    with locked(tmp_path):
         pass

@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM in every phase of a run: it stops soon, and resumed, it ends with the bits of an unbroken one."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ebft.monitor.budget import Budget
 from ebft.over_trainer import OverTrainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.final import final_step
+from ebft.run.interrupt import StopOnSignal, StopRequested
 from ebft.sft import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.generation import RolloutJob
@@ -81,3 +84,17 @@ def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inp
     assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 8. " in ended.output
     assert final_step(tmp_path / "out") is None
     assert run(config).code == 0 and final_step(tmp_path / "out") == STEPS
+
+
+def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
+    stop, added = StopOnSignal(), []
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), may_stop=False, add_callback=added.append)
+    stop.follow(trainer)
+    thread = threading.Thread(target=stop.request, args=(15,))
+    thread.start()
+    thread.join()
+    trainer.when_stoppable()  # in the middle of an update
+    trainer.may_stop = True
+    with pytest.raises(StopRequested):
+        trainer.when_stoppable()
+    assert (stop.requested, stop.signal_number, added) == (True, 15, [stop])

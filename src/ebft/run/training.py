@@ -20,6 +20,7 @@ from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
+from ebft.launch.worker import is_ray_worker
 from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.sharding import load_on_first_process
@@ -80,7 +81,16 @@ def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResul
     Ctrl-C or SIGTERM, with a checkpoint of the last completed step. A run whose checkpoint is already at the last step
     is not trained further; its saved model is left unchanged if it is complete.
     """
-    stop = StopOnSignal(command)
+    return train_until(config, StopOnSignal(command))
+
+
+def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
+    """`train` until it is complete or `stop` is requested."""
+    if config.use_ray and not is_ray_worker():
+        raise ConfigError(
+            "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
+            "train in this process."
+        )
     with stop.listening():
         try:
             return _checked_and_trained(config, stop)

@@ -1,0 +1,181 @@
+"""Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
+
+import json
+import os
+import socket
+import sys
+import warnings
+
+import pytest
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, LaunchError
+from ebft.launch import plan as planning
+from ebft.launch.plan import RAY, LaunchOptions, plan_launch
+from ebft.launch.ray_driver import check_reachable, worker_resources
+from ebft.run.training import train
+from tests.cli.conftest import ebft
+
+__all__ = ["ebft"]
+
+ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]}
+MANAGED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
+
+
+@pytest.fixture(autouse=True)
+def with_ray(monkeypatch):
+    """A machine with the package ray, on which no launcher and no cluster is running."""
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(planning, "has_ray", lambda: True)
+
+
+def config_with(**keys):
+    return RunConfig.from_dict({**ROWS, **keys})
+
+
+def planned(*, options=None, **keys):
+    return plan_launch(LaunchOptions(**(options or {})), config_with(use_ray=True, **keys))
+
+
+def test_a_run_without_the_key_does_not_use_ray():
+    assert plan_launch(LaunchOptions(), config_with()).launcher is None
+
+
+def test_the_plan_counts_workers_and_says_where_they_run(monkeypatch):
+    plan = planned(ray_num_workers=2)
+    assert (plan.launcher, plan.processes) == (RAY, 2)
+    assert plan.note == (
+        "Starting 2 workers with Ray Train on a local Ray (one GPU each, or one CPU if Ray has no GPUs)."
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert planned(resources_per_worker={"GPU": 1, "CPU": 4}).note == (
+        "Starting 1 worker with Ray Train on the cluster at 10.0.0.1:6379 (GPU: 1, CPU: 4 each)."
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_processes": 2}, "--num-processes cannot be used. Set ray_num_workers"),
+        ({"launcher": "torchrun"}, "--launcher cannot be used"),
+        ({"num_machines": 2}, "--num-machines cannot be used"),
+        ({"passed_on": ("--log-dir", "logs")}, "-- cannot be used"),
+        ({"launcher": "ray"}, "--launcher ray: Ray Train is selected in the config. Set use_ray=true."),
+    ],
+)
+def test_options_of_other_launchers_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(options=options)
+
+
+def test_ray_is_not_started_in_a_process_of_another_launcher(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="use_ray: true starts the workers itself, but this process was started by"):
+        planned()
+
+
+def test_ray_client_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: use_ray does not support Ray Client"):
+        planned()
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(planning, "has_ray", lambda: False)
+    with pytest.raises(ConfigError, match=r"use_ray requires the package ray: pip install 'ebft\[ray\]'"):
+        planned()
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"ray_num_workers": 0}, "ray_num_workers"),
+        ({"ray_max_failures": -1}, "ray_max_failures"),
+        ({"ray_run_name": "a/b"}, "ray_run_name"),
+        ({"resources_per_worker": {"gpu": 1}}, "resources_per_worker: gpu is written GPU in Ray"),
+        ({"resources_per_worker": {"GPU": 2}}, "invalid value GPU: 2; expected 1 or 0"),
+        ({"resources_per_worker": {"CPU": -1}}, "resources_per_worker"),
+        ({"ray_max_failures": 1, "save_only_model": True}, "ray_max_failures restarts the run from its checkpoints"),
+        ({"ddp": True}, "ddp: true requires several processes, but ray_num_workers is 1"),
+        ({"fsdp": True}, "fsdp shards the model over several processes, but ray_num_workers is 1"),
+        (MANAGED, "use_ray is incompatible with trl.vllm_mode: managed"),
+    ],
+)
+def test_impossible_keys_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        config_with(use_ray=True, **keys)
+
+
+def test_keys_without_use_ray_give_a_warning():
+    with pytest.warns(UserWarning, match="^ray_num_workers, ray_max_failures: no effect because use_ray is not set"):
+        config_with(ray_num_workers=2, ray_max_failures=1)
+    with warnings.catch_warnings(action="error"):
+        config_with(use_ray=True, ray_num_workers=2)
+
+
+@pytest.mark.parametrize(
+    "keys, available, resources",
+    [
+        ({}, {"CPU": 2.0, "GPU": 1.0}, {"GPU": 1.0}),
+        ({}, {"CPU": 2.0}, {"CPU": 1.0}),
+        ({"resources_per_worker": {"CPU": 2}}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}),
+    ],
+)
+def test_a_worker_has_a_gpu_where_there_are_some(keys, available, resources):
+    assert worker_resources(config_with(use_ray=True, **keys), available) == resources
+
+
+def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch, capsys):
+    config = config_with(use_ray=True, ray_num_workers=3)
+    message = r"resources_per_worker: 3 workers need GPU: 3 \(available: 2\). Reduce ray_num_workers"
+    with pytest.raises(ConfigError, match=message):
+        worker_resources(config, {"GPU": 2.0})
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
+    assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
+
+
+def test_an_address_at_which_nothing_listens_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+    with pytest.raises(
+        LaunchError, match=f"RAY_ADDRESS={address}: no cluster can be reached .*Start one with ray start"
+    ):
+        check_reachable(address)
+    check_reachable("auto")
+
+
+def test_training_from_python_refuses_the_key_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="use_ray: true starts workers, which only the command ebft train does"):
+        train(config_with(use_ray=True))
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    keys = {"use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}
+    path.write_text(json.dumps({**ROWS, **keys}))
+    return path
+
+
+def test_a_dry_run_prints_the_workers_and_the_command(ebft, run_file):
+    done = ebft("train", run_file, "ray_num_workers=2", "--dry-run")
+    note, command = done.stdout.splitlines()
+    assert done.exit_code == 0, done.stderr
+    assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
+    assert command == f"{sys.executable} -m ebft.cli train {run_file} ray_num_workers=2"
+
+
+def test_a_sweep_starts_each_run_with_ray(ebft, run_file, tmp_path):
+    (tmp_path / "sweep.yaml").write_text("ray_num_workers: [1, 2]\n")
+    done = ebft("train", run_file, "--sweep", tmp_path / "sweep.yaml", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
+        "# ray_num_workers=1",
+        "# ray_num_workers=2",
+    ]
+    refused = ebft("train", run_file, "--sweep", tmp_path / "sweep.yaml", "--num-processes", 2)
+    assert refused.exit_code == 2 and "--num-processes cannot be used" in refused.stderr
+    assert not os.path.exists(tmp_path / "out")
