@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.carried_over import IGNORED
+from ebft.data.entry_checks import entries_of, entry_conflicts, idle_keys
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
@@ -131,6 +132,18 @@ def _processes(config: "RunConfig") -> Iterator[str]:
         yield from fsdp_problems(config)
 
 
+def _chat_templates(config: "RunConfig") -> Iterator[str]:
+    """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
+    given = {entry.chat_template: where for where, entry in entries_of(config) if entry.chat_template is not None}
+    chosen = config.chat_template or next(iter(given), None)
+    for template, where in given.items():
+        if template != chosen:
+            yield (
+                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another dataset."
+                " The model is saved with one chat template: set chat_template of the config, and remove it here."
+            )
+
+
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _adapter,
     _quantisation,
@@ -141,6 +154,8 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _evaluation,
     _resuming,
     _processes,
+    entry_conflicts,
+    _chat_templates,
 ]
 
 
@@ -151,6 +166,7 @@ def resolve(config: "RunConfig") -> None:
     _warn_without_adapter(config)
     _resolve_transforms(config)
     _warn_of_other_methods(config)
+    _resolve_entries(config)
     config.method.resolve(config)
     if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
         config.fsdp = True
@@ -178,6 +194,20 @@ def _resolve_transforms(config: "RunConfig") -> None:
     if used:
         pairs = ", ".join(f"{asked} is replaced with {other}" for asked, other in used.items())
         warnings.warn(f"{pairs}: {trains_on(rows)}. The replacement reads the same columns.", stacklevel=2)
+
+
+def _resolve_entries(config: "RunConfig") -> None:
+    """Use the chat template of the datasets for the run, and warn of their keys without effect."""
+    for where, entry in entries_of(config):
+        config.chat_template = config.chat_template or entry.chat_template
+        if entry.preprocess_shards is not None:
+            warnings.warn(f"{where}.preprocess_shards has no effect: rows are prepared in batches.", stacklevel=3)
+    idle = idle_keys(config)
+    if idle:
+        reason = "the method determines the turns that are trained on" + (
+            ", and prompts are rendered without tools" if any(key.endswith("field_tools") for key in idle) else ""
+        )
+        warnings.warn(f"{', '.join(idle)}: no effect with {config.method.name}: {reason}.", stacklevel=3)
 
 
 def _warn_ignored(config: "RunConfig") -> None:
