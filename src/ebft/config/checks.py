@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.carried_over import IGNORED
-from ebft.data.entry_checks import entries_of, entry_conflicts, idle_keys
+from ebft.data.entry_checks import chat_templates, entry_conflicts, idle_keys
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
@@ -134,13 +134,13 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 
 def _chat_templates(config: "RunConfig") -> Iterator[str]:
     """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
-    given = {entry.chat_template: where for where, entry in entries_of(config) if entry.chat_template is not None}
+    given = chat_templates(config)
     chosen = config.chat_template or next(iter(given), None)
     for template, where in given.items():
         if template != chosen:
             yield (
-                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another dataset."
-                " The model is saved with one chat template: set chat_template of the config, and remove it here."
+                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another "
+                "dataset. The model is saved with one template: set chat_template of the config, and remove it here."
             )
 
 
@@ -198,16 +198,9 @@ def _resolve_transforms(config: "RunConfig") -> None:
 
 def _resolve_entries(config: "RunConfig") -> None:
     """Use the chat template of the datasets for the run, and warn of their keys without effect."""
-    for where, entry in entries_of(config):
-        config.chat_template = config.chat_template or entry.chat_template
-        if entry.preprocess_shards is not None:
-            warnings.warn(f"{where}.preprocess_shards has no effect: rows are prepared in batches.", stacklevel=3)
-    idle = idle_keys(config)
-    if idle:
-        reason = "the method determines the turns that are trained on" + (
-            ", and prompts are rendered without tools" if any(key.endswith("field_tools") for key in idle) else ""
-        )
-        warnings.warn(f"{', '.join(idle)}: no effect with {config.method.name}: {reason}.", stacklevel=3)
+    config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
+    for message in idle_keys(config):
+        warnings.warn(message, stacklevel=3)
 
 
 def _warn_ignored(config: "RunConfig") -> None:

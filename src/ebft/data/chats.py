@@ -8,12 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ebft.config.shapes import ShapeKeys
 from ebft.data.messages import Message, messages_of
-from ebft.data.shape_keys import ROLE_ALIASES, ShapeKeys
 from ebft.data.thinking import split_thinking
 from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
 
+# Other names of roles, unless the dataset uses them differently.
+_ALIASES = {"human": "user", "gpt": "assistant"}
 _SHAREGPT = {"role": "from", "content": "value"}
 _FIX = "Set `field_messages` of the entry to its name."
 
@@ -36,23 +38,28 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     return with_system(messages_of(found, where), example, entry)
 
 
-def normaliser(keys: ShapeKeys) -> Callable[[Any, int], Any]:
+def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
     """Return a function that gives message number `i` of a chat the keys and roles of chat templates."""
-    contents = {"content", _SHAREGPT["content"], (keys.message_property_mappings or {}).get("content")}
-    aliases = ROLE_ALIASES | {name: role for role, names in (keys.roles or {}).items() for name in names}
+    contents = {"content", _SHAREGPT["content"], (entry.message_property_mappings or {}).get("content")}
+    aliases = role_names(entry)
 
     def normal(message: Any, number: int) -> Any:
         if not isinstance(message, Mapping):
             return message  # messages_of reports it
         # Arrow adds the keys of all messages to each, with the value None; an empty content is one.
         message = {key: value for key, value in message.items() if value is not None or key in contents}
-        message = _renamed(message, number, keys.message_property_mappings or {})
+        message = _renamed(message, number, entry.message_property_mappings or {})
         role = message.get("role")
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
-        return _with_thinking(message, keys)
+        return _with_thinking(message, entry)
 
     return normal
+
+
+def role_names(entry: ShapeKeys) -> dict[str, str]:
+    """The role for the chat template of each name in the data that differs from it."""
+    return _ALIASES | {name: role for role, names in (entry.roles or {}).items() for name in names}
 
 
 def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dict[str, Any]:
@@ -68,15 +75,15 @@ def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dic
     return rest | {key: message[name] for key, name in names.items() if name in message}
 
 
-def _with_thinking(message: dict[str, Any], keys: ShapeKeys) -> dict[str, Any]:
+def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:
     """The message with its thinking where the chat template expects it."""
-    if keys.field_thinking != keys.template_thinking_key and keys.field_thinking in message:
-        message[keys.template_thinking_key] = message.pop(keys.field_thinking)
+    if entry.field_thinking != entry.template_thinking_key and entry.field_thinking in message:
+        message[entry.template_thinking_key] = message.pop(entry.field_thinking)
     content = message.get("content")
-    if keys.split_thinking and message.get("role") == "assistant" and isinstance(content, str):
+    if entry.split_thinking and message.get("role") == "assistant" and isinstance(content, str):
         thinking, answer = split_thinking(content)
         if thinking:
-            message |= {"content": answer, keys.template_thinking_key: thinking}
+            message |= {"content": answer, entry.template_thinking_key: thinking}
     return message
 
 

@@ -65,14 +65,30 @@ def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:
     return [(f"{name}.{index}", entry) for name, entries in sections.items() for index, entry in enumerate(entries)]
 
 
-def idle_keys(config: DataSettings) -> list[str]:
-    """Keys of SFT that are set although the method determines the turns to train on, or how prompts are rendered."""
+def chat_templates(config: DataSettings) -> dict[str, str]:
+    """The chat templates that datasets name, each with the dotted key of the first of them."""
+    found: dict[str, str] = {}
+    for where, entry in entries_of(config):
+        if entry.chat_template is not None:
+            found.setdefault(entry.chat_template, where)
+    return found
+
+
+def idle_keys(config: DataSettings) -> Iterator[str]:
+    """Warnings about keys of datasets that are set but have no effect."""
+    for where, entry in entries_of(config):
+        if entry.preprocess_shards is not None:
+            yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
     required = config.required_rows
     if required.kind == "tokens" and required.block is None:
-        return []
-    keys = _LABELS if required.kind == "tokens" else (*_LABELS, "field_tools")
-    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in keys if _is_set(entry, key)]
-    return [*(["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []), *found]
+        return
+    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in _LABELS if _is_set(entry, key)]
+    found += ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
+    if found:
+        yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
+    tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
+    if tools and required.kind == "prompts":
+        yield f"{', '.join(tools)}: no effect with {required.method}, whose prompts are rendered without tools of rows."
 
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:

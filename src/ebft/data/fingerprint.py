@@ -27,7 +27,9 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
 
 
 def content_digest(entry: Any) -> str | None:
-    """A hash of the files of a dataset entry; None for the Hub, for URLs, for over `LARGEST_HASHED` bytes, or if unreadable."""
+    """A hash of the files of a dataset entry; None for the Hub and URLs, for over `LARGEST_HASHED` bytes, or if
+    unreadable.
+    """
     try:
         files = source_files(entry)
         if files is None or sum(path.stat().st_size for _, path in files) > LARGEST_HASHED:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
 from ebft.config.section import NotBlank, Section, paths
-from ebft.data.shape_keys import ShapeKeys
+from ebft.config.shapes import ShapeKeys
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
@@ -123,32 +123,34 @@ class DatasetEntry(ShapeKeys, SourceKeys):  # pydantic lists the fields of the l
 
     @model_validator(mode="after")
     def _one_name_of_each_key(self) -> "DatasetEntry":
-        self._same("field_messages", "field")
-        self._same("train_on_eot", "train_on_eos")
-        self._same("train_on_split", "split")
-        for key in ("role", "content"):
-            self._same_property(f"message_field_{key}", key)
+        self._same("field", "field_messages", self.field_messages)
+        self._same("train_on_eos", "train_on_eot", self.train_on_eot)
+        self._same("split", "train_on_split", self.train_on_split)
+        self._same_property("role", self.message_field_role)
+        self._same_property("content", self.message_field_content)
         if self.type in ("sharegpt", "sharegpt.transform"):
             self.type = "chat_template"
         if self.field_messages == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
             self.type = TRANSFORM
         return self
 
-    def _same(self, other: str, key: str) -> None:
+    def _same(self, key: str, other: str, value: Any) -> None:
         """Set `key` to the value of `other`, which is another name of it."""
-        value = getattr(self, other)
         if value is None:
             return
         if key in self.model_fields_set and getattr(self, key) not in (None, value):
             raise ValueError(f"{key} and {other} are two names of the same key. Keep one of them.")
         setattr(self, key, value)
 
-    def _same_property(self, other: str, key: str) -> None:
-        value, given = getattr(self, other), self.message_property_mappings or {}
+    def _same_property(self, key: str, value: str | None) -> None:
+        """Add the value of `message_field_*`, another name of a property of messages, to the mapping."""
+        given = self.message_property_mappings or {}
         if value is None:
             return
         if given.get(key, value) != value:
-            raise ValueError(f"message_property_mappings.{key} and {other} are two names of the same key. Keep one.")
+            raise ValueError(
+                f"message_property_mappings.{key} and message_field_{key} are two names of the same key. Keep one."
+            )
         self.message_property_mappings = {**given, key: value}
 
 

@@ -1,19 +1,17 @@
-"""Files at URLs (`s3://`, `gs://`, `https://`, ...), read with the datasets library and fsspec."""
+"""Files at URLs (`s3://`, `gs://`, `https://`, ...), read with the datasets library."""
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from datasets import Dataset, load_dataset
-from fsspec.core import url_to_fs
+from datasets import Dataset, DatasetBuilder, load_dataset_builder
 
 from ebft.data.files import KINDS
 from ebft.data.splits import DEFAULT_SPLIT, take_split
 from ebft.errors import DataError, cause
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-_KEYS = "Check the URL, and the credentials in the environment."
 
 
 def is_url(path: str) -> bool:
@@ -26,24 +24,29 @@ def read_remote(entry: Any) -> Dataset:
 
     Raises DataError that names the URL, and the package to install if its kind of storage needs one.
     """
-    named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
-    parts = {split: _read(list(_urls(entry.path, given)), entry) for split, given in named.items()}
+    parts = {}
+    for split, urls in _files(entry).items():
+        builder = _builder(urls, entry)
+        try:
+            builder.download_and_prepare()
+        except Exception as error:  # of the package of the storage, or of the parser
+            raise _unreadable(urls, error) from error
+        parts[split] = builder.as_dataset(split="train")
     return take_split(parts, entry.split, entry.path)
 
 
 def remote_fingerprint(entry: Any) -> list[list[str]]:
-    """The URL of each file with what its storage says about its version: a checksum, or size and time of change."""
-    patterns = list(entry.data_files.values()) if isinstance(entry.data_files, dict) else [entry.data_files]
-    urls = [url for given in patterns for url in _urls(entry.path, given)]
+    """The URLs of each split, and a hash of them and of the version of each file (ETag or time, if there is one)."""
     found = []
-    for url in urls:
-        filesystem, path = _storage(url)
-        try:
-            paths = filesystem.glob(path) if "*" in path else [path]
-            found += [[name, filesystem.ukey(name)] for name in paths]
-        except Exception as error:  # of the package of the storage
-            raise DataError(f"datasets.path: {url} cannot be read ({cause(error)}). {_KEYS}") from error
+    for urls in _files(entry).values():
+        folder = Path(_builder(urls, entry).cache_dir)  # its name contains the hash
+        found.append([*urls, "/".join(folder.parts[-3:])])
     return found
+
+
+def _files(entry: Any) -> dict[str, list[str]]:
+    named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
+    return {split: list(_urls(entry.path, given)) for split, given in named.items()}
 
 
 def _urls(path: str, patterns: Any) -> Iterator[str]:
@@ -54,30 +57,22 @@ def _urls(path: str, patterns: Any) -> Iterator[str]:
         yield pattern if is_url(pattern) else f"{path.rstrip('/')}/{pattern}"
 
 
-def _read(urls: list[str], entry: Any) -> Dataset:
-    for url in urls:
-        _storage(url)
+def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
     kind = entry.ds_type or _kind(urls[0])
     options = {"sample_by": "document"} if kind == "text" else {}
     try:
-        return load_dataset(kind, data_files=urls, split="train", **options)
-    except Exception as error:  # of the package of the storage, or of the parser
-        raise DataError(
-            f"datasets.path: {', '.join(urls)} cannot be read as {kind} ({cause(error)}). {_KEYS}"
-        ) from error
-
-
-def _storage(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it."""
-    try:
-        return url_to_fs(url)
+        return load_dataset_builder(kind, data_files=urls, **options)
     except ImportError as error:  # its message says which package to install
-        raise DataError(f"datasets.path: {url} needs another package: {cause(error)}.") from error
-    except ValueError as error:
-        raise DataError(
-            f"datasets.path: {url} is not a kind of URL that can be read ({cause(error)}). Use a local path, s3://, "
-            "gs:// or https://."
-        ) from error
+        raise DataError(f"datasets.path: {', '.join(urls)} needs another package: {cause(error)}.") from error
+    except Exception as error:  # of the package of the storage
+        raise _unreadable(urls, error) from error
+
+
+def _unreadable(urls: list[str], error: Exception) -> DataError:
+    return DataError(
+        f"datasets.path: {', '.join(urls)} cannot be read ({cause(error)}). Check the URL, the network, and the "
+        "credentials in the environment."
+    )
 
 
 def _kind(url: str) -> str:
@@ -85,4 +80,4 @@ def _kind(url: str) -> str:
     for kind, suffixes in KINDS.items():
         if suffix in suffixes:
             return kind
-    raise DataError(f"datasets.path: the format of {url} is not clear. Set ds_type to one of {', '.join(KINDS)}.")
+    raise DataError(f"datasets.path: the format of {url} is not known. Set ds_type to one of {', '.join(KINDS)}.")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ebft.config.shapes import EOS
+from ebft.data.chats import role_names
 from ebft.data.messages import Message, replies
-from ebft.data.shape_keys import EOS, ROLE_ALIASES
 from ebft.errors import DataError
 
 
@@ -44,7 +45,7 @@ class TurnLabels(NamedTuple):
 
 def turn_labels(cfg: Any, entry: Any) -> TurnLabels:
     """The labels that the keys of a dataset ask for; a role can have its name in the data."""
-    aliases = ROLE_ALIASES | {name: role for role, names in (entry.roles or {}).items() for name in names}
+    aliases = role_names(entry)
     roles = entry.roles_to_train or cfg.roles_to_train or ["assistant"]
     return TurnLabels(
         tuple(aliases.get(role, role) for role in roles), entry.train_on_eos or "turn", entry.message_field_training

@@ -6,7 +6,7 @@
 from functools import partial
 from typing import Any
 
-from ebft.data.shape_keys import PromptFormat
+from ebft.config.shapes import PromptFormat
 from ebft.data.transforms.pairs import pair_prompts, pair_tokens
 from ebft.data.transforms.rows import first_present, text_of
 
@@ -32,7 +32,7 @@ def _pair(example: dict[str, Any], keys: PromptFormat) -> tuple[str, str]:
         )
     )
     given, system = (_optional(example, name) for name in (keys.field_input, keys.field_system))
-    system = system or keys.system_prompt
+    system = system or keys.system_prompt or ""
     start = keys.system_format.format(system=system) if system else ""
     return start + _format_of(keys, bool(given)).format(instruction=instruction, input=given), output
 

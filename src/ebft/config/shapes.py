@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from ebft.config.section import NotBlank, Section
 
 THINKING = "reasoning_content"
-# Roles of chat templates, and other names that they have in data sets.
-ROLE_ALIASES = {"human": "user", "gpt": "assistant"}
 EOS = Literal["turn", "all", "last", "none"]
 
 
@@ -21,7 +19,7 @@ class PromptFormat(Section):
     field_input: NotBlank = Field("input", description="Column of the input; rows may lack it.")
     field_output: NotBlank = Field("output", description="Column of the completion.")
     field_system: NotBlank = Field("system", description="Column of the system prompt; rows may lack it.")
-    system_prompt: str = Field("", description="System prompt of rows without one.")
+    system_prompt: NotBlank | None = Field(None, description="System prompt of rows without one.")
     system_format: str = Field(
         "{system}", description="How the system prompt is written before the rest; rows without one start with format."
     )
