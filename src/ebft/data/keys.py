@@ -35,11 +35,14 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "completion": {"transform": "tokens"},
     "chat_template": {"transform": "tokens"},
     "alpaca": {"transform": "tokens", "transform_prompts": "prompts"},
-    "alpaca_chat": {"load_qa": "tokens", "load_qa_prompts": "prompts"},
+    "alpaca_chat": {"transform": "tokens", "transform_prompts": "prompts"},
     "user_defined": {"transform": "tokens", "transform_prompts": "prompts"},
     "input_output": {"transform": "tokens"},
     "nemo_gym": {"transform": "prompts"},
 }
+
+# Names of transforms in axolotl that are different here.
+OTHER_TYPES = {"sharegpt": "chat_template", "alpaca_chat.load_qa": "alpaca_chat.transform"}
 
 # Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
 # a run needs that kind, so that one dataset works with every method.
@@ -55,8 +58,8 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "chat_template.transform": "ebft_chat_multiturn.transform_all_turns",
     "alpaca.transform": "alpaca.transform_prompts",
     "alpaca.transform_prompts": "alpaca.transform",
-    "alpaca_chat.load_qa": "alpaca_chat.load_qa_prompts",
-    "alpaca_chat.load_qa_prompts": "alpaca_chat.load_qa",
+    "alpaca_chat.transform": "alpaca_chat.transform_prompts",
+    "alpaca_chat.transform_prompts": "alpaca_chat.transform",
     "user_defined.transform": "user_defined.transform_prompts",
     "user_defined.transform_prompts": "user_defined.transform",
     "ebft_reasoning.transform": "ebft_reasoning.transform_strided",
@@ -128,8 +131,7 @@ class DatasetEntry(ShapeKeys, SourceKeys):  # pydantic lists the fields of the l
         self._same("split", "train_on_split", self.train_on_split)
         self._same_property("role", self.message_field_role)
         self._same_property("content", self.message_field_content)
-        if self.type in ("sharegpt", "sharegpt.transform"):
-            self.type = "chat_template"
+        self.type = OTHER_TYPES.get(self.type, self.type)
         if self.field_messages == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
             self.type = TRANSFORM
         return self

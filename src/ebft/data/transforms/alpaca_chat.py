@@ -1,6 +1,7 @@
-"""Questions and answers as chats: `{question, answer}` -> one user turn and its answer, with the chat template.
+"""Questions with answers, or rows of Alpaca, as chats: one user turn and its answer, rendered with the chat template.
 
-`load_qa` returns `{input_ids, labels, prompt_length}`, `load_qa_prompts` `{prompt, ground_truth}` of the same chat.
+`{question, answer}` or `{instruction, input, output}` -> `{input_ids, labels, prompt_length}`; `transform_prompts`
+returns `{prompt, ground_truth}` of the same chat.
 """
 
 from functools import partial
@@ -14,12 +15,12 @@ from ebft.data.transforms.rows import first_present, text_of
 _FIX = "Name its columns with a mapping as type: {field_instruction: ..., field_output: ...}."
 
 
-def load_qa(cfg, dataset, **kwargs):
+def transform(cfg, dataset, **kwargs):
     """Transform for questions and answers; the answer is trained on."""
     return chat_transform(cfg, dataset, partial(_chat, entry=dataset))
 
 
-def load_qa_prompts(cfg, dataset, **kwargs):
+def transform_prompts(cfg, dataset, **kwargs):
     """Transform for questions with their answers as references."""
 
     def transform_fn(example, tokenizer=None):
@@ -30,8 +31,9 @@ def load_qa_prompts(cfg, dataset, **kwargs):
 
 
 def _chat(example: dict[str, Any], entry: Any) -> list[Message]:
-    question, answer = (
-        text_of(example, first_present(example, [name], f"the {name}", _FIX)) for name in ("question", "answer")
-    )
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    asked = first_present(example, ["question", "instruction"], "the question", _FIX)
+    answer = first_present(example, ["answer" if asked == "question" else "output"], "the answer", _FIX)
+    parts = [asked, *(["input"] if asked == "instruction" and "input" in example else [])]
+    question = "\n\n".join(text for text in (text_of(example, column) for column in parts) if text)
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": text_of(example, answer)}]
     return with_system(messages, example, entry)
