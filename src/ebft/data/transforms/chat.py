@@ -46,7 +46,7 @@ def chat_transform(
         turns = turns_of(messages)
         last = messages[turns[-1]] if turns else None
         last = with_reply(last) if last is not None and with_reply is not None else last
-        asked, messages = messages, _up_to(messages, turns, last)
+        asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
         if not messages:
             # The filter counts this as a row without a reference; templates may fail to render such a chat.
             text = "\n".join(str(message.get("content", "")) for message in asked)
@@ -61,9 +61,13 @@ def chat_transform(
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def _up_to(messages: list[Message], turns: list[int], last: Message | None) -> list[Message]:
-    """The messages up to the last turn that is trained on, empty if there is none or it has no text."""
-    if last is None or not str(last.get("content") or "").strip():
+def _up_to(messages: list[Message], turns: list[int], last: Message | None, with_calls: bool) -> list[Message]:
+    """The messages up to the last turn that is trained on, empty if there is none or it has no text.
+
+    A turn that only calls tools counts if `with_calls`; it cannot be compared with a reference.
+    """
+    says = last is not None and bool(str(last.get("content") or "").strip())
+    if last is None or not (says or (with_calls and last.get("tool_calls"))):
         return []
     return [*messages[: turns[-1]], last]
 
