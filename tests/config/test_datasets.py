@@ -43,7 +43,7 @@ def test_other_names(entry, given, key, value):
     [
         ({"train_on_split": "test", "split": "dev"}, "split and train_on_split are two names of the same key"),
         ({"train_on_eos": "all", "train_on_eot": "none"}, "train_on_eos and train_on_eot are two names"),
-        ({"message_field_role": "from", "message_property_mappings": {"role": "r"}}, "mappings.role and message_field_r"),
+        ({"message_field_role": "a", "message_property_mappings": {"role": "b"}}, "role and message_field_role"),
         ({"type": {"field_output": "a"}, "user_defined": {}}, "type is a mapping, and user_defined is also set"),
         ({"roles": {"user": ["a"], "assistant": ["b", "a"]}}, "datasets.0.roles: a is listed for more than one role"),
         ({"shards_idx": 1}, "datasets.0.shards_idx has no effect without shards"),

@@ -35,7 +35,8 @@ ALPACA = (
 )
 WITH_INPUT = (
     "<|begin|>Below is an instruction that describes a task, paired with an input that provides further context. Write "
-    "a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
+    "a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+    "### Response:\n"
 )
 
 
@@ -80,7 +81,7 @@ def test_alpaca_chat(texts, type, row, question):
         ({"format": "{{}} {instruction}", "field_input": "none"}, {"instruction": "{x}", "output": "3"}, "{} {x}"),
         ({"system_prompt": "Be exact. "}, {"instruction": "Add.", "output": "3"}, "Be exact. Add."),
         ({"system_prompt": "Be kind. "}, {"instruction": "Add.", "output": "3", "system": "Go. "}, "Go. Add."),
-        ({"field_system": "s", "system_format": "<{system}>"}, {"instruction": "Add.", "output": "3", "s": "A"}, "<A>Add."),
+        ({"field_system": "s", "system_format": "<{system}>"}, {"instruction": "1", "output": "3", "s": "A"}, "<A>1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("written", ["mapping", "key"])
