@@ -85,6 +85,27 @@ def test_labels_of_sft_have_no_effect_with_other_methods(entry, keys, method):
         entry(keys, **method)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("eot_tokens", "the end of a turn is what the chat template writes"),
+        ("default_system_message", "set system_prompt of the datasets"),
+        ("dataset_shard_num", "set shards of the datasets"),
+        ("dataset_processes", "Use 'dataset_num_proc' instead"),
+    ],
+)
+def test_keys_of_axolotl_with_another_place(make, key, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**{key: 1})
+
+
+def test_editors_accept_a_mapping_as_type():
+    from ebft.config.schema import RunConfig
+
+    schema = RunConfig.model_json_schema()["$defs"]["DatasetEntry"]["properties"]["type"]
+    assert [choice["type"] for choice in schema["anyOf"]] == ["string", "object"] and "type" not in schema
+
+
 @pytest.mark.parametrize("method", [{}, PROMPTS, STRIDED])
 def test_defaults_may_be_written_out(entry, method):
     keys = {

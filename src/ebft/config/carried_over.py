@@ -103,6 +103,9 @@ UNSUPPORTED = {
     "unfrozen_parameters": "train all weights or an adapter instead",
     "chat_template_jinja": "set chat_template to the text of the template",
     "eot_tokens": "remove it; the end of a turn is what the chat template writes after its content",
+    "default_system_message": "set system_prompt of the datasets",
+    "dataset_shard_num": "set shards of the datasets",
+    "dataset_shard_idx": "set shards_idx of the datasets",
     "s2_attention": _REMOVE,
 }
 
@@ -144,4 +147,5 @@ OTHER_NAMES = {
     "run_name": "wandb_name",
     "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",
+    "dataset_processes": "dataset_num_proc",
 }

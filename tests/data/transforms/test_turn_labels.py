@@ -165,8 +165,9 @@ def test_a_role_whose_content_the_template_changes(trained, tokenizer):
         trained(CHAT, {"roles_to_train": ["user"]})
 
 
-def test_a_template_without_an_end_of_turn(trained, tokenizer):
-    tokenizer.chat_template = "{% for m in messages %} {{ m.content }}{% endfor %}"
+@pytest.mark.parametrize("end", ["", "\n\n"])
+def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
+    tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)
     assert trained(CHAT[1:3]) == "Hi [Hello]"
     with pytest.raises(DataError, match="train_on_eos: none needs a chat template that ends turns"):
         trained(CHAT[1:3], {"train_on_eos": "none"})

@@ -55,9 +55,9 @@ def turn_labels(cfg: Any, entry: Any) -> TurnLabels:
 def labelled(pieces: list[tuple[str, int | None]], messages: list[Message], end: str, eos: EOS) -> list[Piece]:
     """Add the trained ranges to pieces of text, each with the index of its turn or None for text between turns.
 
-    `end` is what the template writes after a reply, empty if it writes nothing or if that is unknown.
+    `end` is what the template writes after a reply, empty if that is unknown.
     """
-    if eos != "turn" and not end:
+    if eos != "turn" and not end.strip():
         raise DataError(
             f"train_on_eos: {eos} needs a chat template that ends turns with a text of its own, and this one does not. "
             "Remove train_on_eos, or use another chat_template."
