@@ -109,7 +109,7 @@ class ShapeKeys(Section):
     field_tools: NotBlank = Field(
         "tools",
         description="Column with the descriptions of tools for the chat template, a list or JSON text; rows may lack "
-        "it. For rows of tokens.",
+        "it. For type: chat_template in SFT and strided mode.",
     )
     user_defined: PromptFormat | None = Field(
         None, description="Columns and format of prompts written out as text; `type` can be this mapping itself."

@@ -24,8 +24,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
         (*_CHATS, "nemo_gym"),
     ),
     **dict.fromkeys(("field_system", "system_prompt"), (*_CHATS, "alpaca_chat")),
-    **dict.fromkeys(_LABELS, ("chat_template", "ebft_chat_multiturn")),  # SFT replaces the second with the first
-    "field_tools": _CHATS,
+    # SFT replaces the second with the first.
+    **dict.fromkeys((*_LABELS, "field_tools"), ("chat_template", "ebft_chat_multiturn")),
     "field_messages": (*_CHATS, "nemo_gym"),
     "user_defined": ("user_defined",),
 }

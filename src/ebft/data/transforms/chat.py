@@ -26,7 +26,8 @@ def chat_transform(
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
     Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn. `labels`
-    are the turns to train on; if None, the last assistant turn, to which `with_reply` is applied first.
+    are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
+    `with_reply` is applied first, as in the prompts of structured mode.
     `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
     """
     template = cfg.chat_template or "of the tokenizer"
@@ -53,7 +54,8 @@ def chat_transform(
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         if tokenizer.chat_template not in ends:
             ends[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn
-        render = partial(_render, tokenizer, template=template, tools=tools_of(example, entry))
+        tools = None if labels is None else tools_of(example, entry)
+        render = partial(_render, tokenizer, template=template, tools=tools)
         texts = turn_pieces(render, messages, turns, template)
         pieces = labelled(texts, messages, ends[tokenizer.chat_template], eos)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
