@@ -91,6 +91,29 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
 
 
 @pytest.mark.parametrize(
+    ("type", "row", "trained"),
+    [
+        ("alpaca", {"instruction": "Add", "input": "", "output": "3"}, r"\(-100,\d+\)3\(20,20\)<\|end\|>\(1,1\)row"),
+        ({"field_instruction": "q", "field_output": "a"}, {"q": "Add", "a": "3"}, r"3\(20,20\)<\|end\|>\(1,1\)"),
+        ("alpaca_chat.load_qa", {"question": "Add", "answer": "3"}, r"\\n\(-100,\d+\)3\(20,20\)<\("),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "3"}]},
+         r"\\n\(-100,\d+\)3\(20,20\)<\("),
+        ("input_output", {"segments": [{"text": "A", "label": False}, {"text": "3", "label": True}]},
+         r"A\(-100,34\)3\(20,20\)row"),
+    ],
+)  # fmt: skip
+def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
+    config = yaml.safe_load(run_file.read_text())
+    config |= {"rl": None, "ebft": None, "trl": None, "chat_template": "chatml", "sequence_len": 120}
+    config["datasets"] = [{"path": "rows.jsonl", "type": type}]
+    run_file.write_text(yaml.safe_dump(config))
+    run_file.with_name("rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    result = ebft("preprocess", run_file, "--debug")
+    assert result.exit_code == 0, result.output
+    assert re.search(trained, plain(result.stdout).replace("\n", "").replace(" ", "")), result.stdout
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),

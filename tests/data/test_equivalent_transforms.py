@@ -28,6 +28,19 @@ def pair(number):
     return {"input": f"question {number}", "output": f"the answer {number}"}
 
 
+def instruction(number):
+    return {"instruction": f"question {number}", "input": "given" * (number % 2), "output": f"the answer {number}"}
+
+
+MAKE = {
+    "ebft_strided_structured": pair,
+    "ebft_opencode": pair,
+    "alpaca": instruction,
+    "alpaca_chat": instruction,
+    "user_defined": instruction,
+}
+
+
 def load(path, type, tokenizer, method, **keys):
     """(prompt ids, reference ids) of every training row and of every held-out row, ends of turn left out."""
     values = {
@@ -64,7 +77,7 @@ def same(tokens, prompts):
     "type", [name for name, other in EQUIVALENT_TRANSFORMS.items() if EQUIVALENT_TRANSFORMS[other] == name]
 )
 def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
-    make = pair if type.split(".")[0] in ("ebft_strided_structured", "ebft_opencode") else chat
+    make = MAKE.get(type.split(".")[0], chat)
     path = write_jsonl([make(number) for number in range(10)])
     rows = {method: load(path, type, chatml, method, val_set_size=3, seed=1) for method in METHODS}
     assert rows["plain"] == rows["strided"] and rows["structured"] == rows["grpo"]

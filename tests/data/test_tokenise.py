@@ -124,7 +124,15 @@ def test_built_in_names(name):
     ("name", "message"),
     [
         ("ebft_pretrian.transform", "the module was not found.*Did you mean 'ebft_pretrain'"),
-        ("alpaca", "unknown name 'alpaca'.*Custom functions are written as module.function"),
+        ("vicuna", "unknown name 'vicuna'.*Custom functions are written as module.function"),
+        (
+            "context_qa.load_v2",
+            "'context_qa.load_v2' is a prompt strategy of axolotl that is not built in.*field_output",
+        ),
+        (
+            "sharegpt:chat",
+            "'sharegpt:chat' is a prompt strategy of axolotl that is not built in.*chat_template, alpaca",
+        ),
         ("ebft_pretrain.transfrom", "has no function 'transfrom'. Available functions: transform.$"),
         (
             "ebft_chat_multiturn.transform_frist",

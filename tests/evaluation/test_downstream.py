@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ebft import evaluate, load_config
+from ebft.data.keys import DatasetEntry
 from ebft.errors import ConfigError, DataError
 from ebft.evaluation.downstream import add_downstream, load_metrics
 from ebft.evaluation.rows import HeldOut
@@ -122,13 +123,7 @@ def test_raw_text_has_no_prompt_to_complete(write_config, models):
 
 
 def test_raw_rows_over_several_sources(rows):
-    class Entry:
-        split, name, revision, data_files, ds_type = "train", None, None, None, None
-        type = "ebft_pretrain.transform"
-
-        def __init__(self, path):
-            self.path = str(path)
-
-    held_out = HeldOut(None, [], [Entry(rows / "pairs.jsonl"), Entry(rows / "texts.jsonl")])
+    entries = [DatasetEntry(path=str(rows / name), type="ebft_pretrain") for name in ("pairs.jsonl", "texts.jsonl")]
+    held_out = HeldOut(None, [], entries)
     assert held_out.raw(0)["number"] == 0 and held_out.raw(8)["number"] == 8
     assert "text" in held_out.raw(9) and held_out.raw(14)["text"] != held_out.raw(9)["text"]

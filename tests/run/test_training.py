@@ -309,6 +309,7 @@ ROWS = {
     "paper_lora": QUESTION,
     "strided_prompt_completion": PAIR,
     "structured_multiturn": {"messages": [*TURNS, *TURNS]},
+    "sft_chat": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "hello"}]},
 }
 SMALL = (
     "sequence_len=48",
@@ -352,6 +353,8 @@ def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
         overrides = ["chat_template=chatml", "trl.use_vllm=false", "trl.async_prefetch=false", "sequence_len=120"]
         overrides += ["trl.max_completion_length=6", "trl.vllm_mode=server", "vllm="]
         monkeypatch.syspath_prepend(path.parent)
+    if path.stem == "sft_chat":
+        overrides = ["sequence_len=120", "special_tokens.eos_token="]
     overrides = [
         f"base_model={tiny_llama_dir}",
         f"datasets.0.path={text}",

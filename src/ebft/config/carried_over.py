@@ -101,9 +101,25 @@ UNSUPPORTED = {
     "lora_fan_in_fan_out": _REMOVE,
     "relora_steps": _REMOVE,
     "unfrozen_parameters": "train all weights or an adapter instead",
-    "roles_to_train": "remove it; only assistant turns are trained on",
     "chat_template_jinja": "set chat_template to the text of the template",
+    "eot_tokens": "remove it; the end of a turn is what the chat template writes after its content",
+    "default_system_message": "set system_prompt of the datasets",
+    "dataset_shard_num": "set shards of the datasets",
+    "dataset_shard_idx": "set shards_idx of the datasets",
     "s2_attention": _REMOVE,
+}
+
+# Keys of an element of datasets.
+UNSUPPORTED_IN_DATASETS = {
+    "conversation": "set chat_template of the config",
+    "chat_template_jinja": "set chat_template of the config to the text of the template",
+    "message_field_training_detail": "use message_field_training, and split a turn that is trained on in part",
+    "field_human": "use message_property_mappings and roles",
+    "field_model": "use message_property_mappings and roles",
+    "input_format": "set type to a mapping with format",
+    "input_transform": "use a custom transform as type",
+    "skip": "set split, for example train[1000:]",
+    "text_column": "set field",
 }
 
 # Name of a key in other trainers -> its name here.
@@ -131,4 +147,5 @@ OTHER_NAMES = {
     "run_name": "wandb_name",
     "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",
+    "dataset_processes": "dataset_num_proc",
 }

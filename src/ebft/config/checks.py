@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.carried_over import IGNORED
+from ebft.data.entry_checks import chat_templates, entry_conflicts, idle_keys
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
@@ -151,6 +152,18 @@ def _ray(config: "RunConfig") -> Iterator[str]:
         yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
 
 
+def _chat_templates(config: "RunConfig") -> Iterator[str]:
+    """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
+    given = chat_templates(config)
+    chosen = config.chat_template or next(iter(given), None)
+    for template, where in given.items():
+        if template != chosen:
+            yield (
+                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another "
+                "dataset. The model is saved with one template: set chat_template of the config, and remove it here."
+            )
+
+
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _adapter,
     _quantisation,
@@ -162,6 +175,8 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _resuming,
     _processes,
     _ray,
+    entry_conflicts,
+    _chat_templates,
 ]
 
 
@@ -173,6 +188,7 @@ def resolve(config: "RunConfig") -> None:
     _warn_without_ray(config)
     _resolve_transforms(config)
     _warn_of_other_methods(config)
+    _resolve_entries(config)
     config.method.resolve(config)
     if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
         config.fsdp = True
@@ -200,6 +216,13 @@ def _resolve_transforms(config: "RunConfig") -> None:
     if used:
         pairs = ", ".join(f"{asked} is replaced with {other}" for asked, other in used.items())
         warnings.warn(f"{pairs}: {trains_on(rows)}. The replacement reads the same columns.", stacklevel=2)
+
+
+def _resolve_entries(config: "RunConfig") -> None:
+    """Use the chat template of the datasets for the run, and warn of their keys without effect."""
+    config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
+    for message in idle_keys(config):
+        warnings.warn(message, stacklevel=3)
 
 
 def _warn_ignored(config: "RunConfig") -> None:

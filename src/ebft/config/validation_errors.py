@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED
+from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED, UNSUPPORTED_IN_DATASETS
 from ebft.errors import ConfigError, shortened
 
 _WANTED = {
@@ -106,6 +106,8 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
     if name in UNSUPPORTED and len(path) == 1:
         return f"{key} is not supported: {UNSUPPORTED[name]}."
+    if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
+        return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
     if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):
         return f"Unknown key {key!r}. Use {OTHER_NAMES[name]!r} instead."
     name = name[:_SHOWN]

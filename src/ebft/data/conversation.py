@@ -134,14 +134,18 @@ class Renderer:
         return {self.tokenizer.eos_token_id, self._end_of_turn} - {None}
 
     @cached_property
-    def _end_of_turn(self) -> int | None:
+    def end_of_turn(self) -> str:
+        """The text that the chat template writes after a reply, empty if there is none or if it is unknown."""
         if self.tokenizer.chat_template is None:
-            return None
+            return ""
         try:
-            text = self._after_reply([{"role": "user", "content": "?"}], [], False)
+            return self._after_reply([{"role": "user", "content": "?"}], [], False)
         except DataError:  # the end of turn of a template that does not accept such a chat is unknown
-            return None
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ""
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        ids = self.tokenizer(self.end_of_turn, add_special_tokens=False, verbose=False)["input_ids"]
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         return ids[0] if ids and ids[0] in special else None
 

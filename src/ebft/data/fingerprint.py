@@ -8,15 +8,18 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from ebft.data.file_hash import LARGEST_HASHED, file_fingerprint
+from ebft.data.remote import is_url, remote_fingerprint
 from ebft.data.sources import read_source, source_files
 from ebft.errors import DataError
 
 
 def source_fingerprint(entry: Any) -> dict[str, Any]:
-    """The contents of the files of a dataset entry, or the commit of a dataset of the Hub.
+    """The contents of the files of a dataset entry, the commit of a dataset of the Hub, or the versions of URLs.
 
     Raises DataError if the source does not exist.
     """
+    if is_url(entry.path):
+        return {"remote": remote_fingerprint(entry)}
     files = source_files(entry)
     if files is None:
         return {"hub": hub_commit(entry)}
@@ -24,7 +27,9 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
 
 
 def content_digest(entry: Any) -> str | None:
-    """A hash of the files of a dataset entry; None for the Hub, for over `LARGEST_HASHED` bytes, or if unreadable."""
+    """A hash of the files of a dataset entry; None for the Hub and URLs, for over `LARGEST_HASHED` bytes, or if
+    unreadable.
+    """
     try:
         files = source_files(entry)
         if files is None or sum(path.stat().st_size for _, path in files) > LARGEST_HASHED:

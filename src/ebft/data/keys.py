@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
 from ebft.config.section import NotBlank, Section, paths
+from ebft.config.shapes import ShapeKeys
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
@@ -33,8 +34,15 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     },
     "completion": {"transform": "tokens"},
     "chat_template": {"transform": "tokens"},
+    "alpaca": {"transform": "tokens", "transform_prompts": "prompts"},
+    "alpaca_chat": {"transform": "tokens", "transform_prompts": "prompts"},
+    "user_defined": {"transform": "tokens", "transform_prompts": "prompts"},
+    "input_output": {"transform": "tokens"},
     "nemo_gym": {"transform": "prompts"},
 }
+
+# Names of transforms in axolotl that are different here.
+OTHER_TYPES = {"sharegpt": "chat_template", "alpaca_chat.load_qa": "alpaca_chat.transform"}
 
 # Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
 # a run needs that kind, so that one dataset works with every method.
@@ -48,6 +56,12 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_chat_multiturn.transform": "chat_template.transform",
     "ebft_chat_multiturn.transform_all_turns": "chat_template.transform",
     "chat_template.transform": "ebft_chat_multiturn.transform_all_turns",
+    "alpaca.transform": "alpaca.transform_prompts",
+    "alpaca.transform_prompts": "alpaca.transform",
+    "alpaca_chat.transform": "alpaca_chat.transform_prompts",
+    "alpaca_chat.transform_prompts": "alpaca_chat.transform",
+    "user_defined.transform": "user_defined.transform_prompts",
+    "user_defined.transform_prompts": "user_defined.transform",
     "ebft_reasoning.transform": "ebft_reasoning.transform_strided",
     "ebft_reasoning.transform_strided": "ebft_reasoning.transform",
 }
@@ -56,44 +70,90 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
-class DatasetEntry(Section):
-    """One element of `datasets:` or `test_datasets:`."""
+def _type_or_mapping(schema: dict[str, Any]) -> None:
+    """`type` can also be the mapping of `user_defined`, which is moved there before types are checked."""
+    text = {key: schema.pop(key) for key in ("type", "pattern") if key in schema}
+    schema["anyOf"] = [text, {"type": "object"}]
 
-    path: NotBlank = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
+
+class SourceKeys(Section):
+    """Where the rows of a dataset are, which of them are read, and the transform that converts them."""
+
+    path: NotBlank = Field(description="Hub id, file, folder, URL, or builder name (json, text, ...) of the data.")
     type: NotBlank = Field(
         description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
-        "your_module.transform."
+        "your_module.transform, or a mapping with the keys of user_defined.",
+        json_schema_extra=_type_or_mapping,
     )
     name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
     split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
+    train_on_split: NotBlank | None = Field(None, description="The same as split.")
     data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
-        None, description="Format of local files. If unset, inferred from the file extension."
+        None, description="Format of files. If unset, inferred from the file extension."
     )
     revision: str | None = Field(None, description="Hub revision of the dataset.")
+    shards: int | None = Field(
+        None, ge=1, description="Read one of this many equal parts: each `shards`-th row, starting at `shards_idx`."
+    )
+    shards_idx: int = Field(0, ge=0, description="The part to read if shards is set, starting at 0.")
+    preprocess_shards: int | None = Field(None, ge=1, description="No effect: rows are prepared in batches.")
+    trust_remote_code: bool = Field(
+        False, description="Only false: datasets that consist of a Python program are not supported."
+    )
+    chat_template: NotBlank | None = Field(
+        None, description="The same as chat_template of the config; all datasets must have the same one."
+    )
     field: str | None = Field(
         None, description="Column to read, for transforms of raw text and of chats; `a.b` is the key b in column a."
     )
-    field_messages: str | None = Field(
-        None,
-        description="The same as field, for chats. responses_create_params.input with type: chat_template selects "
-        "nemo_gym.transform, in which all messages are the prompt.",
-    )
-    message_field_role: Literal["role"] = Field("role", description="Key of a message's role.")
-    message_field_content: Literal["content"] = Field("content", description="Key of a message's content.")
 
     _entry_path = paths("path")
 
+
+class DatasetEntry(ShapeKeys, SourceKeys):  # pydantic lists the fields of the last base class first
+    """One element of `datasets:` or `test_datasets:`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_as_type(cls, data: Any) -> Any:
+        """Move a mapping in `type` to `user_defined`."""
+        if not isinstance(data, dict) or not isinstance(data.get("type"), dict):
+            return data
+        if data.get("user_defined") is not None:
+            raise ValueError("type is a mapping, and user_defined is also set. Keep one of them.")
+        return {**data, "type": "user_defined", "user_defined": data["type"]}
+
     @model_validator(mode="after")
-    def _one_name_of_field(self) -> "DatasetEntry":
-        if self.field_messages is None:
-            return self
-        if self.field not in (None, self.field_messages):
-            raise ValueError("field and field_messages are two names of the same key. Keep one of them.")
-        self.field = self.field_messages
-        if self.field == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
+    def _one_name_of_each_key(self) -> "DatasetEntry":
+        self._same("field", "field_messages", self.field_messages)
+        self._same("train_on_eos", "train_on_eot", self.train_on_eot)
+        self._same("split", "train_on_split", self.train_on_split)
+        self._same_property("role", self.message_field_role)
+        self._same_property("content", self.message_field_content)
+        self.type = OTHER_TYPES.get(self.type, self.type)
+        if self.field_messages == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
             self.type = TRANSFORM
         return self
+
+    def _same(self, key: str, other: str, value: Any) -> None:
+        """Set `key` to the value of `other`, which is another name of it."""
+        if value is None:
+            return
+        if key in self.model_fields_set and getattr(self, key) not in (None, value):
+            raise ValueError(f"{key} and {other} are two names of the same key. Keep one of them.")
+        setattr(self, key, value)
+
+    def _same_property(self, key: str, value: str | None) -> None:
+        """Add the value of `message_field_*`, another name of a property of messages, to the mapping."""
+        given = self.message_property_mappings or {}
+        if value is None:
+            return
+        if given.get(key, value) != value:
+            raise ValueError(
+                f"message_property_mappings.{key} and message_field_{key} are two names of the same key. Keep one."
+            )
+        self.message_property_mappings = {**given, key: value}
 
 
 class DataKeys(Section):
@@ -126,6 +186,10 @@ class DataKeys(Section):
         "counts as one row of micro_batch_size. Documents do not attend to each other.",
     )
     train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")
+    roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="SFT: roles of chats whose turns are trained on, unless the dataset sets them. Default: assistant.",
+    )
 
 
 class SeedKeys(Section):

@@ -1,26 +1,12 @@
-"""Chats as lists of messages: reading the column, and finding the turns that are answers."""
+"""Chats as lists of messages: their checks, and finding the turns that are answers."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from ebft.data.transforms.rows import first_present
 from ebft.errors import DataError
 
 Message = dict[str, Any]
 
-_SHAPE = "Convert messages with the keys from and value (ShareGPT format) to the keys role and content first."
-
-
-def chat_of(example: dict[str, Any], field: str | None) -> list[Message]:
-    """The messages of a row, from the column `field` or else `messages`; empty if the chat is missing.
-
-    A dotted `field` is a path into a column.
-    """
-    if field and "." in field and field not in example:
-        return messages_of(_value_at(example, field), f"column {field!r}")
-    columns = [field] if field else ["messages"]
-    column = first_present(example, columns, "messages", f"Set `field` of the entry to its name. {_SHAPE}")
-    return messages_of(example[column], f"column {column!r}")
+_SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
 
 
 def messages_of(messages: Any, where: str) -> list[Message]:
@@ -31,17 +17,6 @@ def messages_of(messages: Any, where: str) -> list[Message]:
         raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
     # Arrow adds the keys of all messages to each message, with the value None; templates check for presence.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-
-def _value_at(example: dict[str, Any], path: str) -> Any:
-    value: Any = example
-    for key in path.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or key not in value:
-            raise DataError(f"the row has no {path!r} ({key!r} is missing). Correct `field` of the entry.")
-        value = value[key]
-    return value
 
 
 def _is_message(message: Any) -> bool:

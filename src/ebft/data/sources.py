@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from ebft.data.files import KINDS, files_below, read_files, read_folder
 from ebft.data.locate import locate
+from ebft.data.remote import is_url, read_remote
 from ebft.data.splits import DEFAULT_SPLIT, take_split
 from ebft.data.text_file import read_text
 from ebft.data.transform_names import reads_lines
@@ -16,11 +17,22 @@ from ebft.errors import DataError, cause, shortened
 
 
 def read_source(entry: Any) -> Dataset:
-    """The raw rows of a dataset entry (`path`, `name`, `split`, `data_files`, `ds_type`, `revision`).
+    """The raw rows of a dataset entry (`path`, `name`, `split`, `data_files`, `ds_type`, `revision`, `shards`).
 
-    `path` may be a file, a folder of files, a `save_to_disk` folder, a Hub id, or a format (`json`, `text`)
+    `path` may be a file, a folder of files, a `save_to_disk` folder, a URL, a Hub id, or a format (`json`, `text`)
     with `data_files`. Raises DataError that names the file and row, or the missing path.
     """
+    rows = _read_all(entry)
+    if entry.shards is None:
+        return rows
+    if entry.shards > len(rows):
+        raise DataError(f"{entry.path}: shards: {entry.shards} is more than its {len(rows)} rows. Lower shards.")
+    return rows.shard(entry.shards, entry.shards_idx, contiguous=False)
+
+
+def _read_all(entry: Any) -> Dataset:
+    if is_url(entry.path):
+        return read_remote(entry)
     if _names_a_format(entry):
         return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = locate(entry.path, "dataset", "datasets.path")
@@ -34,10 +46,12 @@ def read_source(entry: Any) -> Dataset:
 
 
 def source_files(entry: Any) -> list[tuple[str, Path]] | None:
-    """The files that `read_source` reads, in order, with their names within `path`; None for a dataset of the Hub.
+    """The files that `read_source` reads, in order, with their names within `path`; None for the Hub and for URLs.
 
     Raises DataError as `read_source` does.
     """
+    if is_url(entry.path):
+        return None
     path = Path.cwd() if _names_a_format(entry) else locate(entry.path, "dataset", "datasets.path")
     if path is None:
         return None

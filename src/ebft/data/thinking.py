@@ -44,8 +44,9 @@ def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[
     """For each token of `text`, without special tokens, whether it overlaps one of the character ranges."""
     if not tokenizer.is_fast:
         raise DataError(
-            f"{type(tokenizer).__name__} does not support offset mapping, so the tokens of thinking blocks cannot be "
-            "found. Use a fast tokenizer (one with a tokenizer.json), or set ebft.mask_thinking_ce: false."
+            f"{type(tokenizer).__name__} does not support offset mapping, so the tokens of thinking blocks and "
+            "of parts of a turn cannot be found. Use a fast tokenizer (one with a tokenizer.json), or remove "
+            "ebft.mask_thinking_ce, train_on_eos and roles_to_train."
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     mask, before = [], 0

@@ -4,13 +4,31 @@ A bare `module` is short for `module.transform` if the module is built in.
 """
 
 import difflib
+import os
+import re
+import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 
 from ebft.config.imports import find_function, no_function
 from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS, RequiredRows, Rows
 from ebft.errors import DataError
 
 _KEY = "datasets.type"
+# Prompt strategies of axolotl that describe the columns of one data set, and the keys that describe any columns.
+_STRATEGIES = {
+    *(
+        "alpaca_instruct",
+        "alpaca_w_system",
+        "concisechoice",
+        "context_qa",
+        "creative_acr",
+        "explainchoice",
+        "gpteacher",
+    ),
+    *("instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pretrain", "pygmalion"),
+    *("reflection", "sharegpt", "sharegpt_jokes", "simple_shareGPT", "summarizetldr"),
+}
 _FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
 
 
@@ -31,6 +49,13 @@ def own_transform(name: str) -> Callable:
 
     Raises DataError if it does not exist.
     """
+    strategy = re.split(r"[.:]", name)[0]
+    if strategy in _STRATEGIES and not _is_module(strategy):
+        raise DataError(
+            f"{_KEY}: {name!r} is a prompt strategy of axolotl that is not built in. Name the columns and the text of "
+            "the prompt with a mapping, type: {field_instruction: ..., field_output: ..., format: ...}, or use one of "
+            f"{', '.join(BUILT_IN_TRANSFORMS)}, or a custom transform module.function."
+        )
     return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
 
 
@@ -75,6 +100,11 @@ def wanted_rows(rows: RequiredRows) -> str:
 def trains_on(rows: RequiredRows) -> str:
     """The rows that a run trains on, for messages."""
     return f"{rows.method} trains on rows of {_FIELDS[rows.kind]}"
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name, also in the working directory."""
+    return PathFinder.find_spec(name, [*sys.path, os.getcwd()]) is not None
 
 
 def _hint(name: str) -> str:

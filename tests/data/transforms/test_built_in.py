@@ -160,7 +160,7 @@ def test_chat_with_a_template_that_refuses(run):
         run("ebft_strided_chat.transform", [{"messages": CHAT}], template=refusing)
 
 
-@pytest.mark.parametrize("messages", ["Hi", [{"from": "human", "value": "Hi"}]])
+@pytest.mark.parametrize("messages", ["Hi", [{"speaker": "human", "text": "Hi"}]])
 def test_chat_with_other_messages(run, messages):
     with pytest.raises(DataError, match="column 'messages' must contain a list of messages with the keys role"):
         run("ebft_strided_chat.transform", [{"messages": messages}], template=CHATML)

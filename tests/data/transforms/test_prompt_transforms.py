@@ -104,9 +104,11 @@ def test_an_answer_that_is_no_text(run):
         run("ebft_chat_multiturn.transform_last_turn", {"messages": chat})
 
 
-@pytest.mark.parametrize("messages", ["Hi", [{"from": "human", "value": "Hi"}]])
+@pytest.mark.parametrize("messages", ["Hi", [{"speaker": "human", "text": "Hi"}]])
 def test_other_things_than_messages(run, messages):
-    with pytest.raises(DataError, match=r"column 'messages' must contain a list of messages .*ShareGPT"):
+    with pytest.raises(
+        DataError, match=r"column 'messages' must contain a list of messages .*message_property_mappings"
+    ):
         run("ebft_reasoning.transform", {"messages": messages})
 
 

@@ -1,32 +1,42 @@
-"""Chats rendered with the tokenizer's chat template and split into assistant turns and other text."""
+"""Chats rendered with the tokenizer's chat template and split into turns that are trained on and other text."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.chats import tools_of
+from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, replies
 from ebft.data.thinking import thinking_spans, token_mask
 from ebft.data.transforms.rows import encode, segments_row, without_labels
+from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_pieces
 from ebft.errors import DataError
 
 
 def chat_transform(
     cfg: Any,
+    entry: Any,
     read: Callable[[dict[str, Any]], list[Message]],
-    last_turn_only: bool,
     with_reply: Callable[[Message], Message] | None = None,
+    labels: TurnLabels | None = None,
 ) -> tuple[Callable, dict]:
-    """Transform for chats; `read` returns the messages (`role`, `content`) of a row.
+    """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
-    Messages after the last assistant turn are removed, and `prompt_length` is the start of that turn. Labels are the
-    assistant turns, or only the last one, to which `with_reply` is applied first; `ebft.mask_thinking_ce` removes the
-    labels of their thinking blocks.
+    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn. `labels`
+    are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
+    `with_reply` is applied first, as in the prompts of structured mode.
+    `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
     """
     template = cfg.chat_template or "of the tokenizer"
     train_on_inputs = cfg.train_on_inputs
     mask_thinking = cfg.ebft.mask_thinking_ce
+    last_reply = lambda messages: replies(messages)[-1:]
+    turns_of = last_reply if labels is None else labels.turns
+    eos = "turn" if labels is None else labels.eos
+    ends: dict[str, str] = {}  # by template
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
@@ -34,60 +44,64 @@ def chat_transform(
         messages = read(example)
         if not messages:
             return segments_row([([], False)], False)
-        asked = messages
-        messages = _up_to_last_reply(messages, with_reply)
+        turns = turns_of(messages)
+        last = messages[turns[-1]] if turns else None
+        last = with_reply(last) if last is not None and with_reply is not None else last
+        asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
         if not messages:
             # The filter counts this as a row without a reference; templates may fail to render such a chat.
             text = "\n".join(str(message.get("content", "")) for message in asked)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
-        texts = _segments(tokenizer, messages, last_turn_only, template)
-        segments = [(encode(tokenizer, text, special=False), trained) for text, trained in texts]
-        row = segments_row(segments, train_on_inputs)
-        if not mask_thinking:
-            return row
-        thought = [
-            token_mask(tokenizer, text, thinking_spans(text)) if trained else [False] * len(ids)
-            for (text, trained), (ids, _) in zip(texts, segments)
-        ]
-        return without_labels(row, [masked for segment in thought for masked in segment])
+        if tokenizer.chat_template not in ends:
+            ends[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn
+        tools = None if labels is None else tools_of(example, entry)
+        render = partial(_render, tokenizer, template=template, tools=tools)
+        texts = turn_pieces(render, messages, turns, template)
+        pieces = labelled(texts, messages, ends[tokenizer.chat_template], eos)
+        return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def _up_to_last_reply(messages: list[Message], with_reply: Callable[[Message], Message] | None) -> list[Message]:
-    """The messages up to the last assistant turn, empty if there is none or it has no text."""
-    turns = replies(messages)
-    if not turns:
+def _up_to(messages: list[Message], turns: list[int], last: Message | None, with_calls: bool) -> list[Message]:
+    """The messages up to the last turn that is trained on, empty if there is none or it has no text.
+
+    A turn that only calls tools counts if `with_calls`; it cannot be compared with a reference.
+    """
+    says = last is not None and bool(str(last.get("content") or "").strip())
+    if last is None or not (says or (with_calls and last.get("tool_calls"))):
         return []
-    reply = messages[turns[-1]] if with_reply is None else with_reply(messages[turns[-1]])
-    if not str(reply.get("content", "")).strip():
-        return []
-    return [*messages[: turns[-1]], reply]
+    return [*messages[: turns[-1]], last]
 
 
-def _segments(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], last_turn_only: bool, template: str
-) -> list[tuple[str, bool]]:
-    """The rendered chat as pieces (text, trained on) that alternate between other turns and assistant turns."""
-    full = _render(tokenizer, messages, template)
-    pieces, done = [], 0
-    for index in replies(messages)[-1:] if last_turn_only else replies(messages):
-        start = _render(tokenizer, messages[:index], template, add_generation_prompt=True)
-        end = _render(tokenizer, messages[: index + 1], template)
-        if not (full.startswith(start) and full.startswith(end) and end.startswith(start)):
-            raise DataError(
-                f"chat template {template} renders the messages before an assistant turn differently than in the "
-                "whole chat, so the prompt cannot be separated from the reply. Use another chat_template."
-            )
-        pieces += [(full[done : len(start)], False), (full[len(start) : len(end)], True)]
-        done = len(end)
-    return pieces
+def _row(
+    tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
+) -> dict[str, Any]:
+    """The fields of a row; a piece that is trained on in part is labelled token by token."""
+    segments = [(encode(tokenizer, piece.text, special=False), bool(piece.spans)) for piece in pieces]
+    row = segments_row(segments, train_on_inputs)
+    masked: list[bool] = []
+    for piece, (ids, _) in zip(pieces, segments):
+        off = [False] * len(ids)
+        if not train_on_inputs and piece.spans not in ([], [(0, len(piece.text))]):
+            off = [not learned for learned in token_mask(tokenizer, piece.text, piece.spans)]
+        if mask_thinking and piece.is_reply:
+            thought = token_mask(tokenizer, piece.text, thinking_spans(piece.text))
+            off = [left or right for left, right in zip(off, thought, strict=True)]
+        masked += off
+    return without_labels(row, masked) if any(masked) else row
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: str, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template: str,
+    tools: list[Any] | None,
+    add_generation_prompt: bool = False,
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(f"chat template {template} cannot render these messages: {error}") from error

@@ -5,14 +5,15 @@
 chat without an answer is a prompt without a reference.
 """
 
-from ebft.data.messages import Message, answers, before_last_answer, chat_of, content_text
+from ebft.data.chats import chat_of
+from ebft.data.messages import Message, answers, before_last_answer, content_text
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for whole conversations: the first answer, then what follows up to the last assistant turn."""
 
     def transform_fn(example, tokenizer=None):
-        messages = chat_of(example, dataset.field)
+        messages = chat_of(example, dataset)
         turns = answers(messages)
         # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
         first = next((index for index in turns if content_text(messages[index]).strip()), None)
@@ -27,7 +28,7 @@ def transform_last_turn(cfg, dataset, **kwargs):
     """Transform for chats whose last assistant turn is the reference."""
 
     def transform_fn(example, tokenizer=None):
-        return _row(*before_last_answer(chat_of(example, dataset.field)))
+        return _row(*before_last_answer(chat_of(example, dataset)))
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -37,7 +38,7 @@ def transform_all_turns(cfg, dataset, **kwargs):
 
     def transform_fn(example, tokenizer=None):
         chats = [dict(zip(example, values)) for values in zip(*example.values())]
-        rows = [row for chat in chats for row in _every_turn(chat_of(chat, dataset.field))]
+        rows = [row for chat in chats for row in _every_turn(chat_of(chat, dataset))]
         return {field: [row[field] for row in rows] for field in ("prompt", "ground_truth")}
 
     # One chat at a time, so that its rows count as one document.

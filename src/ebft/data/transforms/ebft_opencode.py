@@ -21,9 +21,9 @@ def transform(cfg, **kwargs):
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def transform_strided(cfg, **kwargs):
+def transform_strided(cfg, dataset, **kwargs):
     """Transform for strided mode and SFT, as `ebft_strided_chat` for the user turn and its answer."""
-    return chat_transform(cfg, _chat, last_turn_only=True)
+    return chat_transform(cfg, dataset, _chat)
 
 
 def _chat(example: dict[str, Any]) -> list[Message]:

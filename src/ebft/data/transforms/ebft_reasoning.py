@@ -7,7 +7,8 @@ strided mode.
 
 from functools import partial
 
-from ebft.data.messages import Message, before_last_answer, chat_of, content_text
+from ebft.data.chats import chat_of
+from ebft.data.messages import Message, before_last_answer, content_text
 from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
 from ebft.data.transforms.chat import chat_transform
 
@@ -38,12 +39,12 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
 def transform_strided(cfg, dataset, **kwargs):
     """Transform for strided mode, as `ebft_strided_chat` with the thinking in the text of the last turn."""
-    return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=True, with_reply=_in_content)
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=_in_content)
 
 
 def _transform(dataset, reference, in_prompt=None):
     def transform_fn(example, tokenizer=None):
-        prompt, reply = before_last_answer(chat_of(example, dataset.field))
+        prompt, reply = before_last_answer(chat_of(example, dataset))
         if in_prompt is not None:
             prompt = [in_prompt(message) if message["role"] == "assistant" else message for message in prompt]
         return {"prompt": prompt, "ground_truth": None if reply is None else reference(reply)}

@@ -6,10 +6,10 @@ The prompt is everything before the last assistant turn, with the chat template'
 
 from functools import partial
 
-from ebft.data.messages import chat_of
+from ebft.data.chats import chat_of
 from ebft.data.transforms.chat import chat_transform
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for chats; the reference is the last assistant turn."""
-    return chat_transform(cfg, partial(chat_of, field=dataset.field), last_turn_only=True)
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset))

@@ -1,9 +1,17 @@
-"""Columns of prompt and completion: their supported names, and reading the two texts of a row."""
+"""Prompt/completion rows as plain text: the supported names of their columns, and their tokens.
 
+Prompt and completion are tokenised separately, so no token spans the boundary and `prompt_length` is exact. The
+completion ends with EOS. `ebft.mask_thinking_ce` removes the labels of thinking blocks in the completion.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
-from ebft.data.transforms.rows import text_of
+from ebft.data.thinking import thinking_spans, token_mask
+from ebft.data.transforms.rows import encode, segments_row, text_of, without_labels
 from ebft.errors import DataError
+
+Pair = Callable[[dict[str, Any]], tuple[str, str]]  # prompt and completion of a row
 
 PAIRS = (
     ("input", "output"),
@@ -33,3 +41,46 @@ def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
         f"no prompt and completion columns: supported pairs are {known}, but the row has {', '.join(example)}. "
         "Rename the columns, or write a custom transform."
     )
+
+
+def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
+    """Transform to rows of tokens; `read` returns prompt and completion."""
+    train_on_inputs = cfg.train_on_inputs
+    mask_thinking = cfg.ebft.mask_thinking_ce
+
+    def transform_fn(example, tokenizer=None):
+        prompt, completion = read(example)
+        if not completion.strip():
+            return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
+        prompt_ids = _without_eos(tokenizer, encode(tokenizer, prompt, special=True))
+        completion_ids = encode(tokenizer, completion, special=False)
+        row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
+        if not mask_thinking:
+            return row
+        thought = token_mask(tokenizer, completion, thinking_spans(completion))
+        masked = [False] * len(prompt_ids) + thought
+        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def pair_prompts(read: Pair) -> tuple[Callable, dict]:
+    """Transform to rows of prompts whose prompt is continued as plain text; `read` returns prompt and completion."""
+
+    def transform_fn(example, tokenizer=None):
+        prompt, completion = read(example)
+        return {"prompt": prompt, "ground_truth": completion}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def _with_eos(tokenizer, ids: list[int]) -> list[int]:
+    """A reference ends with EOS, so that the model learns where to stop."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token.")
+    return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
+def _without_eos(tokenizer, ids: list[int]) -> list[int]:
+    """Some tokenizers end every text with EOS, but a prompt is continued."""
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids

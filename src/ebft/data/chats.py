@@ -1,0 +1,145 @@
+"""Chats of any shape as messages with `role` and `content`: the one place that reads them, before every transform.
+
+The keys of a dataset name the column, the keys of a message, the roles, and the place of the thinking. Messages with
+`from` and `value` (ShareGPT) are recognised without them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ebft.config.shapes import ShapeKeys
+from ebft.data.messages import Message, messages_of
+from ebft.data.thinking import split_thinking
+from ebft.data.transforms.rows import first_present, text_of
+from ebft.errors import DataError
+
+# Other names of roles, unless the dataset uses them differently.
+_ALIASES = {"human": "user", "gpt": "assistant"}
+_SHAREGPT = {"role": "from", "content": "value"}
+_FIX = "Set `field_messages` of the entry to its name."
+
+
+def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
+    """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`.
+
+    Empty if the chat is missing. A dotted name is a path into a column.
+    """
+    field = entry.field
+    if field and "." in field and field not in example:
+        where, found = f"column {field!r}", _value_at(example, field)
+    else:
+        columns = [field] if field else ["messages", "conversations"]
+        column = first_present(example, columns, "messages", _FIX)
+        where, found = f"column {column!r}", example[column]
+    normal = normaliser(entry)
+    if isinstance(found, list):
+        found = [normal(message, number) for number, message in enumerate(found)]
+    return with_system(messages_of(found, where), example, entry)
+
+
+def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
+    """Return a function that gives message number `i` of a chat the keys and roles of chat templates."""
+    contents = {"content", _SHAREGPT["content"], (entry.message_property_mappings or {}).get("content")}
+    aliases = role_names(entry)
+
+    def normal(message: Any, number: int) -> Any:
+        if not isinstance(message, Mapping):
+            return message  # messages_of reports it
+        # Arrow adds the keys of all messages to each, with the value None; an empty content is one.
+        message = {key: value for key, value in message.items() if value is not None or key in contents}
+        message = _renamed(message, number, entry.message_property_mappings or {})
+        role = message.get("role")
+        if isinstance(role, str):
+            message["role"] = aliases.get(role, role)
+        return _with_thinking(message, entry)
+
+    return normal
+
+
+def role_names(entry: ShapeKeys) -> dict[str, str]:
+    """The role for the chat template of each name in the data that differs from it."""
+    return _ALIASES | {name: role for role, names in (entry.roles or {}).items() for name in names}
+
+
+def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dict[str, Any]:
+    names = given
+    if not given and "role" not in message and "from" in message:
+        names = _SHAREGPT
+    if "role" in names and names["role"] not in message:
+        raise DataError(
+            f"message {number} has no key {names['role']!r}, which has the role according to "
+            f"message_property_mappings.role; it has {', '.join(message)}. Correct the mapping."
+        )
+    rest = {key: value for key, value in message.items() if key not in names.values() and key not in names}
+    return rest | {key: message[name] for key, name in names.items() if name in message}
+
+
+def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:
+    """The message with its thinking where the chat template expects it."""
+    if entry.field_thinking != entry.template_thinking_key and entry.field_thinking in message:
+        message[entry.template_thinking_key] = message.pop(entry.field_thinking)
+    content = message.get("content")
+    if entry.split_thinking and message.get("role") == "assistant" and isinstance(content, str):
+        thinking, answer = split_thinking(content)
+        if thinking:
+            message |= {"content": answer, entry.template_thinking_key: thinking}
+    return message
+
+
+def with_system(messages: list[Message], example: dict[str, Any], entry: Any) -> list[Message]:
+    """The messages with the system message that the keys of the dataset ask for; an empty chat stays empty."""
+    if entry.drop_system_message:
+        messages = [message for message in messages if message["role"] != "system"]
+    if not messages:
+        return messages
+    has_one = messages[0]["role"] == "system"
+    if entry.field_system is not None:
+        column = first_present(example, [entry.field_system], "the system message", "Correct `field_system`.")
+        text = text_of(example, column)
+        if text and has_one:
+            raise DataError(
+                f"the chat starts with a system message, and column {column!r} has another one. Set "
+                "drop_system_message: true to leave out that of the chat, or remove field_system."
+            )
+        if text:
+            return [{"role": "system", "content": text}, *messages]
+    if entry.system_prompt is not None and not has_one:
+        return [{"role": "system", "content": entry.system_prompt}, *messages]
+    return messages
+
+
+def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
+    """The descriptions of tools of a row, None if it has none."""
+    found = example.get(entry.field_tools)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except ValueError as error:
+            raise DataError(f"column {entry.field_tools!r} (field_tools) is not valid JSON ({error}).") from error
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise DataError(
+            f"column {entry.field_tools!r} (field_tools) must contain a list of tool descriptions or JSON text of one, "
+            f"got {found!r:.60}. Correct it, or set field_tools to another column."
+        )
+    return _without_missing(found)
+
+
+def _without_missing(value: Any) -> Any:
+    """The value without keys that are None: Arrow adds the keys of all rows to each."""
+    if isinstance(value, Mapping):
+        return {key: _without_missing(item) for key, item in value.items() if item is not None}
+    return [_without_missing(item) for item in value] if isinstance(value, list) else value
+
+
+def _value_at(example: dict[str, Any], path: str) -> Any:
+    value: Any = example
+    for key in path.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(f"the row has no {path!r} ({key!r} is missing). Correct `field_messages` of the entry.")
+        value = value[key]
+    return value

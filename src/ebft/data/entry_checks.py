@@ -1,0 +1,128 @@
+"""Checks of the keys of datasets: keys that a transform or a method does not read, and contradictions."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ebft.data.keys import DatasetEntry, DataSettings
+from ebft.data.transform_names import built_in
+from ebft.errors import DataError
+
+# Keys that only some of the built-in transforms read, and the modules of those transforms. A custom transform may read
+# any key of its dataset.
+_CHATS = ("chat_template", "ebft_strided_chat", "ebft_chat_multiturn", "ebft_reasoning")
+_LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "message_property_mappings",
+            "roles",
+            "field_thinking",
+            "template_thinking_key",
+            "split_thinking",
+            "drop_system_message",
+        ),
+        (*_CHATS, "nemo_gym"),
+    ),
+    **dict.fromkeys(("field_system", "system_prompt"), (*_CHATS, "alpaca_chat")),
+    # SFT replaces the second with the first.
+    **dict.fromkeys((*_LABELS, "field_tools"), ("chat_template", "ebft_chat_multiturn")),
+    "field_messages": (*_CHATS, "nemo_gym"),
+    "user_defined": ("user_defined",),
+}
+# The defaults may be written out with any transform.
+_PLAIN_NAMES = {"role": "role", "content": "content"}
+
+
+def entry_conflicts(config: DataSettings) -> Iterator[str]:
+    """Contradictions between the keys of datasets, one message each."""
+    for where, entry in entries_of(config):
+        yield from _unread(where, entry)
+        if entry.shards is None and entry.shards_idx:
+            yield f"{where}.shards_idx has no effect without shards. Set shards, or remove it."
+        elif entry.shards is not None and entry.shards_idx >= entry.shards:
+            yield f"{where}.shards_idx: {entry.shards_idx} must be less than shards: {entry.shards}."
+        if entry.trust_remote_code:
+            yield (
+                f"{where}.trust_remote_code: datasets that consist of a Python program are not supported by the "
+                "datasets library. Remove it, and use a version of the dataset in Parquet or JSON."
+            )
+        names = [name for given in (entry.roles or {}).values() for name in given]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one of them."
+        if entry.template_thinking_key != "reasoning_content" and _module(entry) == "ebft_reasoning":
+            yield f"{where}.template_thinking_key is not supported with {entry.type}. Use type: chat_template."
+        labels = [key for key in _LABELS if _is_set(entry, key)]
+        if config.train_on_inputs and labels:
+            yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
+    if config.train_on_inputs and config.roles_to_train not in (None, ["assistant"]):
+        yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one of them."
+
+
+def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:
+    """The entries of both sections, each with its dotted key."""
+    sections = {"datasets": config.datasets, "test_datasets": config.test_datasets}
+    return [(f"{name}.{index}", entry) for name, entries in sections.items() for index, entry in enumerate(entries)]
+
+
+def chat_templates(config: DataSettings) -> dict[str, str]:
+    """The chat templates that datasets name, each with the dotted key of the first of them."""
+    found: dict[str, str] = {}
+    for where, entry in entries_of(config):
+        if entry.chat_template is not None:
+            found.setdefault(entry.chat_template, where)
+    return found
+
+
+def idle_keys(config: DataSettings) -> Iterator[str]:
+    """Warnings about keys of datasets that are set but have no effect."""
+    for where, entry in entries_of(config):
+        if entry.preprocess_shards is not None:
+            yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
+    required = config.required_rows
+    if required.kind == "tokens" and required.block is None:
+        return
+    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in _LABELS if _is_set(entry, key)]
+    found += ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
+    if found:
+        yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
+    tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
+    if tools and required.kind == "prompts":
+        yield f"{', '.join(tools)}: no effect with {required.method}, whose prompts are rendered without tools of rows."
+
+
+def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
+    module = _module(entry)
+    if module is None:
+        return
+    for key, modules in _READ_BY.items():
+        if module not in modules and _is_set(entry, key):
+            yield (
+                f"{where}.{key} has no effect with type: {entry.type}, which does not read it. Remove it, or use "
+                f"{_one_of(modules)}."
+            )
+
+
+def _is_set(entry: DatasetEntry, key: str) -> bool:
+    """Whether a key has another value than its default, or than the default that is written out."""
+    value: Any = getattr(entry, key)
+    default = DatasetEntry.model_fields[key].get_default(call_default_factory=True)
+    harmless = {
+        "message_property_mappings": _PLAIN_NAMES.items() >= (value or {}).items() if isinstance(value, dict) else True,
+        "roles_to_train": value == ["assistant"],
+        "train_on_eos": value == "turn",
+        "train_on_eot": value == "turn",
+    }
+    return value != default and not harmless.get(key, False)
+
+
+def _module(entry: DatasetEntry) -> str | None:
+    try:
+        found = built_in(entry.type)
+    except DataError:  # reported when the transforms are checked
+        return None
+    return None if found is None else found[0]
+
+
+def _one_of(modules: Iterable[str]) -> str:
+    return " or ".join(f"type: {module}" for module in dict.fromkeys(modules) if module != "nemo_gym")

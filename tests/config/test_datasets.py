@@ -1,0 +1,141 @@
+"""Keys of datasets: two names of one key, keys without effect, and contradictions."""
+
+import warnings
+
+import pytest
+
+from ebft.errors import ConfigError
+
+PROMPTS = {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
+
+
+@pytest.fixture
+def entry(make):
+    """`entry({...}, **keys)`: the only dataset of a config."""
+    return lambda values, **keys: make(
+        datasets=[{"path": "x", "type": "chat_template", **values}], **keys
+    ).datasets[0]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"field_messages": "talk"}, "field", "talk"),
+        ({"train_on_split": "test"}, "split", "test"),
+        ({"train_on_split": "test", "split": "test"}, "split", "test"),
+        ({"train_on_eot": "all"}, "train_on_eos", "all"),
+        ({"message_field_role": "from"}, "message_property_mappings", {"role": "from"}),
+        ({"type": "sharegpt"}, "type", "chat_template"),
+        ({"type": "alpaca_chat.load_qa"}, "type", "alpaca_chat.transform"),
+        ({"type": {"field_output": "a"}}, "type", "user_defined"),
+    ],
+)
+def test_other_names(entry, given, key, value):
+    found = entry(given)
+    assert getattr(found, key) == value
+    again = entry(found.model_dump())  # as stored in run.json
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_on_split": "test", "split": "dev"}, "split and train_on_split are two names of the same key"),
+        ({"train_on_eos": "all", "train_on_eot": "none"}, "train_on_eos and train_on_eot are two names"),
+        ({"message_field_role": "a", "message_property_mappings": {"role": "b"}}, "role and message_field_role"),
+        ({"type": {"field_output": "a"}, "user_defined": {}}, "type is a mapping, and user_defined is also set"),
+        ({"roles": {"user": ["a"], "assistant": ["b", "a"]}}, "datasets.0.roles: a is listed for more than one role"),
+        ({"shards_idx": 1}, "datasets.0.shards_idx has no effect without shards"),
+        ({"shards": 2, "shards_idx": 2}, "datasets.0.shards_idx: 2 must be less than shards: 2"),
+        ({"trust_remote_code": True}, "trust_remote_code: datasets that consist of a Python program are not supported"),
+        ({"train_on_eos": "some"}, "datasets.0.train_on_eos: invalid value 'some'; expected 'turn', 'all', 'last' or"),
+        ({"roles_to_train": []}, "datasets.0.roles_to_train: .* at least 1 element"),
+        ({"conversation": "chatml"}, "datasets.0.conversation is not supported: set chat_template"),
+        ({"message_field_training_detail": "x"}, "detail is not supported: use message_field_training"),
+        ({"type": "completion", "roles": {"user": ["a"]}}, "roles has no effect with type: completion.*chat_template"),
+        ({"type": "alpaca", "train_on_eos": "all"}, "train_on_eos has no effect with type: alpaca"),
+        ({"type": "ebft_strided_chat", "roles_to_train": ["user"]}, "roles_to_train has no effect with type"),
+        ({"user_defined": {"field_output": "a"}}, "user_defined has no effect with type: chat_template"),
+        ({"type": "ebft_reasoning", "template_thinking_key": "t"}, "thinking_key is not supported with ebft_r"),
+    ],
+)  # fmt: skip
+def test_contradictions(entry, given, message):
+    with pytest.raises(ConfigError, match=message):
+        entry(given, **PROMPTS if given.get("type") == "ebft_reasoning" else {})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"}]
+)
+def test_all_tokens_and_some_turns(entry, keys):
+    with pytest.raises(
+        ConfigError, match=f"train_on_inputs: true trains on all tokens, but datasets.0.{next(iter(keys))}"
+    ):
+        entry(keys, train_on_inputs=True)
+
+
+@pytest.mark.parametrize("method", [PROMPTS, STRIDED])
+@pytest.mark.parametrize(
+    "keys", [{"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"}]
+)
+@pytest.mark.filterwarnings("ignore:datasets.type")
+def test_labels_of_sft_have_no_effect_with_other_methods(entry, keys, method):
+    with pytest.warns(UserWarning, match=f"datasets.0.{next(iter(keys))}: no effect with .*determines the turns"):
+        entry(keys, **method)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("eot_tokens", "the end of a turn is what the chat template writes"),
+        ("default_system_message", "set system_prompt of the datasets"),
+        ("dataset_shard_num", "set shards of the datasets"),
+        ("dataset_processes", "Use 'dataset_num_proc' instead"),
+    ],
+)
+def test_keys_of_axolotl_with_another_place(make, key, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**{key: 1})
+
+
+def test_editors_accept_a_mapping_as_type():
+    from ebft.config.schema import RunConfig
+
+    schema = RunConfig.model_json_schema()["$defs"]["DatasetEntry"]["properties"]["type"]
+    assert [choice["type"] for choice in schema["anyOf"]] == ["string", "object"] and "type" not in schema
+
+
+@pytest.mark.parametrize("method", [{}, PROMPTS, STRIDED])
+def test_defaults_may_be_written_out(entry, method):
+    keys = {
+        "roles_to_train": ["assistant"],
+        "train_on_eos": "turn",
+        "message_field_role": "role",
+        "field_tools": "tools",
+        "trust_remote_code": False,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="datasets.type")
+        entry(keys, **method)
+
+
+def test_keys_without_effect_give_a_warning(entry):
+    with pytest.warns(UserWarning, match="datasets.0.preprocess_shards has no effect"):
+        entry({"preprocess_shards": 4})
+    with (
+        pytest.warns(UserWarning, match="datasets.0.field_tools: no effect with rl: grpo"),
+        pytest.warns(UserWarning, match="is replaced"),
+    ):
+        entry({"field_tools": "functions"}, **PROMPTS)
+
+
+def test_a_chat_template_of_the_datasets(make):
+    entries = [{"path": "x", "type": "chat_template", "chat_template": name} for name in ("chatml", "chatml")]
+    assert make(datasets=entries).chat_template == "chatml"
+    assert make(datasets=entries, chat_template="chatml").chat_template == "chatml"
+    with pytest.raises(ConfigError, match=r"datasets.0.chat_template: 'chatml' differs from 'llama3' of the config"):
+        make(datasets=entries, chat_template="llama3")
+    with pytest.raises(ConfigError, match=r"datasets.1.chat_template: 'llama3' differs from 'chatml'"):
+        make(datasets=[entries[0], {**entries[1], "chat_template": "llama3"}])
