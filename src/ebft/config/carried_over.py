@@ -95,12 +95,20 @@ UNSUPPORTED = {
     "eval_table_size": _REMOVE,
     "eval_max_new_tokens": _REMOVE,
     "cosine_min_lr_ratio": "set lr_scheduler: cosine_with_min_lr and lr_scheduler_kwargs: {min_lr_rate: ...}",
-    "peft_use_dora": _REMOVE,
-    "peft_use_rslora": _REMOVE,
-    "peft_layers_to_transform": "select the modules with a regular expression in lora_target_modules",
-    "lora_fan_in_fan_out": _REMOVE,
-    "relora_steps": _REMOVE,
-    "unfrozen_parameters": "train all weights or an adapter instead",
+    **dict.fromkeys(
+        (
+            "relora",
+            "relora_steps",
+            "relora_warmup_steps",
+            "relora_anneal_steps",
+            "relora_prune_ratio",
+            "relora_cpu_offload",
+        ),
+        "ReLoRA merges the adapter into the base weights during training, and features come from the unchanged base "
+        "model. Remove it, or train all weights",
+    ),
+    "peft": "LoftQ moves a part of the base weights into the adapter, but features come from the unchanged base model. "
+    "Remove it",
     "roles_to_train": "remove it; only assistant turns are trained on",
     "chat_template_jinja": "set chat_template to the text of the template",
     "s2_attention": _REMOVE,

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ebft.config.adapter_checks import adapter_problems, unfrozen_problems
 from ebft.config.carried_over import IGNORED
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
@@ -33,22 +34,6 @@ def refuse_contradictions(config: "RunConfig") -> None:
     found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
-
-
-def _adapter(config: "RunConfig") -> Iterator[str]:
-    if config.adapter is None or config.lora_model_dir is not None:
-        return
-    for key in ("lora_r", "lora_alpha"):
-        if getattr(config, key) is None:
-            example = "lora_r: 16 with lora_alpha: 32"
-            yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
-    if config.lora_target_linear and config.lora_target_modules is not None:
-        yield "lora_target_linear: true selects every linear layer, but lora_target_modules is also set. Keep one."
-    elif not config.lora_target_linear and config.lora_target_modules is None:
-        yield (
-            f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
-            "lora_target_modules."
-        )
 
 
 def _quantisation(config: "RunConfig") -> Iterator[str]:
@@ -132,7 +117,8 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
-    _adapter,
+    adapter_problems,
+    unfrozen_problems,
     _quantisation,
     _gguf,
     _model_type,

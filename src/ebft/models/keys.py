@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
 
+Layer = Annotated[int, Field(ge=0)]
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -54,6 +55,12 @@ class ModelKeys(Section):
     )
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
+
+    unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Regular expressions of parameter names, compared from the start of the name: without an adapter, "
+        "only the parameters that match one are trained. If unset, all are.",
+    )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
 
@@ -115,8 +122,31 @@ class AdapterKeys(Section):
         None, description="Modules to adapt: a list of name suffixes, or one regular expression."
     )
     lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")
+    lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused "
+        "experts of a mixture of experts, for example mlp.experts.gate_up_proj and mlp.experts.down_proj.",
+    )
     lora_modules_to_save: list[str] | None = Field(
         None, description="Modules that are fully trained and saved in addition to the adapter."
+    )
+    peft_use_dora: bool = Field(
+        False, description="DoRA: train the norm of each output's weights separately from their direction."
+    )
+    peft_use_rslora: bool = Field(
+        False, description="Rank-stabilised LoRA: multiply the output by lora_alpha / sqrt(lora_r) instead."
+    )
+    peft_layers_to_transform: Layer | Annotated[list[Layer], Field(min_length=1)] | None = Field(
+        None, description="Indices of the decoder layers to adapt, from 0. If unset, all layers."
+    )
+    peft_layers_pattern: NotBlank | Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Name of the list of layers to which peft_layers_to_transform refers. If unset, any list.",
+    )
+    peft_init_lora_weights: bool | Literal["gaussian", "orthogonal"] = Field(
+        True,
+        description="Initial values of the adapter: true (PEFT's default), gaussian or orthogonal, which do not change "
+        "the model's outputs; false: random values, which do.",
     )
     lora_model_dir: NotBlank | None = Field(
         None,

@@ -21,6 +21,8 @@ _REASONS = {
     "it only affects the model": """
         torch_dtype device_map load_in_4bit load_in_8bit bf16 fp16 tf32
         attn_implementation flash_attention flex_attention sdp_attention eager_attention xformers_attention
+        unfrozen_parameters peft_use_dora peft_use_rslora peft_layers_to_transform peft_layers_pattern
+        peft_init_lora_weights lora_target_parameters
         adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save
         lora_model_dir lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation
         liger_layer_norm liger_fused_linear_cross_entropy""",

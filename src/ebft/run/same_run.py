@@ -17,7 +17,18 @@ from ebft.methods import selecting_keys
 
 RUN_FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
-_ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
+_ADAPTER_KEYS = (
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "peft_use_dora",
+    "peft_use_rslora",
+    "peft_layers_to_transform",
+    "peft_layers_pattern",
+)
 # Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _READ_AGAIN = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm")
@@ -66,7 +77,7 @@ def run_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that must be the same on resuming, without those that this run does not read."""
     keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS}
     if config.adapter is None:
-        return keys
+        return keys | {"unfrozen_parameters": _unordered(config.unfrozen_parameters)}
     if config.lora_model_dir is not None:  # its settings take precedence
         return _keys_in_files(Path(config.lora_model_dir).expanduser(), config) | keys
     return keys | {key: _unordered(getattr(config, key)) for key in _ADAPTER_KEYS}
