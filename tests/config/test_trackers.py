@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 from ebft.run import trackers as module
-from ebft.run.trackers import trackers, wandb_environment
+from ebft.run.trackers import tracker_environment, trackers
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def test_a_missing_package_is_one_warning_with_its_install_command(make, install
 
 def test_wandb_reads_its_settings_from_the_environment(make):
     config = make(wandb_project="p", wandb_run_id="r", wandb_watch=False, wandb_mode="offline")
-    assert wandb_environment(config) == {
+    assert tracker_environment(config) == {
         "WANDB_PROJECT": "p",
         "WANDB_RUN_ID": "r",
         "WANDB_NAME": "r",
         "WANDB_WATCH": "false",
         "WANDB_MODE": "offline",
     }
-    assert wandb_environment(make()) == {}
+    assert tracker_environment(make()) == {}

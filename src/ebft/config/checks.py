@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config.adapter_checks import adapter_problems, unfrozen_problems
+from ebft.config.carried_checks import carried_problems, resolve_carried
 from ebft.config.carried_over import IGNORED
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
@@ -119,6 +120,7 @@ def _processes(config: "RunConfig") -> Iterator[str]:
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     adapter_problems,
     unfrozen_problems,
+    carried_problems,
     _quantisation,
     _gguf,
     _model_type,
@@ -133,6 +135,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
 def resolve(config: "RunConfig") -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
     _set_attention(config)
+    resolve_carried(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
     _resolve_transforms(config)

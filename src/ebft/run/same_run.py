@@ -31,7 +31,14 @@ _ADAPTER_KEYS = (
 )
 # Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-_READ_AGAIN = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm")
+_READ_AGAIN = (
+    "lr_scheduler",
+    "lr_scheduler_kwargs",
+    "cosine_min_lr_ratio",
+    "warmup_steps",
+    "warmup_ratio",
+    "max_grad_norm",
+)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
