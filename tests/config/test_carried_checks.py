@@ -86,6 +86,10 @@ def test_plugins_of_axolotl_are_replaced(make):
     assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: Liger kernels are not used")
 
 
+def test_the_router_of_an_older_config(make):
+    assert make(model_config={"output_router_logits": True}).overrides_of_model_config.output_router_logits is True
+
+
 def test_the_text_of_a_chat_template(make):
     for keys in ({}, {"chat_template": "jinja"}):
         config = make(chat_template_jinja="{{ messages }}", **keys)

@@ -48,3 +48,23 @@ def test_wandb_reads_its_settings_from_the_environment(make):
         "WANDB_MODE": "offline",
     }
     assert tracker_environment(make()) == {}
+
+
+def test_mlflow_and_comet_read_theirs_too(make, installed):
+    keys = {"mlflow_tracking_uri": "http://host", "mlflow_experiment_name": "e", "hf_mlflow_log_artifacts": True}
+    keys |= {"comet_workspace": "w", "comet_project_name": "p", "comet_experiment_key": "k", "comet_mode": "create"}
+    assert tracker_environment(make(**keys, comet_online=False)) == {
+        "MLFLOW_TRACKING_URI": "http://host",
+        "MLFLOW_EXPERIMENT_NAME": "e",
+        "HF_MLFLOW_LOG_ARTIFACTS": "true",
+        "COMET_WORKSPACE": "w",
+        "COMET_PROJECT_NAME": "p",
+        "COMET_EXPERIMENT_KEY": "k",
+        "COMET_MODE": "create",
+        "COMET_START_ONLINE": "false",
+    }
+    installed("mlflow", "comet_ml")
+    assert trackers(make(use_mlflow=True, use_comet=True)) == ["mlflow", "comet_ml"]
+    installed()
+    with pytest.warns(UserWarning, match="use_mlflow is set, but mlflow is not installed .pip install mlflow."):
+        assert trackers(make(use_mlflow=True)) == ["none"]

@@ -14,6 +14,7 @@ def steps(result):
     return result.trainer.state.global_step
 
 
+@pytest.mark.slow
 def test_evaluations_that_do_not_improve_end_a_run(make, tmp_path):  # noqa: F811
     keys = {**WORSE, "eval_steps": 2, "save_steps": 20, "early_stopping_patience": 2}
     result = train(make(**keys))
@@ -29,7 +30,7 @@ def test_evaluations_that_do_not_improve_end_a_run(make, tmp_path):  # noqa: F81
 
 
 def test_the_count_of_evaluations_continues_in_a_resumed_run(make, tmp_path):  # noqa: F811
-    keys = {**WORSE, "eval_steps": 2, "save_steps": 2, "early_stopping_patience": 3}
+    keys = {**WORSE, "eval_steps": 2, "save_steps": 2, "early_stopping_patience": 2}
     unbroken = steps(train(make(**keys, output_dir=tmp_path / "a")))
     checkpoint = tmp_path / "a" / f"checkpoint-{unbroken - 2}"
     assert steps(train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))) == unbroken < 20
@@ -49,6 +50,7 @@ def test_noise_of_embeddings_changes_the_loss(make):  # noqa: F811
     assert abs(loss(None) - loss(50.0)) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_router(make, tiny_llama_dir, tmp_path):  # noqa: F811
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)

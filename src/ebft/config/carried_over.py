@@ -67,7 +67,12 @@ class CarriedOverKeys(KeysWithoutEffect):
     @classmethod
     def _unset_asks_for_nothing(cls, data: Any) -> Any:
         """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
-        return without_unset(data, UNSUPPORTED) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        found = without_unset(data, UNSUPPORTED)
+        if "model_config" in found:  # no field of a pydantic model can have this name
+            found.setdefault("overrides_of_model_config", found.pop("model_config"))
+        return found
 
 
 IGNORED: dict[str, Ignored] = {
@@ -113,7 +118,6 @@ OTHER_NAMES = {
     "model_revision": "revision_of_model",
     "dataset_processes": "dataset_num_proc",
     "noisy_embedding_alpha": "neftune_noise_alpha",
-    "model_config": "overrides_of_model_config",
     "sequence_parallel_degree": "context_parallel_size",
     "mlflow_run_name": "wandb_name",
     "max_new_tokens": "trl.max_completion_length",

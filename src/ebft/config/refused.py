@@ -78,7 +78,6 @@ REFUSED: dict[str, str] = {
     "comet_api_key": "do not write it into a file. Set the environment variable COMET_API_KEY",
     "bench_dataset": "use ebft evaluate",
     "eval_table_size": "use ebft evaluate, or log_completions of the method",
-    "eval_max_new_tokens": "use evaluation.max_new_tokens with ebft evaluate",
 }
 
 

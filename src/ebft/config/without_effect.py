@@ -102,6 +102,9 @@ WITHOUT_EFFECT: dict[str, Ignored] = {
     "eval_causal_lm_metrics": Ignored(
         ([], ["perplexity"]), "the cross-entropy and the perplexity of held-out rows are always logged"
     ),
+    "eval_max_new_tokens": Ignored(
+        (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"
+    ),
     "generate_samples": Ignored((False,), "rollouts are logged with log_completions"),
     "torchdistx_path": Ignored((), "torchdistx is not used"),
     "device": Ignored((), "the trainer places the model; see device_map"),
