@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config import rules
+from ebft.run.keys import RATE_KEYS
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -62,9 +63,22 @@ def carried_problems(config: "RunConfig") -> Iterator[str]:
                 f"bnb_config_kwargs.{key}: {value} is not supported: weights are quantised to nf4 with double "
                 "quantisation, or to int8, which `ebft merge-lora` repeats. Remove it."
             )
+    yield from _rates(config)
     yield from _optimisation(config)
     yield from _chat_template(config)
     yield from _plugins(config)
+
+
+def _rates(config: "RunConfig") -> Iterator[str]:
+    if config.embedding_lr is not None and config.embedding_lr_scale is not None:
+        yield "embedding_lr and embedding_lr_scale are both set. Keep one of them."
+    if config.loraplus_lr_ratio is not None and config.adapter is None:
+        yield "loraplus_lr_ratio has no effect without an adapter. Set adapter: lora, or remove it."
+    if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
+        yield "loraplus_lr_embedding has no effect without loraplus_lr_ratio. Set it, or remove loraplus_lr_embedding."
+    given = [key for key in RATE_KEYS if getattr(config, key) is not None]
+    if given and config.deepspeed is not None:
+        yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."
 
 
 def _optimisation(config: "RunConfig") -> Iterator[str]:

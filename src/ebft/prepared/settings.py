@@ -34,7 +34,8 @@ _REASONS = {
     "it only affects the optimizer": """
         learning_rate optimizer lr_scheduler lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
         adam_beta1 adam_beta2 adam_epsilon
-        cosine_min_lr_ratio""",
+        cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale
+        loraplus_lr_ratio loraplus_lr_embedding""",
     "it only affects how rows are batched and how often": """
         micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs max_steps budget.documents
         budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory

@@ -13,6 +13,7 @@ from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.over_transformers import use_one_gpu
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
+from ebft.run.learning_rates import rates_of
 from ebft.run.plugins import add_plugins
 from ebft.run.stopping import stopping_callbacks
 from ebft.serving.server import VLLMServer
@@ -55,6 +56,7 @@ def build_trainer(
         processing_class=tokenizer,
         callbacks=[ConsoleMetrics()],
     )
+    trainer.rate_of = rates_of(config, trainer.model)
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))

@@ -10,6 +10,18 @@ from ebft.evaluation.keys import Steps
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 
 Degree = Annotated[int, Field(ge=1)]
+# Keys of learning rates of single parameters.
+RATE_KEYS = ("lr_groups", "embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio", "loraplus_lr_embedding")
+
+
+class LearningRateGroup(Section):
+    """One element of `lr_groups:`."""
+
+    name: NotBlank = Field(description="Name of the group, for the reader of the config.")
+    modules: Annotated[list[NotBlank], Field(min_length=1)] = Field(
+        description="Parts of names; the group has the trained parameters whose names contain one of them."
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate of the group.")
 
 
 class OptimizerKeys(Section):
@@ -45,6 +57,21 @@ class OptimizerKeys(Section):
         0.999, ge=0, lt=1, description="Beta2 of Adam: decay rate of the second moment estimates."
     )
     adam_epsilon: float = Field(1e-8, gt=0, description="Epsilon of Adam, for numerical stability.")
+    lr_groups: Annotated[list[LearningRateGroup], Field(min_length=1)] | None = Field(
+        None, description="Parameters with learning rates of their own; the first element that applies is used."
+    )
+    embedding_lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Peak learning rate of the input embedding and the output layer, if they are trained."
+    )
+    embedding_lr_scale: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The same, as a multiple of learning_rate."
+    )
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="LoRA+: learning rate of the adapter's matrices B, as a multiple of learning_rate."
+    )
+    loraplus_lr_embedding: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Learning rate of adapters of embeddings with loraplus_lr_ratio. If unset, 1e-6."
+    )
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Scale of the noise that NEFTune adds to token embeddings in training (SFT only)."
     )

@@ -14,6 +14,7 @@ from ebft.config.schema import RunConfig
 from ebft.durable import write_text
 from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
+from ebft.run.keys import RATE_KEYS
 
 RUN_FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
@@ -82,7 +83,8 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that must be the same on resuming, without those that this run does not read."""
-    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS}
+    rates = config.model_dump(include=set(RATE_KEYS))  # the state of the optimizer fits the same groups only
+    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS} | rates
     if config.adapter is None:
         return keys | {"unfrozen_parameters": _unordered(config.unfrozen_parameters)}
     if config.lora_model_dir is not None:  # its settings take precedence
