@@ -30,8 +30,8 @@ ROOMS = (
     "prefix",
     "fetch sft strided structured",
     "nemo_gym preview",
-    "cli config.checks config.load config.reference config.schema doctor evaluation export inference launch methods "
-    "prepared quickstart run",
+    "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema doctor "
+    "evaluation export inference launch methods prepared quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 

@@ -123,3 +123,94 @@ def test_a_saved_adapter_finds_its_local_base_model_from_anywhere(make_config, t
     monkeypatch.chdir(tiny_llama_dir.parent)
     model = adapted(make_config(**LORA, lora_target_linear=True, base_model=tiny_llama_dir.name))
     assert model.peft_config["default"].base_model_name_or_path == str(tiny_llama_dir)
+
+
+@pytest.mark.parametrize("layers", [1, [1]])
+def test_some_layers(make_config, layers):
+    model = adapted(make_config(**LORA, lora_target_linear=True, peft_layers_to_transform=layers))
+    assert len(model.targeted_module_names) == 7 and adapted_layers(model)[0] == "down_proj"
+    assert all(".layers.1." in name for name in model.targeted_module_names)
+    chosen = {"lora_target_modules": ["q_proj"], "peft_layers_to_transform": 0, "peft_layers_pattern": "layers"}
+    assert adapted(make_config(**LORA, **chosen)).targeted_module_names == ["model.layers.0.self_attn.q_proj"]
+
+
+def test_layers_that_the_model_does_not_have(make_config):
+    with pytest.raises(ModelError, match="peft_layers_to_transform: 2 is not a layer of the model, whose 2 layers"):
+        adapted(make_config(**LORA, lora_target_linear=True, peft_layers_to_transform=[0, 2]))
+
+
+def test_rank_stabilised_scaling_and_dora(make_config):
+    def one_layer(**keys):
+        return adapted(make_config(**LORA, lora_target_modules=["q_proj"], **keys)).model.model.layers[0].self_attn
+
+    assert one_layer().q_proj.scaling["default"] == 2  # 8 / 4
+    assert one_layer(peft_use_rslora=True).q_proj.scaling["default"] == 4  # 8 / sqrt(4)
+    assert one_layer(peft_use_dora=True).q_proj.lora_magnitude_vector["default"].weight.shape == (32,)
+
+
+@pytest.mark.parametrize(
+    ("initial", "unchanged"), [(True, True), ("gaussian", True), ("orthogonal", True), (False, False)]
+)
+def test_initial_values(make_config, initial, unchanged):
+    config = make_config(**LORA, lora_target_linear=True, peft_init_lora_weights=initial)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        base = load_base_model(config, load_tokenizer(config))(ids).logits
+        model = adapted(config)
+        assert torch.allclose(model(ids).logits, base, atol=1e-5) is unchanged
+    if initial != "orthogonal":
+        spread = model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.std().item()
+        assert spread == pytest.approx(0.25 if initial == "gaussian" else 0.1, rel=0.2)  # 1/r; 1/sqrt(3*32)
+
+
+@pytest.fixture
+def mixtral(make_config, tiny_llama_dir, tmp_path):
+    """`mixtral(**keys)`: a config over a tiny mixture of experts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "mixtral")
+    return lambda **keys: make_config(base_model=str(tmp_path / "mixtral"), **LORA, **keys)
+
+
+def test_fused_experts(mixtral):
+    wanted = ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    model = adapted(mixtral(lora_target_parameters=wanted))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    # A and B of 4 experts of rank 4 in two layers, and of the other parameter in one
+    assert len(trained) == 6 and all("mlp.experts" in name for name in trained)
+    assert {model.get_parameter(name).shape for name in trained if "lora_A" in name} == {(16, 32), (16, 24)}
+    half = adapted(mixtral(lora_target_parameters=wanted, torch_dtype="bfloat16"))
+    assert {weight.dtype for weight in half.parameters() if weight.requires_grad} == {torch.float32}
+    both = adapted(mixtral(lora_target_parameters=wanted[:1], lora_target_modules=["q_proj"]))
+    assert sum(weight.requires_grad for weight in both.parameters()) == 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            "experts.w1",
+            "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_",
+        ),
+        ("q_proj.weight", "matches no parameter outside of linear layers"),
+        ("norm.weight", "matches a vector"),
+    ],
+)
+def test_parameters_that_cannot_be_adapted(mixtral, wanted, message):
+    with pytest.raises(ModelError, match=message):
+        adapted(mixtral(lora_target_parameters=[wanted]))
+
+
+@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
+def test_all_linear_layers_include_fused_experts(mixtral, keys):
+    assert any("experts" in name for name in dict(adapted(mixtral(lora_target_linear=True)).named_parameters()))
+    with pytest.raises(ModelError, match="also selects the fused experts of this model.*k_proj, lm_head, o_proj"):
+        adapted(mixtral(lora_target_linear=True, **keys))
+
+
+def test_experts_of_a_dense_model(make_config):
+    with pytest.raises(ModelError, match="The model has no fused experts"):
+        adapted(make_config(**LORA, lora_target_parameters=["experts.down_proj"]))

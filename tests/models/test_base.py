@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.base import check_sequence_len, load_model, load_model_config
+from ebft.models.base import check_sequence_len, load_base_model, load_model, load_model_config
 from ebft.models.precision import weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 
@@ -126,3 +126,59 @@ def test_a_configuration_of_another_architecture(make_config, tokenizer, tmp_pat
 def test_odd_devices_are_ignored_with_a_warning(make_config, tokenizer, device_map):
     with pytest.warns(UserWarning, match="device_map: .* is ignored"):
         load_model(make_config(device_map=device_map), tokenizer)
+
+
+def embeddings(make_config, **keys):
+    config = make_config(special_tokens={"pad_token": "<|end|>"}, **keys)
+    tokenizer = load_tokenizer(config)
+    return len(tokenizer), load_base_model(config, tokenizer).get_input_embeddings().weight
+
+
+def test_new_tokens_and_the_size_of_embeddings(make_config):
+    before, weight = embeddings(make_config)
+    assert weight.shape[0] == before == 512
+    tokens, weight = embeddings(make_config, tokens=["<new>", "<newer>"])
+    assert weight.shape[0] == tokens == 514
+    assert embeddings(make_config, tokens=["<new>"], resize_token_embeddings_to_32x=True)[1].shape[0] == 544
+    special = {"pad_token": "<|end|>", "additional_special_tokens": ["<tool>"]}
+    config = make_config(special_tokens=special)
+    tokenizer = load_tokenizer(config)
+    assert len(tokenizer) == 513 and tokenizer.tokenize("a<tool>b")[1] == "<tool>"
+
+
+def test_embeddings_are_shrunk_when_asked_for(make_config, tiny_llama_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.resize_token_embeddings(600)
+    model.save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "large")
+    large = str(tmp_path / "large")
+    assert embeddings(make_config, base_model=large)[1].shape[0] == 600
+    assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
+
+
+def test_new_embeddings_are_near_the_mean_of_the_others(make_config):
+    tokens = [f"<{index}>" for index in range(50)]
+    spread = {
+        mean: embeddings(make_config, tokens=tokens, mean_resizing_embeddings=mean)[1][512:].std(0).mean().item()
+        for mean in (True, False)
+    }
+    assert spread[True] < 1e-3 < spread[False]
+
+
+def test_the_computation_of_experts(make_config, tiny_llama_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "moe")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "moe")
+    for wanted in ("eager", "batched_mm"):
+        config = make_config(base_model=str(tmp_path / "moe"), experts_implementation=wanted)
+        model = load_base_model(config, load_tokenizer(config))
+        assert model.get_experts_implementation()[""] == wanted
+    with pytest.raises(ModelError, match="experts_implementation: a llama model has no experts"):
+        embeddings(make_config, experts_implementation="eager")
+    with pytest.raises(ModelError, match=r"overrides_of_model_config.router_aux_loss_coef: a llama model has no such"):
+        embeddings(make_config, overrides_of_model_config={"router_aux_loss_coef": 0.1})

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from transformers import AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.models.tokenizer import load_tokenizer
@@ -48,6 +49,18 @@ def test_known_templates(make_config):
         "<|begin|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
+
+
+def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_tokenizer_dir, tmp_path):
+    with pytest.raises(ModelError, match="chat_template: qwen3 is the template of a chat model's tokenizer, but this"):
+        template_of(make_config, "qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.chat_template = "{{ messages | length }} messages"
+    tokenizer.save_pretrained(tmp_path)
+    keys = {"tokenizer_config": str(tmp_path), "special_tokens": {"pad_token": "<|end|>"}}
+    with pytest.warns(UserWarning, match="chat_template: gemma3: the template of the tokenizer is used"):
+        found = load_tokenizer(make_config(**keys, chat_template="gemma3"))
+    assert found.chat_template == tokenizer.chat_template
 
 
 def test_template_from_text_and_file(make_config, tmp_path):

@@ -48,7 +48,6 @@ def test_a_callback_of_plain_fine_tuning(make, seen, tmp_path):  # noqa: F811
         (PATH + "function", "must be a class"),
         (PATH + "Absent", "has no function 'Absent'"),
         ("no_such_module.Class", "the module was not found"),
-        ("axolotl.integrations.liger.LigerPlugin", "is a plugin for axolotl and does not run here"),
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(name, message):

@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch.nn import functional as F
 
 from ebft.errors import ModelError
+from ebft.models.unfrozen import freeze_except
 from tests.strided.families import tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
@@ -57,6 +58,52 @@ def test_rollouts_reward_and_cross_entropy_share_one_rendering(chat_tokenizer, t
     )
     *_, batch = one_step(trainer)
     assert len(rendered) == len(batch) // trainer.args.num_generations > 1
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+VARIANTS = {
+    "dora": ("llama", {"use_dora": True}),
+    "rank-stabilised, some layers": (
+        "llama",
+        {"use_rslora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2]},
+    ),
+    "fused experts": ("qwen3_moe", {"target_modules": ["v_proj"], "target_parameters": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_lora(chat_tokenizer, tmp_path, variant):
+    family, settings = VARIANTS[variant]
+
+    def base():
+        sizes = {"max_position_embeddings": 256, "vocab_size": len(chat_tokenizer)}
+        return tiny_model(family, eos_token_id=1, bos_token_id=None, **sizes).eval()
+
+    experts = {"router_aux_loss_coef": 0.0} if family == "qwen3_moe" else {}
+    trainer = make(lora(base(), **settings), chat_tokenizer, tmp_path, ce_coef=0.3, **experts)
+    loss, gradients, rollouts, batch = one_step(trainer)
+    twin = lora(base(), **settings)
+    wanted = oracle.loss(twin.eval(), base(), chat_tokenizer, rollouts, batch, trainer.args)
+    assert_same_gradients(loss, gradients, wanted, twin)
+
+
+def test_some_of_the_weights(chat_tokenizer, tmp_path):
+    patterns = [r"model\.layers\.[13]\.", r"model\.norm"]
+    trainer = make(freeze_except(chat_model(chat_tokenizer), patterns), chat_tokenizer, tmp_path, ce_coef=0.3)
+    loss, gradients, rollouts, batch = one_step(trainer)
+    twin, base = freeze_except(chat_model(chat_tokenizer), patterns), chat_model(chat_tokenizer)
+    wanted = oracle.loss(twin, base, chat_tokenizer, rollouts, batch, trainer.args)
+    assert len(gradients) == 19
+    assert_same_gradients(loss, gradients, wanted, twin)
+
+
+def assert_same_gradients(loss, gradients, wanted, twin):
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), abs=1e-4)
+    expected = {name: parameter.grad for name, parameter in twin.named_parameters() if parameter.grad is not None}
+    assert expected.keys() == gradients.keys() and len(expected) > 7
+    for name, gradient in expected.items():
+        assert (gradient - gradients[name]).abs().max() < 1e-3 * gradient.abs().max(), name
 
 
 # One of each kind: soft-capping, logit scaling, learned positions, sinks, experts, latent attention, running states.

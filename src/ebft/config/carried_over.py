@@ -3,19 +3,31 @@
 A key without effect is accepted without a warning if its value describes what happens here anyway.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, create_model, model_validator
 
-from ebft.config import rules
+from ebft.config.refused import REFUSED, without_unset
 from ebft.config.section import Section
+from ebft.config.without_effect import WITHOUT_EFFECT, Ignored
 
 _PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
 _LIGER = "Liger kernels are not used; the model's own layers give the same results"
 
 
-class CarriedOverKeys(Section):
+if TYPE_CHECKING:
+    KeysWithoutEffect = Section
+else:
+    KeysWithoutEffect = create_model(
+        "KeysWithoutEffect",
+        __base__=Section,
+        __module__=__name__,
+        **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in WITHOUT_EFFECT.items()},
+    )
+
+
+class CarriedOverKeys(KeysWithoutEffect):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
     eval_sample_packing: bool | None = Field(
@@ -51,15 +63,20 @@ class CarriedOverKeys(Section):
     )
     profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
-
-class Ignored(NamedTuple):
-    """A key without effect: the values that give no warning, and why other values change nothing."""
-
-    harmless: tuple[Any, ...]
-    reason: str
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_asks_for_nothing(cls, data: Any) -> Any:
+        """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
+        if not isinstance(data, dict):
+            return data
+        found = without_unset(data, UNSUPPORTED)
+        if "model_config" in found:  # no field of a pydantic model can have this name
+            found.setdefault("overrides_of_model_config", found.pop("model_config"))
+        return found
 
 
 IGNORED: dict[str, Ignored] = {
+    **WITHOUT_EFFECT,
     "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
@@ -87,26 +104,8 @@ IGNORED: dict[str, Ignored] = {
 }
 
 
-_REMOVE = "remove it"
-
 UNSUPPORTED = {
-    "early_stopping_patience": "remove it; load_best_model_at_end: true loads the best checkpoint at the end",
-    "neftune_noise_alpha": f"remove it; {rules.NEFTUNE}",
-    "eval_table_size": _REMOVE,
-    "eval_max_new_tokens": _REMOVE,
-    "cosine_min_lr_ratio": "set lr_scheduler: cosine_with_min_lr and lr_scheduler_kwargs: {min_lr_rate: ...}",
-    "peft_use_dora": _REMOVE,
-    "peft_use_rslora": _REMOVE,
-    "peft_layers_to_transform": "select the modules with a regular expression in lora_target_modules",
-    "lora_fan_in_fan_out": _REMOVE,
-    "relora_steps": _REMOVE,
-    "unfrozen_parameters": "train all weights or an adapter instead",
-    "chat_template_jinja": "set chat_template to the text of the template",
-    "eot_tokens": "remove it; the end of a turn is what the chat template writes after its content",
-    "default_system_message": "set system_prompt of the datasets",
-    "dataset_shard_num": "set shards of the datasets",
-    "dataset_shard_idx": "set shards_idx of the datasets",
-    "s2_attention": _REMOVE,
+    **REFUSED,
 }
 
 # Keys of an element of datasets.
@@ -128,6 +127,11 @@ OTHER_NAMES = {
     "model_name_or_path": "base_model",
     "train_on_input": "train_on_inputs",
     "max_length": "sequence_len",
+    "model_revision": "revision_of_model",
+    "dataset_processes": "dataset_num_proc",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+    "sequence_parallel_degree": "context_parallel_size",
+    "mlflow_run_name": "wandb_name",
     "max_new_tokens": "trl.max_completion_length",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
@@ -147,5 +151,4 @@ OTHER_NAMES = {
     "run_name": "wandb_name",
     "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",
-    "dataset_processes": "dataset_num_proc",
 }

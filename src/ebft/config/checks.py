@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ebft.config.adapter_checks import adapter_problems, unfrozen_problems
+from ebft.config.carried_checks import carried_problems, resolve_carried
 from ebft.config.carried_over import IGNORED
 from ebft.data.entry_checks import chat_templates, entry_conflicts, idle_keys
 from ebft.data.transform_names import equivalent_transform, trains_on
@@ -35,22 +37,6 @@ def refuse_contradictions(config: "RunConfig") -> None:
     found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
-
-
-def _adapter(config: "RunConfig") -> Iterator[str]:
-    if config.adapter is None or config.lora_model_dir is not None:
-        return
-    for key in ("lora_r", "lora_alpha"):
-        if getattr(config, key) is None:
-            example = "lora_r: 16 with lora_alpha: 32"
-            yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
-    if config.lora_target_linear and config.lora_target_modules is not None:
-        yield "lora_target_linear: true selects every linear layer, but lora_target_modules is also set. Keep one."
-    elif not config.lora_target_linear and config.lora_target_modules is None:
-        yield (
-            f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
-            "lora_target_modules."
-        )
 
 
 def _quantisation(config: "RunConfig") -> Iterator[str]:
@@ -165,7 +151,9 @@ def _chat_templates(config: "RunConfig") -> Iterator[str]:
 
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
-    _adapter,
+    adapter_problems,
+    unfrozen_problems,
+    carried_problems,
     _quantisation,
     _gguf,
     _model_type,
@@ -183,6 +171,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
 def resolve(config: "RunConfig") -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
     _set_attention(config)
+    resolve_carried(config)
     _warn_ignored(config)
     _warn_without_adapter(config)
     _warn_without_ray(config)

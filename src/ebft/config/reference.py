@@ -84,7 +84,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict or annotation is dict:
         return "mapping"
-    names = {int: "int", float: "float", bool: "true, false", str: "string"}
+    names = {int: "int", float: "float", bool: "true, false", str: "string", Any: "any"}
     return names.get(annotation, "section")
 
 

@@ -64,7 +64,13 @@ class EvaluationKeys(Section):
         False,
         description="Also evaluate before the first step, so that later evaluations compare with the base model.",
     )
-    evals_per_epoch: Count | None = Field(None, description="Number of evaluations per epoch.")
+    evals_per_epoch: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Number of evaluations per epoch; 0 is the same as eval_strategy: no."
+    )
+    early_stopping_patience: Count | None = Field(
+        None,
+        description="Stop training after this number of evaluations without a better metric_for_best_model.",
+    )
     load_best_model_at_end: bool = Field(False, description="Load the best checkpoint at the end of training.")
     metric_for_best_model: str | None = Field(
         None,

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.saved_adapter import SETTINGS, load_saved_adapter
+from ebft.models.unfrozen import freeze_except
+from ebft.over_transformers import Conv1D
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -27,7 +29,7 @@ def attach_adapter(
     that cannot be adapted, or if the model already has an adapter.
     """
     if config.adapter is None:
-        return model
+        return freeze_except(model, config.unfrozen_parameters, gradient_checkpointing)
     if isinstance(model, PeftModel):
         raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
@@ -38,13 +40,19 @@ def attach_adapter(
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config.lora_model_dir)
     _check_saved_modules(model, config.lora_modules_to_save)
-    settings = lora_config(model, config)
+    settings, names = lora_config(model, config), linear_names(model)
     try:
         return get_peft_model(model, settings)
     except ValueError as error:  # for example a module that PEFT cannot adapt, such as a norm
+        if config.lora_target_linear and config.lora_target_parameters is None and "ParamWrapper" in str(error):
+            raise ModelError(
+                f"lora_target_linear: true also selects the fused experts of this model, but PEFT cannot adapt them "
+                f"with these settings ({error}). Remove the setting, or list modules in lora_target_modules: "
+                f"{', '.join(names)}."
+            ) from error
         raise ModelError(
             f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
-            f"{config.lora_modules_to_save!r}: {error} The linear layers are {', '.join(linear_names(model))}."
+            f"{config.lora_modules_to_save!r}: {error} The linear layers are {', '.join(names)}."
         ) from error
 
 
@@ -56,19 +64,28 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=_targets(model, config),
+        target_parameters=_target_parameters(model, config.lora_target_parameters),
         modules_to_save=config.lora_modules_to_save,
+        use_dora=config.peft_use_dora,
+        use_rslora=config.peft_use_rslora,
+        layers_to_transform=_layers(model, config.peft_layers_to_transform),
+        layers_pattern=config.peft_layers_pattern,
+        init_lora_weights=config.peft_init_lora_weights,
     )
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    )
+    kinds = (torch.nn.Linear, Conv1D)
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
 def _targets(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
     wanted = config.lora_target_modules
+    if wanted is None and not config.lora_target_linear:
+        return []  # lora_target_parameters alone; with None, PEFT would choose modules by the model's type
+    if wanted is None and config.peft_layers_to_transform is not None:
+        return _all_linear(model)  # PEFT restricts lists to some layers, but not its name for all linear layers
     if wanted is None:
         return "all-linear"
     names = [name for name, _ in model.named_modules()]
@@ -80,6 +97,48 @@ def _targets(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
                 f"lora_target_modules: {given!r} matches no module. The linear layers are "
                 f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true."
             )
+    return wanted
+
+
+def _all_linear(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers except the output layer."""
+    output = model.get_output_embeddings()
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not output
+        }
+    )
+
+
+def _target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:
+    """The suffixes of `lora_target_parameters`. PEFT only warns of one that matches nothing."""
+    linear = {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))
+    }
+    names = {name: parameter.dim() for name, parameter in model.named_parameters() if name not in linear}
+    for given in wanted or []:
+        matching = [dims for name, dims in names.items() if name == given or name.endswith(f".{given}")]
+        if not matching or not {*matching} <= {2, 3}:
+            experts = sorted({".".join(name.split(".")[-2:]) for name, dims in names.items() if dims == 3})
+            known = f"Those of experts are {', '.join(experts)}" if experts else "The model has no fused experts"
+            problem = "matches no parameter outside of linear layers" if not matching else "matches a vector"
+            raise ModelError(
+                f"lora_target_parameters: {given!r} {problem}. {known}; adapt linear layers with lora_target_modules."
+            )
+    return wanted
+
+
+def _layers(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
+    """The indices of `peft_layers_to_transform`. PEFT silently skips those that the model does not have."""
+    depth = model.config.get_text_config().num_hidden_layers
+    missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]
+    if missing:
+        raise ModelError(
+            f"peft_layers_to_transform: {missing[0]} is not a layer of the model, whose {depth} layers have the "
+            f"indices 0 to {depth - 1}."
+        )
     return wanted
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
 
+_NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 def load_model(
     config: ModelSettings, tokenizer: PreTrainedTokenizerBase, *, gradient_checkpointing: bool = False
 ) -> PreTrainedModel | PeftModel:
@@ -39,6 +42,7 @@ def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -
         "attn_implementation": usable_attention(config.attn_implementation),
         "device_map": usable_device_map(config.device_map),
         "quantization_config": quantisation_config(config),
+        "experts_implementation": config.experts_implementation,
     }
     try:
         model = pretrained_model(
@@ -51,7 +55,7 @@ def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -
     except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
         raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {explained(error)}") from error
     _check_growth(config, model, tokenizer)
-    _fit_vocabulary(model, tokenizer)
+    _fit_vocabulary(config, model, tokenizer)
     return model
 
 
@@ -70,6 +74,7 @@ def load_model_config(config: ModelSettings) -> Any:
     found = _read_config(config, key, name)
     if getattr(found.get_text_config(), "num_hidden_layers", None) == 0:  # absent: unknown
         raise ModelError(f"{key}: {name} has no layers (num_hidden_layers: 0 in config.json). Correct config.json.")
+    _override(config, found)
     if config.base_model_config:
         own = _read_config(config, "base_model", find_base_model(config))
         if found.model_type != own.model_type:
@@ -78,6 +83,21 @@ def load_model_config(config: ModelSettings) -> Any:
                 f"base_model is a {own.model_type} model, whose weights it would not load. Remove base_model_config."
             )
     return found
+
+
+def _override(config: ModelSettings, found: Any) -> None:
+    """Apply `overrides_of_model_config`, and check that the model has experts if a key needs them."""
+    text = found.get_text_config()
+    if config.experts_implementation is not None and not any(hasattr(text, name) for name in _NUMBER_OF_EXPERTS):
+        raise ModelError(f"experts_implementation: a {found.model_type} model has no experts. Remove it.")
+    overrides = config.overrides_of_model_config.model_dump(exclude_none=True)
+    for name, value in overrides.items():
+        if not hasattr(text, name):
+            raise ModelError(
+                f"overrides_of_model_config.{name}: a {found.model_type} model has no such setting; it is for mixtures "
+                "of experts with a load-balancing loss. Remove it."
+            )
+        setattr(text, name, value)
 
 
 def _read_config(config: ModelSettings, key: str, name: str) -> Any:
@@ -110,9 +130,12 @@ def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreT
         )
 
 
-def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer))
+def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    size, wanted = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if config.resize_token_embeddings_to_32x:
+        wanted = -(-wanted // 32) * 32
+    if wanted > size or (config.shrink_embeddings and wanted < size):
+        model.resize_token_embeddings(wanted, mean_resizing=config.mean_resizing_embeddings)
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.generation_config is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -1,6 +1,7 @@
 """Named chat templates, and loading of custom ones."""
 
 import re
+import warnings
 from pathlib import Path
 
 from jinja2 import Environment, TemplateSyntaxError
@@ -28,6 +29,11 @@ TEMPLATES = {
     ),
 }
 KEEP = "tokenizer_default"
+# Names of templates in axolotl that the tokenizers of these models have themselves.
+_OF_MODELS = re.compile(
+    "(aya|cohere|command_a(_rag|_tool_use)?|deepseek_v[23]|exaone4?|falcon_h1|gemma(3|3n|4)?|jamba|llama3_2_vision|llama4|"
+    "magistral|mistral_v(1|2v3|3_tekken|7_tekken)|phi_(3|35|4)|pixtral|qwen2_vl|qwen3(_5)?|qwen_25|smollm3)"
+)
 # The statement that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
@@ -39,6 +45,9 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
     ModelError for any other value.
     """
     if choice is None:
+        return
+    if _OF_MODELS.fullmatch(choice):
+        _use_own_template(tokenizer, choice)
         return
     if choice == KEEP:
         if tokenizer.chat_template is None:
@@ -55,6 +64,15 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
             f"chat_template: {choice!r:.100} is not a Jinja template: {error.message} (line {error.lineno})."
         ) from error
     tokenizer.chat_template = template
+
+
+def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. Use "
+            f"the tokenizer of such a model (tokenizer_config), one of {', '.join(TEMPLATES)}, or a file."
+        )
+    warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=3)
 
 
 def _template(choice: str) -> str:

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
 
+Layer = Annotated[int, Field(ge=0)]
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -16,6 +17,20 @@ class SpecialTokens(Section):
     eos_token: str | None = Field(None, min_length=1, description="End-of-sequence token.")
     bos_token: str | None = Field(None, min_length=1, description="Beginning-of-sequence token.")
     unk_token: str | None = Field(None, min_length=1, description="Token for out-of-vocabulary text.")
+    additional_special_tokens: list[NotBlank] | None = Field(
+        None, description="Further special tokens; those that are not in the vocabulary are added."
+    )
+
+
+class ConfigOverrides(Section):
+    """The section `overrides_of_model_config:`."""
+
+    output_router_logits: bool | None = Field(
+        None, description="Add the load-balancing loss of a mixture of experts to the cross-entropy of SFT."
+    )
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Weight of the load-balancing loss."
+    )
 
 
 class ModelKeys(Section):
@@ -40,6 +55,26 @@ class ModelKeys(Section):
     special_tokens: SpecialTokens = Field(
         default_factory=SpecialTokens, description="Special tokens that override those of the tokenizer."
     )
+    tokens: list[NotBlank] | None = Field(
+        None, description="Tokens to add to the vocabulary; new embeddings are appended to the model's."
+    )
+    resize_token_embeddings_to_32x: bool = Field(
+        False, description="Resize the embeddings to a multiple of 32, at least the size of the vocabulary."
+    )
+    shrink_embeddings: bool = Field(
+        False, description="Also resize the embeddings if the model has more than the tokenizer has tokens."
+    )
+    mean_resizing_embeddings: bool = Field(
+        True,
+        description="Draw new embeddings from a distribution around the mean of the others; false: as the model is "
+        "initialised.",
+    )
+    overrides_of_model_config: ConfigOverrides = Field(
+        default_factory=ConfigOverrides, description="Settings of the router of a mixture of experts."
+    )
+    chat_template_jinja: str | None = Field(
+        None, min_length=1, description="Text of the chat template, for chat_template: jinja (or unset)."
+    )
     chat_template: str | None = Field(
         None,
         description="Chat template: a known name (chatml, llama3), tokenizer_default, a file, or Jinja text. If unset, "
@@ -52,8 +87,24 @@ class ModelKeys(Section):
         None,
         description="Placement of the model's parts, as in transformers. If unset, the trainer places the model.",
     )
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
+        None,
+        description="Computation of a mixture of experts: one expert at a time, or batched or grouped matrix products. "
+        "If unset, grouped_mm where the machine supports it.",
+    )
+    bnb_config_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Settings of bitsandbytes. Only those are accepted that are used anyway: bnb_4bit_quant_type: nf4, "
+        "bnb_4bit_use_double_quant: true, llm_int8_has_fp16_weight: false.",
+    )
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
+
+    unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Regular expressions of parameter names, compared from the start of the name: without an adapter, "
+        "only the parameters that match one are trained. If unset, all are.",
+    )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
 
@@ -115,8 +166,31 @@ class AdapterKeys(Section):
         None, description="Modules to adapt: a list of name suffixes, or one regular expression."
     )
     lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")
+    lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused "
+        "experts of a mixture of experts, for example mlp.experts.gate_up_proj and mlp.experts.down_proj.",
+    )
     lora_modules_to_save: list[str] | None = Field(
         None, description="Modules that are fully trained and saved in addition to the adapter."
+    )
+    peft_use_dora: bool = Field(
+        False, description="DoRA: train the norm of each output's weights separately from their direction."
+    )
+    peft_use_rslora: bool = Field(
+        False, description="Rank-stabilised LoRA: multiply the output by lora_alpha / sqrt(lora_r) instead."
+    )
+    peft_layers_to_transform: Layer | Annotated[list[Layer], Field(min_length=1)] | None = Field(
+        None, description="Indices of the decoder layers to adapt, from 0. If unset, all layers."
+    )
+    peft_layers_pattern: NotBlank | Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Name of the list of layers to which peft_layers_to_transform refers. If unset, any list.",
+    )
+    peft_init_lora_weights: bool | Literal["gaussian", "orthogonal"] = Field(
+        True,
+        description="Initial values of the adapter: true (PEFT's default), gaussian or orthogonal, which do not change "
+        "the model's outputs; false: random values, which do.",
     )
     lora_model_dir: NotBlank | None = Field(
         None,

@@ -36,6 +36,8 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
     special = config.special_tokens.model_dump(exclude_none=True)
     if special:
         tokenizer.add_special_tokens(special)
+    if config.tokens:
+        tokenizer.add_tokens(config.tokens)
     _ensure_pad_token(tokenizer)
     apply_chat_template_choice(tokenizer, config.chat_template)
     return tokenizer

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 from peft.helpers import disable_input_dtype_casting
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -163,12 +164,17 @@ def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
         if not torch.is_grad_enabled():
             stack.enter_context(fast_products())
         if not torch.is_grad_enabled() or run.recording is not None:
-            # PEFT casts inputs to the adapter's float32, and autocast casts them back.
-            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type)
+            # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
+            # the weights in the type of the input.
+            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not _has_dora(causal_lm)
             stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
         if run.recording is not None:
             stack.enter_context(run.recording)
         yield
+
+
+def _has_dora(causal_lm: PreTrainedModel) -> bool:
+    return any(isinstance(module, LoraLayer) and any(module.use_dora.values()) for module in causal_lm.modules())
 
 
 def head_of(causal_lm: PreTrainedModel) -> Head:

@@ -11,31 +11,43 @@ from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
+from ebft.config.without_effect import WITHOUT_EFFECT
 
 # Reason -> keys that do not determine rows, for all methods.
 _REASONS = {
     "the tokenizer's files are compared": """
         base_model gguf_file base_model_config revision_of_model tokenizer_config trust_remote_code chat_template
         special_tokens.pad_token special_tokens.eos_token special_tokens.bos_token special_tokens.unk_token
+        special_tokens.additional_special_tokens tokens chat_template_jinja
         model_type tokenizer_type is_llama_derived_model""",
     "it only affects the model": """
         torch_dtype device_map load_in_4bit load_in_8bit bf16 fp16 tf32
         attn_implementation flash_attention flex_attention sdp_attention eager_attention xformers_attention
+        experts_implementation overrides_of_model_config.output_router_logits
+        overrides_of_model_config.router_aux_loss_coef bnb_config_kwargs neftune_noise_alpha
+        resize_token_embeddings_to_32x shrink_embeddings mean_resizing_embeddings
+        unfrozen_parameters peft_use_dora peft_use_rslora peft_layers_to_transform peft_layers_pattern
+        peft_init_lora_weights lora_target_parameters
         adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save
         lora_model_dir lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation
         liger_layer_norm liger_fused_linear_cross_entropy""",
     "it only affects the optimizer": """
         learning_rate optimizer lr_scheduler lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
-        adam_beta1 adam_beta2 adam_epsilon""",
+        adam_beta1 adam_beta2 adam_epsilon
+        cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale
+        loraplus_lr_ratio loraplus_lr_embedding""",
     "it only affects how rows are batched and how often": """
         micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs max_steps budget.documents
         budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory
+        dataloader_prefetch_factor
         pad_to_sequence_len eval_sample_packing""",
     "rows are packed after they are read": "sample_packing",
     "it only affects how fast rows are prepared": "dataset_num_proc",
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """
         gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile
+        torch_compile_backend torch_compile_mode dp_shard_size dp_replicate_size context_parallel_size
+        tensor_parallel_size expert_parallel_size
         ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank
         fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type
         fsdp_config.reshard_after_forward fsdp_config.cpu_offload fsdp_config.cpu_ram_efficient_loading
@@ -46,9 +58,13 @@ _REASONS = {
         output_dir save_strategy save_steps saves_per_epoch save_total_limit save_only_model save_safetensors
         resume_from_checkpoint auto_resume_from_checkpoints logging_steps report_to plugins use_tensorboard use_wandb
         use_trackio trackio_project_name wandb_project wandb_entity wandb_name wandb_run_id wandb_watch
+        loss_watchdog_threshold loss_watchdog_patience trackio_space_id use_mlflow mlflow_tracking_uri
+        mlflow_experiment_name hf_mlflow_log_artifacts use_comet comet_workspace comet_project_name
+        comet_experiment_key comet_mode comet_online
         wandb_log_model wandb_mode hub_model_id hub_strategy hub_private_repo profiler_steps debug strict""",
     "it only affects when and how models are evaluated": """
-        eval_strategy eval_steps eval_on_start evals_per_epoch load_best_model_at_end metric_for_best_model
+        eval_strategy eval_steps eval_on_start early_stopping_patience
+        evals_per_epoch load_best_model_at_end metric_for_best_model
         greater_is_better evaluation.metrics evaluation.samples evaluation.pass_at evaluation.temperature
         evaluation.max_new_tokens evaluation.documents evaluation.bootstrap evaluation.confidence
         evaluation.per_document""",
@@ -79,6 +95,7 @@ _REASONS = {
         nemo_gym_verify_timeout nemo_gym_multi_turn""",
 }
 EXCLUDED: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+EXCLUDED |= dict.fromkeys(WITHOUT_EFFECT, "it has no effect")
 # What else a custom transform must contain for a key to affect its rows: batches end where processes do.
 _OTHER_WORDS = {"dataset_num_proc": ("batched",)}
 

@@ -14,7 +14,6 @@ from ebft.run.trackers import trackers
 
 _SAME_NAME = (
     "learning_rate",
-    "lr_scheduler_kwargs",
     "weight_decay",
     "max_grad_norm",
     "adam_beta1",
@@ -26,6 +25,11 @@ _SAME_NAME = (
     "data_seed",
     "dataloader_num_workers",
     "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "neftune_noise_alpha",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "trackio_space_id",
     "fp16",
     "tf32",
     "gradient_checkpointing",
@@ -43,7 +47,6 @@ _OTHER_NAME = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
@@ -71,6 +74,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
         kwargs["gradient_checkpointing_kwargs"] = details
+    kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
     per_epoch = config.method.steps_per_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
@@ -87,6 +91,13 @@ def use_bf16(config: RunConfig, machine: Machine) -> bool:
     return config.bf16
 
 
+def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
+    """The name of the learning-rate schedule and its arguments, with `cosine_min_lr_ratio` as transformers has it."""
+    if config.cosine_min_lr_ratio is None:
+        return config.lr_scheduler, config.lr_scheduler_kwargs
+    return "cosine_with_min_lr", {**(config.lr_scheduler_kwargs or {}), "min_lr_rate": config.cosine_min_lr_ratio}
+
+
 def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
     """Number of optimizer steps of the run over `rows` rows."""
     if config.max_steps is not None:
@@ -97,6 +108,8 @@ def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:
     """Strategy and steps of saving or evaluating: by steps if steps are given, otherwise every epoch."""
     steps = getattr(config, f"{kind}_steps")
+    if times == 0:
+        return {f"{kind}_strategy": "no"}
     if times is not None:
         steps = max(1, steps_per_epoch // times)
     strategy = getattr(config, f"{kind}_strategy") or ("epoch" if steps is None else "steps")

@@ -13,7 +13,9 @@ from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.over_transformers import use_one_gpu
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
+from ebft.run.learning_rates import rates_of
 from ebft.run.plugins import add_plugins
+from ebft.run.stopping import stopping_callbacks
 from ebft.serving.server import VLLMServer
 
 
@@ -54,9 +56,12 @@ def build_trainer(
         processing_class=tokenizer,
         callbacks=[ConsoleMetrics()],
     )
+    trainer.rate_of = rates_of(config, trainer.model)
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
+    for callback in stopping_callbacks(config):
+        trainer.add_callback(callback)
     add_plugins(trainer, config.plugins)
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)

@@ -94,6 +94,11 @@ def check_types(config: RunConfig) -> None:
 
 
 def _check_processes(config: RunConfig, processes: int) -> None:
+    if config.dp_shard_size not in (None, 1, processes):
+        raise ConfigError(
+            f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes. "
+            "Remove it."
+        )
     if config.ddp is False and processes > 1:
         raise ConfigError(f"ddp: false, but {processes} processes were launched. Launch one, or remove ddp.")
     if config.ddp and processes == 1:

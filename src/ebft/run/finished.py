@@ -13,6 +13,7 @@ from ebft.run.arguments import planned_steps
 from ebft.run.checkpoints import Found, step_of
 from ebft.run.checks import Machine
 from ebft.run.integrity import STATE
+from ebft.run.stopping import stopped_early
 
 
 def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) -> Path | None:
@@ -23,7 +24,11 @@ def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) ->
     if found.newest is None:
         return None
     last_step = planned_steps(config, machine, rows)
-    is_complete = step_of(found.newest) >= last_step or limit_reached(config.budget, spent_at(found.newest)) is not None
+    is_complete = (
+        step_of(found.newest) >= last_step
+        or limit_reached(config.budget, spent_at(found.newest)) is not None
+        or stopped_early(config, found.newest)
+    )
     return found.newest if is_complete else None
 
 
@@ -31,6 +36,8 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
     step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
     keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
+    if limit is None and stopped_early(config, folder):
+        keys = "early_stopping_patience"
     warnings.warn(
         f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
         "continue training.",

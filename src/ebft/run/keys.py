@@ -9,6 +9,20 @@ from ebft.data.keys import SeedKeys
 from ebft.evaluation.keys import Steps
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 
+Degree = Annotated[int, Field(ge=1)]
+# Keys of learning rates of single parameters.
+RATE_KEYS = ("lr_groups", "embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio", "loraplus_lr_embedding")
+
+
+class LearningRateGroup(Section):
+    """One element of `lr_groups:`."""
+
+    name: NotBlank = Field(description="Name of the group, for the reader of the config.")
+    modules: Annotated[list[NotBlank], Field(min_length=1)] = Field(
+        description="Parts of names; the group has the trained parameters whose names contain one of them."
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate of the group.")
+
 
 class OptimizerKeys(Section):
     """Optimizer and learning-rate schedule."""
@@ -21,8 +35,15 @@ class OptimizerKeys(Section):
     lr_scheduler_kwargs: dict[str, Any] | None = Field(
         None, description="Additional arguments of the schedule, such as min_lr_rate for cosine_with_min_lr."
     )
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Number of warmup steps of the learning rate. If unset, warmup_ratio is used."
+    cosine_min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Last learning rate of lr_scheduler: cosine, as a fraction of learning_rate (cosine_with_min_lr in "
+        "transformers).",
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Number of warmup steps of the learning rate, or a fraction of the training steps. If unset, "
+        "warmup_ratio is used.",
     )
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         None, description="Fraction of the training steps used for warmup. If unset, no warmup."
@@ -36,6 +57,24 @@ class OptimizerKeys(Section):
         0.999, ge=0, lt=1, description="Beta2 of Adam: decay rate of the second moment estimates."
     )
     adam_epsilon: float = Field(1e-8, gt=0, description="Epsilon of Adam, for numerical stability.")
+    lr_groups: Annotated[list[LearningRateGroup], Field(min_length=1)] | None = Field(
+        None, description="Parameters with learning rates of their own; the first element that applies is used."
+    )
+    embedding_lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Peak learning rate of the input embedding and the output layer, if they are trained."
+    )
+    embedding_lr_scale: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The same, as a multiple of learning_rate."
+    )
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="LoRA+: learning rate of the adapter's matrices B, as a multiple of learning_rate."
+    )
+    loraplus_lr_embedding: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Learning rate of adapters of embeddings with loraplus_lr_ratio. If unset, 1e-6."
+    )
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Scale of the noise that NEFTune adds to token embeddings in training (SFT only)."
+    )
 
 
 class BudgetSection(Section):
@@ -85,6 +124,9 @@ class LengthKeys(SeedKeys):
 
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
     dataloader_num_workers: int = Field(0, ge=0, description="Number of processes that load batches.")
+    dataloader_prefetch_factor: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Number of batches that each of these processes loads in advance. If unset, 2."
+    )
     dataloader_pin_memory: bool = Field(True, description="Pin the memory of batches for faster copies to a GPU.")
 
 
@@ -105,7 +147,13 @@ class HardwareKeys(PrecisionKeys):
     gradient_checkpointing_kwargs: CheckpointingKwargs | None = Field(
         None, description="Arguments of gradient checkpointing."
     )
-    torch_compile: bool = Field(False, description="Compile the model with torch.compile (SFT only).")
+    torch_compile: bool | Literal["auto"] = Field(
+        False, description="Compile the model with torch.compile (SFT only). auto is the same as false."
+    )
+    torch_compile_backend: NotBlank | None = Field(None, description="Backend of torch.compile. If unset, inductor.")
+    torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = Field(
+        None, description="Mode of torch.compile. If unset, PyTorch's default."
+    )
     ddp: bool | None = Field(
         None,
         description="true requires several processes, false a single process. If unset, either is accepted.",
@@ -125,6 +173,18 @@ class HardwareKeys(PrecisionKeys):
         "offload.",
     )
     fsdp_config: FSDPKeys | None = Field(None, description="Options of FSDP2.")
+    dp_shard_size: Degree | None = Field(
+        None, description="Number of processes over which fsdp shards the model: all of them, which this key checks."
+    )
+    dp_replicate_size: Degree | None = Field(None, description="1: the sharded model is not replicated.")
+    context_parallel_size: Degree | None = Field(None, description="1: sequences are not split over processes.")
+    tensor_parallel_size: Degree | None = Field(None, description="1: layers are not split over processes.")
+    expert_parallel_size: Degree | None = Field(None, description="1: experts are not split over processes.")
+
+    @field_validator("torch_compile")
+    @classmethod
+    def _auto_is_off(cls, value: bool | str) -> bool:
+        return False if value == "auto" else bool(value)
 
     _deepspeed_path = paths("deepspeed")
 
@@ -139,7 +199,9 @@ class CheckpointKeys(Section):
     save_steps: Steps | None = Field(
         None, description="Number of steps between checkpoints, or a fraction of the training steps."
     )
-    saves_per_epoch: Annotated[int, Field(ge=1)] | None = Field(None, description="Number of checkpoints per epoch.")
+    saves_per_epoch: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Number of checkpoints per epoch; 0 is the same as save_strategy: no."
+    )
     save_total_limit: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Maximum number of checkpoints to keep. If unset, all are kept."
     )
@@ -198,6 +260,12 @@ class ReportingKeys(Section):
         description="Check the logged metrics for signs of a failing run, such as mode collapse, no signal or "
         "divergence. Each is reported once, as a warning and in health.jsonl in output_dir, with what to try.",
     )
+    loss_watchdog_threshold: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Stop training after loss_watchdog_patience logged losses above this value in succession."
+    )
+    loss_watchdog_patience: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Number of logged losses for loss_watchdog_threshold. If unset, 3."
+    )
     plugins: list[str] = Field(
         [],
         description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, or a class with a "
@@ -209,6 +277,21 @@ class ReportingKeys(Section):
     )
     use_trackio: bool | None = Field(None, description="Log to Trackio.")
     trackio_project_name: str | None = Field(None, description="Trackio project.")
+    trackio_space_id: str | None = Field(None, description="Hugging Face Space of the Trackio project.")
+    use_mlflow: bool | None = Field(None, description="Log to MLflow.")
+    mlflow_tracking_uri: str | None = Field(None, description="Server or folder of MLflow (MLFLOW_TRACKING_URI).")
+    mlflow_experiment_name: str | None = Field(None, description="Experiment of MLflow (MLFLOW_EXPERIMENT_NAME).")
+    hf_mlflow_log_artifacts: bool | None = Field(
+        None, description="Copy checkpoints to MLflow (HF_MLFLOW_LOG_ARTIFACTS)."
+    )
+    use_comet: bool | None = Field(None, description="Log to Comet, with the key in COMET_API_KEY.")
+    comet_workspace: str | None = Field(None, description="Comet workspace (COMET_WORKSPACE).")
+    comet_project_name: str | None = Field(None, description="Comet project (COMET_PROJECT_NAME).")
+    comet_experiment_key: str | None = Field(None, description="Comet experiment (COMET_EXPERIMENT_KEY).")
+    comet_mode: Literal["create", "get", "get_or_create"] | None = Field(
+        None, description="Whether Comet creates an experiment or continues one (COMET_MODE)."
+    )
+    comet_online: bool | None = Field(None, description="false: log to files of Comet (COMET_START_ONLINE).")
     wandb_project: str | None = Field(None, description="Weights & Biases project; setting it enables wandb.")
     wandb_entity: str | None = Field(None, description="Weights & Biases team or user.")
     wandb_name: str | None = Field(None, description="Name of the run.")

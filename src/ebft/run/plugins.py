@@ -36,8 +36,6 @@ def add_plugins(trainer: Trainer, names: list[str]) -> None:
 
 
 def _find(name: str) -> type[Any]:
-    if name.startswith("axolotl."):
-        raise ConfigError(f"plugins: {name} is a plugin for axolotl and does not run here. Remove it.")
     found = find_function("plugins", name)
     if not inspect.isclass(found) or not (issubclass(found, TrainerCallback) or hasattr(found, HOOK)):
         raise ConfigError(

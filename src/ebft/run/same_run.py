@@ -14,13 +14,32 @@ from ebft.config.schema import RunConfig
 from ebft.durable import write_text
 from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
+from ebft.run.keys import RATE_KEYS
 
 RUN_FILE = "ebft_run.json"
 _KEYS = ("adapter", "optimizer", "base_model")
-_ADAPTER_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_modules_to_save")
+_ADAPTER_KEYS = (
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "peft_use_dora",
+    "peft_use_rslora",
+    "peft_layers_to_transform",
+    "peft_layers_pattern",
+)
 # Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-_READ_AGAIN = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm")
+_READ_AGAIN = (
+    "lr_scheduler",
+    "lr_scheduler_kwargs",
+    "cosine_min_lr_ratio",
+    "warmup_steps",
+    "warmup_ratio",
+    "max_grad_norm",
+)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
@@ -64,9 +83,10 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that must be the same on resuming, without those that this run does not read."""
-    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS}
+    rates = config.model_dump(include=set(RATE_KEYS))  # the state of the optimizer fits the same groups only
+    keys = selecting_keys(config) | {key: getattr(config, key) for key in _KEYS} | rates
     if config.adapter is None:
-        return keys
+        return keys | {"unfrozen_parameters": _unordered(config.unfrozen_parameters)}
     if config.lora_model_dir is not None:  # its settings take precedence
         return _keys_in_files(Path(config.lora_model_dir).expanduser(), config) | keys
     return keys | {key: _unordered(getattr(config, key)) for key in _ADAPTER_KEYS}

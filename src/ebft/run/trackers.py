@@ -18,8 +18,21 @@ class Tracker(NamedTuple):
 
 _TENSORBOARD = Tracker("tensorboard", ("tensorboard", "tensorboardX"), "pip install tensorboard")
 _WANDB = Tracker("wandb", ("wandb",), "pip install wandb")
+_MLFLOW = Tracker("mlflow", ("mlflow",), "pip install mlflow")
+_COMET = Tracker("comet_ml", ("comet_ml",), "pip install comet-ml")
 _TRACKIO = Tracker("trackio", ("trackio",), "pip install trackio")
+_TRACKERS = (_TENSORBOARD, _WANDB, _MLFLOW, _COMET, _TRACKIO)
 
+_VARIABLES = {
+    "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
+    "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
+    "hf_mlflow_log_artifacts": "HF_MLFLOW_LOG_ARTIFACTS",
+    "comet_workspace": "COMET_WORKSPACE",
+    "comet_project_name": "COMET_PROJECT_NAME",
+    "comet_experiment_key": "COMET_EXPERIMENT_KEY",
+    "comet_mode": "COMET_MODE",
+    "comet_online": "COMET_START_ONLINE",
+}
 _WANDB_KEYS = ("project", "entity", "name", "run_id", "watch", "log_model", "mode")
 
 
@@ -44,7 +57,7 @@ def check_report_to(config: RunConfig) -> None:
     for name in names:
         if name in ("none", "all"):
             continue
-        tracker = next((tracker for tracker in (_TENSORBOARD, _WANDB, _TRACKIO) if tracker.name == name), None)
+        tracker = next((tracker for tracker in _TRACKERS if tracker.name == name), None)
         if tracker is None:
             _check_other(name)
         elif not any(find_spec(package) for package in tracker.packages):
@@ -65,6 +78,10 @@ def _asked(config: RunConfig) -> dict[str, Tracker]:
         asked["use_tensorboard"] = _TENSORBOARD
     if config.use_trackio:
         asked["use_trackio"] = _TRACKIO
+    if config.use_mlflow:
+        asked["use_mlflow"] = _MLFLOW
+    if config.use_comet:
+        asked["use_comet"] = _COMET
     if config.use_wandb:
         asked["use_wandb"] = _WANDB
     elif config.use_wandb is None and config.wandb_project:
@@ -72,10 +89,11 @@ def _asked(config: RunConfig) -> dict[str, Tracker]:
     return asked
 
 
-def wandb_environment(config: RunConfig) -> dict[str, str]:
-    """The WANDB_ environment variables, read by wandb and transformers, for the wandb_ keys that are set."""
-    values = {key: getattr(config, f"wandb_{key}") for key in _WANDB_KEYS}
-    return {f"WANDB_{key.upper()}": _text(value) for key, value in values.items() if value is not None}
+def tracker_environment(config: RunConfig) -> dict[str, str]:
+    """The environment variables that trackers and transformers read, for the keys that are set."""
+    names = {f"wandb_{key}": f"WANDB_{key.upper()}" for key in _WANDB_KEYS} | _VARIABLES
+    values = {name: getattr(config, key) for key, name in names.items()}
+    return {name: _text(value) for name, value in values.items() if value is not None}
 
 
 def _text(value: str | bool) -> str:

@@ -40,7 +40,7 @@ from ebft.run.lock import locked
 from ebft.run.record import recorded
 from ebft.run.same_run import optimizer_keys, write_run_keys
 from ebft.run.start_summary import start_summary
-from ebft.run.trackers import wandb_environment
+from ebft.run.trackers import tracker_environment
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 
@@ -115,7 +115,7 @@ def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
 def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
     """`train` after the checks of the config; `files` describe the run, on the main process."""
     check_hub(config)
-    os.environ.update(wandb_environment(config))
+    os.environ.update(tracker_environment(config))
     set_seed(config.seed)
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))

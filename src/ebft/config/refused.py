@@ -1,0 +1,90 @@
+"""Keys of axolotl configs that would change results and are not supported: what to do instead.
+
+A key that is unset or false in a config asks for nothing, and is accepted (`without_unset`).
+"""
+
+from typing import Any
+
+
+def _same(reason: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, reason)
+
+
+_TEXT_ONLY = "models are trained on text only. Remove it"
+_RELORA = (
+    "ReLoRA merges the adapter into the base weights during training, but features come from the unchanged base "
+    "model. Remove it, or train all weights"
+)
+
+REFUSED: dict[str, str] = {
+    # Adapters and weights
+    **_same(
+        _RELORA,
+        "relora",
+        "relora_steps",
+        "relora_warmup_steps",
+        "relora_anneal_steps",
+        "relora_prune_ratio",
+        "relora_cpu_offload",
+        "jagged_restart_steps",
+        "jagged_restart_warmup_steps",
+        "jagged_restart_anneal_steps",
+    ),
+    "peft": "LoftQ moves a part of the base weights into the adapter, but features come from the unchanged base model. "
+    "Remove it",
+    "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
+    "lora_target_linear_modules": "set lora_target_modules",
+    **_same("LISA trains other layers in each step. Use unfrozen_parameters", "lisa_n_layers", "lisa_step_interval"),
+    **_same("list the parameters in unfrozen_parameters", "spectrum_top_fraction", "spectrum_model_name"),
+    "quantize_moe_experts": "experts are loaded in the dtype of the model. Remove it",
+    **_same("ebft quantize quantises a trained model. Remove it", "qat", "quantization"),
+    "fp8": "training in 8 bits is not available. Set bf16: true",
+    "bfloat16": "set bf16: true, which trains in bfloat16 without mixed precision of weights",
+    "float16": "set fp16: true, or bf16: true on GPUs that support it",
+    "overrides_of_model_kwargs": "edit a copy of config.json, and name its folder in base_model_config",
+    "rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
+    "added_tokens_overrides": "it rewrites the tokenizer's files. List new tokens in tokens",
+    "fix_untrained_tokens": "it changes the base weights before training. List new tokens in tokens",
+    # Attention
+    "s2_attention": "shifted sparse attention differs from the model's own attention. Remove it",
+    "sage_attention": "quantised attention differs from the model's own attention. Set attn_implementation: sdpa",
+    # Data
+    "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
+    "dataset_exact_deduplication": "remove repeated rows from the files",
+    "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
+    "excess_length_strategy": "rows of tokens that are too long are cut, and prompts are dropped. Remove it",
+    "use_pose": "positions are those of the document. Remove it",
+    "streaming": "rows are prepared once; see dataset_prepared_path. Remove it",
+    **_same(
+        _TEXT_ONLY,
+        "is_multimodal",
+        "processor_type",
+        "processor_config",
+        "processor_kwargs",
+        "image_size",
+        "image_resize_algorithm",
+        "image_token_id",
+        "audio_sampling_rate",
+    ),
+    # Optimizer, batches, memory
+    "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
+    "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
+    "adam_beta3": "transformers has no optimizer that reads it. Remove it",
+    "adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
+    "auto_find_batch_size": "it changes the batch size of a run. `ebft doctor` measures the memory of a step",
+    "dataloader_drop_last": "the last rows of an epoch are trained on. Remove it",
+    "offload_optimizer": "use deepspeed: zero3_offload or fsdp_config with cpu_offload",
+    # Trackers and evaluation
+    "comet_api_key": "do not write it into a file. Set the environment variable COMET_API_KEY",
+    "bench_dataset": "use ebft evaluate",
+    "eval_table_size": "use ebft evaluate, or log_completions of the method",
+}
+
+
+def without_unset(values: dict[str, Any], unsupported: dict[str, str]) -> dict[str, Any]:
+    """The keys of a config without unsupported ones that ask for nothing: those that are empty or false."""
+
+    def asks(key: str, value: Any) -> bool:
+        return value not in (None, False, "", [], {})
+
+    return {key: value for key, value in values.items() if key not in unsupported or asks(key, value)}

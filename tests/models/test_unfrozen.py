@@ -1,0 +1,41 @@
+"""Training of some parameters of the model."""
+
+import pytest
+import torch
+
+from ebft.errors import ModelError
+from ebft.models.base import load_model
+from ebft.models.tokenizer import load_tokenizer
+
+
+def loaded(make_config, checkpointing=False, **keys):
+    config = make_config(special_tokens={"pad_token": "<|end|>"}, **keys)
+    return load_model(config, load_tokenizer(config), gradient_checkpointing=checkpointing)
+
+
+def trained(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_names_are_compared_from_the_start(make_config):
+    patterns = ["lm_head", r"model\.layers\.1\.mlp\.(up|down)"]
+    assert trained(loaded(make_config, unfrozen_parameters=patterns)) == [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "lm_head.weight",
+    ]
+    assert len(trained(loaded(make_config))) == 21
+
+
+def test_a_pattern_that_matches_nothing(make_config):
+    with pytest.raises(ModelError, match="unfrozen_parameters: 'layers' matches no parameter. Names are compared from"):
+        loaded(make_config, unfrozen_parameters=["lm_head", "layers"])
+
+
+def test_reentrant_checkpointing_with_frozen_embeddings(make_config):
+    model = loaded(make_config, checkpointing=True, unfrozen_parameters=[r"model\.layers\.0\.mlp"])
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.train()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(model.get_parameter(name).grad.abs().sum() > 0 for name in trained(model))

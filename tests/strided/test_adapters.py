@@ -1,0 +1,105 @@
+"""Variants of LoRA in a strided step, against the naive oracle: values and gradients."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from ebft.models.unfrozen import freeze_except
+from tests.strided.families import tiny_model
+from tests.strided.test_exactness import compare, make_trainer, unequal_batch
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+VARIANTS = {
+    "rank-stabilised scaling": ("llama", {"use_rslora": True}),
+    "dora": ("llama", {"use_dora": True}),
+    "dora with transposed weights": ("gpt2", {"use_dora": True, "fan_in_fan_out": True}),
+    "some layers": (
+        "llama",
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
+    ),
+    "gaussian initialisation": ("llama", {"init_lora_weights": "gaussian"}),
+    "fused experts": ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}),
+    "fused experts alone": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS}),
+    "fused experts of mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),
+}
+
+
+def with_adapter(model, **settings):
+    """A model with an adapter whose weights are not at their initial values."""
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | settings
+    model = get_peft_model(model, LoraConfig(**options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+        elif "magnitude" in name:
+            parameter.data.mul_(1.3)
+    return model
+
+
+# The same result with the pass that keeps activations, and with passes that recompute them.
+MEMORY = {
+    "one pass": {},
+    "checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "rollout_tokens_per_pass": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_lora_is_exact(variant, tmp_path):
+    family, settings = VARIANTS[variant]
+    check(with_adapter(tiny_model(family, seed=3), **settings), tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["dora", "fused experts alone"])
+def test_a_variant_of_lora_is_exact_with_checkpointing(variant, tmp_path):
+    family, settings = VARIANTS[variant]
+    model = with_adapter(tiny_model(family, seed=3), **settings)
+    model.enable_input_require_grads()
+    check(model, tmp_path, "checkpointing")
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        ([r"model\.layers\.[23]\.", "lm_head"], 19),
+        ([r"model\.layers\.0\.self_attn\.q_proj"], 1),
+        ([r".*norm"], 9),
+        (["lm_head"], 1),
+    ],
+)
+def test_some_of_the_weights_are_trained_exactly(patterns, trained, memory, tmp_path):
+    checkpointing = memory == "checkpointing"
+    model = freeze_except(tiny_model("llama", seed=3), patterns, checkpointing)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == trained
+    check(model, tmp_path, memory)
+
+
+def test_conversions_that_are_left_out_change_no_bit_of_dora(tmp_path, monkeypatch):
+    """A float32 adapter on bfloat16 weights under autocast: loss and gradients with PEFT's conversions and without."""
+    runs = []
+    for casts in (False, True):
+        if casts:
+            monkeypatch.setattr("ebft.prefix.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext())
+        torch.manual_seed(0)
+        model = with_adapter(tiny_model("llama").to(torch.bfloat16), use_dora=True)
+        trainer = make_trainer(model, tmp_path, bf16=True)
+        loss = trainer.compute_loss(trainer.accelerator.prepare_model(trainer.model), unequal_batch()[0])
+        loss.backward()
+        runs.append((loss, *(p.grad for p in model.parameters() if p.requires_grad)))
+    assert all(a.equal(b) for a, b in zip(*runs))
+
+
+def check(model, tmp_path, memory="one pass"):
+    plain = copy.deepcopy(model)
+    inputs, rows = unequal_batch(4)
+    trainer = make_trainer(model, tmp_path, **MEMORY[memory])
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    compare(trainer, plain, inputs, rows)
