@@ -15,6 +15,10 @@ _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same
 _LIGER = "Liger kernels are not used; the model's own layers give the same results"
 
 
+# Those that a method trains; others are refused.
+_CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+
+
 class CarriedOverKeys(Section):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
@@ -31,7 +35,7 @@ class CarriedOverKeys(Section):
     strict: bool = Field(True, description="No effect: unknown keys are always errors.")
     model_type: str | None = Field(
         None,
-        description="No effect: the class is determined by the model's config and must be a causal LM.",
+        description="No effect: the class is determined by the model's config and the method, which it must match.",
     )
     tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
     debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
@@ -67,7 +71,7 @@ IGNORED: dict[str, Ignored] = {
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "fsdp_version": Ignored((2,), "fsdp is not set"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
-    "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
+    "model_type": Ignored(_CLASSES, "the class is determined by the model's config"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),
     "debug": Ignored((False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
     "local_rank": Ignored((), "the launcher sets the rank of each process"),
@@ -129,6 +133,5 @@ OTHER_NAMES = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
     "run_name": "wandb_name",
-    "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",
 }

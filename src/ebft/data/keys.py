@@ -11,7 +11,8 @@ from ebft.config.section import NotBlank, Section, paths
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
-Rows = Literal["tokens", "prompts"]  # input_ids and labels, or prompt and ground_truth
+# input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps.
+Rows = Literal["tokens", "prompts", "comparisons", "steps"]
 
 # Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
 # module name alone means its `transform`.
@@ -34,6 +35,8 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "completion": {"transform": "tokens"},
     "chat_template": {"transform": "tokens"},
     "nemo_gym": {"transform": "prompts"},
+    "bradley_terry": {"chat_template": "comparisons"},
+    "stepwise_supervised": {"transform": "steps"},
 }
 
 # Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
@@ -56,7 +59,21 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
-class DatasetEntry(Section):
+class StepKeys(Section):
+    """Keys of an entry of steps (`type: stepwise_supervised`)."""
+
+    step_separator: Annotated[str, Field(min_length=1)] = Field(
+        "\n", description="stepwise_supervised: text after each step, whose last token is classified."
+    )
+    max_completion_length: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="stepwise_supervised: number of tokens of the steps that are kept. If unset, all of them."
+    )
+    train_on_last_step_only: bool = Field(
+        False, description="stepwise_supervised: only the last step of a row has a label."
+    )
+
+
+class DatasetEntry(StepKeys):
     """One element of `datasets:` or `test_datasets:`."""
 
     path: NotBlank = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
@@ -83,6 +100,14 @@ class DatasetEntry(Section):
     message_field_content: Literal["content"] = Field("content", description="Key of a message's content.")
 
     _entry_path = paths("path")
+
+    @model_validator(mode="after")
+    def _steps_have_a_reader(self) -> "DatasetEntry":
+        given = sorted(self.model_fields_set & set(StepKeys.model_fields))
+        module = self.type.partition(".")[0]
+        if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
+            raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
+        return self
 
     @model_validator(mode="after")
     def _one_name_of_field(self) -> "DatasetEntry":

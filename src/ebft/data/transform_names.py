@@ -11,7 +11,12 @@ from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS, RequiredR
 from ebft.errors import DataError
 
 _KEY = "datasets.type"
-_FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
+_FIELDS = {
+    "tokens": "input_ids and labels",
+    "prompts": "prompt and ground_truth",
+    "comparisons": "chosen_ids and rejected_ids",
+    "steps": "input_ids and labels of steps",
+}
 
 
 def built_in(name: str) -> tuple[str, str] | None:

@@ -9,7 +9,6 @@ import torch
 from transformers import TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.models.base import load_model
 from ebft.monitor import ConsoleMetrics
 from ebft.monitor.phases import PhaseMemory
 from ebft.run.building import build_trainer, this_machine, training_arguments
@@ -53,7 +52,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             args = training_arguments(config, rows=len(rows), has_eval=False)
             args.disable_tqdm = True
             with memory.phase("model"):
-                model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
+                model = config.method.load_model(config, tokenizer)
             await_ready(server, config.trl.vllm_server_timeout)
             with memory.phase("trainer and feature network"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)

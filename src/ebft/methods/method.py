@@ -50,6 +50,8 @@ class Method(ABC):
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
     phases: ClassVar[dict[str, str]] = {}  # methods of its trainer whose memory `ebft doctor` reports, by phase
     samples_blocks: ClassVar[bool] = False  # whether rollouts start within a document, so that a row must fit a block
+    class_ending: ClassVar[str] = "ForCausalLM"  # of the names of transformers' classes that it trains
+    pipeline_tag: ClassVar[str] = "text-generation"  # of the model card
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
 
     # Config
@@ -119,6 +121,12 @@ class Method(ABC):
         """Return a function that shows a row of `arrange`, or of the evaluation rows, as the trainer reads it."""
 
     # Training
+
+    def load_model(self, config: RunConfig, tokenizer: Any) -> Any:
+        """The model to train, with its adapter if the config sets one."""
+        from ebft.models.base import load_model
+
+        return load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
 
     def services(self, config: RunConfig) -> AbstractContextManager[None]:
         """Other programs that run together with training: started and stopped with the block."""

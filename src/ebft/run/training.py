@@ -20,7 +20,7 @@ from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
-from ebft.models.base import check_sequence_len, load_model, load_model_config
+from ebft.models.base import check_sequence_len, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
@@ -131,7 +131,7 @@ def _train_with(
         files.describe(optimizer=optimizer)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     load_on_first_process(args)
-    model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
+    model = config.method.load_model(config, tokenizer)
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
