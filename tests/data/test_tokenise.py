@@ -86,7 +86,7 @@ def test_several_processes_give_the_same_rows(run_own):
         (
             '{"prompt": "x", "ground_truth": "y"}',
             "row 0: the transform returned prompt and ground_truth, but strided mode trains on rows of input_ids "
-            "and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the mode",
+            "and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the method",
         ),
         ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing; the transform returned prompt"),
         ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),

@@ -73,7 +73,7 @@ def wanted_rows(rows: RequiredRows) -> str:
     ]
     return (
         f"{trains_on(rows)}. Use {', '.join(fitting)}, or a custom transform "
-        "that returns them, or change the mode (rl, ebft.mode)."
+        "that returns them, or change the method (rl, ebft.mode, reward_model)."
     )
 
 

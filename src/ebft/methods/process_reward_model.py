@@ -1,4 +1,4 @@
-"""Process reward models (`process_reward_model: true`): the class of each step, with the cross-entropy of the classes."""
+"""Process reward models (`process_reward_model: true`): the class of each step, trained with the cross-entropy."""
 
 from __future__ import annotations
 

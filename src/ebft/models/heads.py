@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 from transformers import (
@@ -15,6 +13,7 @@ from transformers import (
 )
 
 from ebft.errors import ModelError
+from ebft.models import classifier_files
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,12 @@ class Head:
 
 
 LANGUAGE = Head("ForCausalLM", AutoModelForCausalLM, "CAUSAL_LM")
-SCORE = Head("ForSequenceClassification", AutoModelForSequenceClassification, "SEQ_CLS", 1)
+SCORE = Head(classifier_files.SCORE, AutoModelForSequenceClassification, "SEQ_CLS", 1)
 
 
 def step_head(num_labels: int) -> Head:
     """The head that classifies tokens; those that end a step are trained on."""
-    return Head("ForTokenClassification", AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
+    return Head(classifier_files.STEPS, AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
 
 
 _CLASSIFIERS = (SCORE, step_head(2))
@@ -59,25 +58,3 @@ def head_modules(model: PreTrainedModel) -> list[str]:
             f"are {', '.join(found) or 'none'}. Use a decoder-only model"
         )
     return found
-
-
-def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> None:
-    """Raise ModelError, with the reason `use`, if a folder has a reward model or an adapter of one."""
-    names = _values(folder / "config.json").get("architectures") or []
-    tasks = [_values(folder / "adapter_config.json").get("task_type")]
-    if any(str(name).endswith(head.ending) for name in names for head in _CLASSIFIERS) or any(
-        head.task_type in tasks for head in _CLASSIFIERS
-    ):
-        raise ModelError(
-            f"{folder} is a reward model (of reward_model or process_reward_model), so {use}. A reward model with one "
-            "score per text can be used in trl.reward_funcs"
-        )
-
-
-def _values(path: Path) -> dict:
-    """The object in a JSON file; empty if it cannot be read, which is reported where it is needed."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

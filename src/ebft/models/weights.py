@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError, cause
-from ebft.models.heads import LANGUAGE, Head, head_modules, refuse_classifier
+from ebft.models.classifier_files import refuse_classifier
+from ebft.models.heads import LANGUAGE, Head, head_modules
 from ebft.models.sharded_files import WEIGHTS as PARTS
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
