@@ -226,7 +226,8 @@ class RewardKeys(Section):
 
     reward_funcs: list[str] | None = Field(
         None,
-        description="Reward functions, as import paths, or reward models as folders (with a slash, such as ./reward) or Hub ids.",
+        description="Reward functions, as import paths, or reward models, as folders (with a slash, such as ./reward) "
+        "or Hub ids.",
     )
     reward_weights: list[float] | None = Field(None, description="Weights of the reward functions.")
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
