@@ -103,7 +103,8 @@ class DatasetEntry(StepKeys):
 
     @model_validator(mode="after")
     def _steps_have_a_reader(self) -> "DatasetEntry":
-        given = sorted(self.model_fields_set & set(StepKeys.model_fields))
+        defaults = {key: field.default for key, field in StepKeys.model_fields.items()}
+        given = sorted(key for key, default in defaults.items() if getattr(self, key) != default)
         module = self.type.partition(".")[0]
         if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
             raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
