@@ -106,6 +106,15 @@ def test_debug_shows_the_class_of_each_step(ebft, make, tmp_path):  # noqa: F811
     assert r"\n(1, " in text and r"\n(0, " in text and "A(-100, " in text
 
 
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_training_names_no_command_that_refuses_the_model(ebft, make, tmp_path, kind):  # noqa: F811
+    make(kind)
+    found = ebft("train", tmp_path / "run.yaml")
+    text = plain(found.output)
+    assert found.exit_code == 0 and "Outcome: " in text and "Report: " in text
+    assert "ebft evaluate" not in text and "ebft inference" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["outcome", "process"])
 def test_doctor_measures_a_step(ebft, make, tmp_path, kind):  # noqa: F811

@@ -104,7 +104,8 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
         folder = Path(result.output_dir)
-        typer.echo(result.describe_outcome(evaluate_command(config, overrides, folder)), err=True)
+        command = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
+        typer.echo(result.describe_outcome(command), err=True)
         typer.echo(f"Model saved in {folder}")
         for line in what_next(run_config, folder):
             typer.echo(line, err=True)
@@ -120,10 +121,11 @@ def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
 def what_next(config: RunConfig, folder: Path) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     names = ["show"] if rollout_files(folder) else []
-    names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
+    if config.method.generates_text:
+        names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
     commands = "; ".join(shlex.join(["ebft", name, str(folder)]) for name in names)
     report = folder / REPORT
-    return [*([f"Report: {report}"] if report.is_file() else []), f"Next: {commands}"]
+    return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {commands}"] if commands else [])]
 
 
 def leave_process_group() -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ebft.config.options import ThinkingOption
-from ebft.config.section import Section, option_names
+from ebft.config.section import Section
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods.method import EvaluationSampling, Method
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
-    from ebft.models.heads import Head
 
 
 CLASSES = 2  # of steps, such as wrong and correct
@@ -35,9 +33,8 @@ class HeadKeys(Section):
 class Classifier(Method):
     """A method that trains a decoder with a head of a few outputs in place of the vocabulary."""
 
-    def head(self, config: RunConfig) -> Head:
-        """The head that is trained."""
-        raise NotImplementedError
+    can_be_compared = False
+    generates_text = False
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -53,8 +50,7 @@ class Classifier(Method):
     def resolve(self, config: RunConfig) -> None:
         """One warning for what other methods read."""
         idle = [name for name in ("trl", "vllm", "evaluation") if name in config.model_fields_set]
-        if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
-            idle.insert(0, "ebft")
+        idle = ["ebft"] * bool(config.ebft.model_fields_set) + idle
         idle += ["train_on_inputs"] * config.train_on_inputs
         if idle:
             warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
@@ -63,11 +59,4 @@ class Classifier(Method):
         raise ConfigError(
             f"ebft evaluate compares language models; {self.name} trains a model that generates no text. Its loss and "
             "accuracy on held-out rows are logged in training: set test_datasets or val_set_size, with eval_strategy."
-        )
-
-    def load_model(self, config: RunConfig, tokenizer: Any) -> Any:
-        from ebft.models.base import load_model
-
-        return load_model(
-            config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=self.head(config)
         )

@@ -20,7 +20,7 @@ from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
-from ebft.models.base import check_sequence_len, load_model_config
+from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
@@ -62,8 +62,8 @@ class TrainResult:
         """One paragraph on whether the run learned anything."""
         return self.describe_outcome()
 
-    def describe_outcome(self, evaluate: str = "ebft evaluate CONFIG") -> str:
-        """The outcome, with `evaluate` as the command that compares the trained model with the base model."""
+    def describe_outcome(self, evaluate: str | None = "ebft evaluate CONFIG") -> str:
+        """The outcome, with `evaluate` as the command that compares the trained model with the base model, if any."""
         trainer = self.trainer
         checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
         unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
@@ -131,7 +131,9 @@ def _train_with(
         files.describe(optimizer=optimizer)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     load_on_first_process(args)
-    model = config.method.load_model(config, tokenizer)
+    model = load_model(
+        config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=config.method.head(config)
+    )
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
