@@ -23,15 +23,26 @@ from ebft.over_trainer.running_state import KeepsRunningState
 from ebft.over_trainer.safe_stops import StopsSafely
 from ebft.over_trainer.sharded import ShardedTrainer
 from ebft.over_trainer.training_rows import ComparesRows
+from ebft.reward_models.comparisons import RewardModelTrainer
+from ebft.reward_models.steps import ProcessRewardTrainer
 from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
+from ebft.structured.over_trl.comparisons import ResumesComparisons
 from ebft.structured.over_trl.hooks import HasHooks
 from ebft.structured.over_trl.names import NamesPrivates
 from ebft.structured.over_trl.resuming import ResumesGeneration
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
-TRAINERS = (SFTTrainer, StridedEBFTTrainer, RolloutGRPOTrainer, EBFTTrainer, AsyncEBFTTrainer)
+TRAINERS = (
+    SFTTrainer,
+    RewardModelTrainer,
+    ProcessRewardTrainer,
+    StridedEBFTTrainer,
+    RolloutGRPOTrainer,
+    EBFTTrainer,
+    AsyncEBFTTrainer,
+)
 # Private names of the libraries' trainers, and their meaning.
 MEANINGS = {
     "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
@@ -68,6 +79,7 @@ MEANINGS = {
     "_save_rng_state": "(folder) on every process, unless only the model is saved",
     "_step": "micro-batches trained on",
     "_tokenizer": "the tokenizer inside processing_class",
+    "_total_train_tokens": "the number of tokens trained on",
     "_total_loss_scalar": "the sum of losses that were logged since the run was started or resumed",
     "_tr_loss": "the sum of losses since the last log",
 }
@@ -114,6 +126,7 @@ OF_TRAINERS = {
         "_step",
     },
     ResumesGeneration: {"_buffered_inputs", "_get_train_sampler", "_metrics", "_step"},
+    ResumesComparisons: {"_metrics", "_total_train_tokens"},
     NamesPrivates: {
         "_buffered_inputs",
         "_entropy_bonus_enabled",

@@ -70,7 +70,9 @@ def warned(make, **keys):
             {"fsdp": True, "save_only_model": True, "load_best_model_at_end": True, "val_set_size": 2},
             "cannot both be set with fsdp",
         ),
-        ({"model_type": "AutoModelForSequenceClassification"}, "is not a causal language model"),
+        ({"model_type": "AutoModelForSequenceClassification"}, "Set reward_model: true, or remove model_type"),
+        ({"model_type": "AutoModelForTokenClassification"}, "Set process_reward_model: true"),
+        ({"model_type": "AutoModelForMaskedLM"}, "is not a causal language model"),
     ],
 )
 def test_a_contradiction_names_the_way_out(make, keys, message):

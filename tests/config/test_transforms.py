@@ -13,6 +13,8 @@ from ebft.errors import DataError
 MODES = {
     "tokens": [{"rl": None}, {"rl": "ebft", "ebft": {"mode": "strided"}}],
     "prompts": [{"rl": "grpo"}, {"rl": "ebft"}],
+    "comparisons": [{"reward_model": True}],
+    "steps": [{"process_reward_model": True}],
 }
 NAMES = [(f"{name}.{key}", rows) for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()]
 

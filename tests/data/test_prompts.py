@@ -223,7 +223,7 @@ def test_names_that_the_trainer_uses(make_grpo, write_jsonl, tokenizer, own, nam
             '{"input_ids": [1, 2], "labels": [1, 2]}',
             "row 0: the transform returned input_ids and no prompt, but structured mode .* trains on rows of prompt "
             "and ground_truth. Use ebft_strided_structured.transform_prompts, ebft_opencode.transform, .* change the "
-            "mode",
+            "method",
         ),
     ],
 )

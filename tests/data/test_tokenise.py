@@ -86,7 +86,7 @@ def test_several_processes_give_the_same_rows(run_own):
         (
             '{"prompt": "x", "ground_truth": "y"}',
             "row 0: the transform returned prompt and ground_truth, but strided mode trains on rows of input_ids "
-            "and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the mode",
+            "and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the method",
         ),
         ('{"prompt": "x"}', "row 0: the field 'input_ids' is missing; the transform returned prompt"),
         ('{"input_ids": [1]}', "row 0: the field 'labels' is missing"),
@@ -114,9 +114,10 @@ def test_transform_that_returns_no_pair(run_own):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_names(name):
-    assert find_transform(name) is find_transform(f"{name}.transform")
+    if "transform" in BUILT_IN[name]:
+        assert find_transform(name) is find_transform(f"{name}.transform")
     module = importlib.import_module(f"ebft.data.transforms.{name}")
-    assert [key for key in vars(module) if key.startswith("transform")] == list(BUILT_IN[name])
+    assert [key for key in vars(module) if key.startswith(("transform", "chat_template"))] == list(BUILT_IN[name])
     assert [find_transform(f"{name}.{key}") for key in BUILT_IN[name]] == [vars(module)[key] for key in BUILT_IN[name]]
 
 

@@ -120,6 +120,16 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "sft": ("chats", "chat_template", {**LORA, "gradient_accumulation_steps": 2}),
+    "reward_model": (
+        "comparisons",
+        "bradley_terry.chat_template",
+        {**LORA, "reward_model": True, "center_rewards_coefficient": 0.01},
+    ),
+    "process_reward_model": (
+        "steps",
+        "stepwise_supervised",
+        {"process_reward_model": True, "gradient_accumulation_steps": 2},
+    ),
 }
 
 
@@ -197,7 +207,27 @@ def chats() -> list[dict[str, Any]]:
     return found
 
 
-ROWS = {"text": texts, "pairs": pairs, "chats": chats}
+def comparisons() -> list[dict[str, str]]:
+    """A longer and a shorter reply each."""
+    return [
+        {"input": sentence(number, 2), "chosen": sentence(number + 1, 4 + number % 3), "rejected": sentence(number, 1)}
+        for number in range(40)
+    ]
+
+
+def steps() -> list[dict[str, Any]]:
+    """Prompts with one to three steps, of which every other one is right."""
+    return [
+        {
+            "prompt": sentence(number, 2),
+            "completions": [sentence(number + step, 2) for step in range(1 + number % 3)],
+            "labels": [(number + step) % 2 == 0 for step in range(1 + number % 3)],
+        }
+        for number in range(40)
+    ]
+
+
+ROWS = {"text": texts, "pairs": pairs, "chats": chats, "comparisons": comparisons, "steps": steps}
 
 
 def machine() -> dict[str, str]:

@@ -25,6 +25,8 @@ from safetensors import safe_open
 
 import ebft.durable
 import ebft.over_trainer
+import ebft.reward_models.comparisons
+import ebft.reward_models.steps
 import ebft.run.final
 import ebft.sft
 import ebft.strided
@@ -51,6 +53,16 @@ SECOND_USES = {"replay_buffer_size": 4, "reroll_start_fraction": 0.2}
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
     "sft_full": ("texts", "completion", {"micro_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "reward_model": (  # metrics are logged over two steps
+        "comparisons",
+        "bradley_terry.chat_template",
+        {**LORA, "lora_dropout": 0.1, "reward_model": True, "logging_steps": 2},
+    ),
+    "process_reward_model": (
+        "steps",
+        "stepwise_supervised",
+        {"process_reward_model": True, "micro_batch_size": 1, "gradient_accumulation_steps": 2},
+    ),
     "strided": ("texts", "ebft_pretrain.transform", {**STRIDED, **LORA}),
     "strided_full": (
         "texts",
@@ -109,7 +121,7 @@ def write_inputs(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
     chat_model(tokenizer, seed=1, **sizes).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    for name in ("texts", "pairs"):
+    for name in ("texts", "pairs", "comparisons", "steps"):
         rows = ROWS[name.replace("texts", "text")]()[:8]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

@@ -310,6 +310,8 @@ ROWS = {
     "strided_prompt_completion": PAIR,
     "structured_multiturn": {"messages": [*TURNS, *TURNS]},
     "sft_chat": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "hello"}]},
+    "reward_model": {"system": "", "input": "Say hello.", "chosen": "hello", "rejected": "no"},
+    "process_reward_model": {"prompt": "Say hello.", "completions": ["hel", "lo"], "labels": [True, False]},
 }
 SMALL = (
     "sequence_len=48",
@@ -346,6 +348,8 @@ def test_the_paper_recipe_trains_on_its_other_tasks(task, tiny_llama_dir, text, 
 def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
     """Train the config `path` for two steps on a tiny model and rows like its data."""
     is_structured = path.stem.startswith(("structured", "grpo"))
+    if path.stem == "reward_model":
+        overrides = ["chat_template=chatml", "sequence_len=120"]
     if is_structured or path.stem in ROWS:
         text = tmp_path / "rows.jsonl"
         text.write_text("\n".join([json.dumps(ROWS.get(path.stem, PAIR))] * 8))

@@ -109,7 +109,8 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
         folder = Path(result.output_dir)
-        say_result(result.describe_outcome(evaluate_command(config, overrides, folder)), run_config, folder)
+        command = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
+        say_result(result.describe_outcome(command), run_config, folder)
     leave_process_group()
 
 
@@ -120,7 +121,8 @@ def train_in_ray(run_config: RunConfig, config: Path, overrides: list[str]) -> N
     folder = Path(run_config.output_dir)
     command = typed_command(["ebft", "train", str(config), *overrides])
     values = read_values(config, overrides)
-    outcome, _ = train_with_ray(run_config, values, command, evaluate_command(config, overrides, folder))
+    evaluate = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
+    outcome, _ = train_with_ray(run_config, values, command, evaluate)
     if outcome.status:
         typer.echo(outcome.message, err=True)
         raise typer.Exit(outcome.status)
@@ -144,10 +146,11 @@ def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
 def what_next(config: RunConfig, folder: Path) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     names = ["show"] if rollout_files(folder) else []
-    names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
+    if config.method.generates_text:
+        names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
     commands = "; ".join(shlex.join(["ebft", name, str(folder)]) for name in names)
     report = folder / REPORT
-    return [*([f"Report: {report}"] if report.is_file() else []), f"Next: {commands}"]
+    return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {commands}"] if commands else [])]
 
 
 def leave_process_group() -> None:

@@ -14,6 +14,8 @@ from ebft.config.without_effect import WITHOUT_EFFECT, Ignored
 _PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
 _LIGER = "Liger kernels are not used; the model's own layers give the same results"
+# Those that a method trains; others are refused.
+_CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class CarriedOverKeys(KeysWithoutEffect):
     strict: bool = Field(True, description="No effect: unknown keys are always errors.")
     model_type: str | None = Field(
         None,
-        description="No effect: the class is determined by the model's config and must be a causal LM.",
+        description="No effect: the class is determined by the model's config and the method, which it must match.",
     )
     tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
     debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
@@ -84,7 +86,7 @@ IGNORED: dict[str, Ignored] = {
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "fsdp_version": Ignored((2,), "fsdp is not set"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
-    "model_type": Ignored(("AutoModelForCausalLM",), "the class is determined by the model's config"),
+    "model_type": Ignored(_CLASSES, "the class is determined by the model's config"),
     "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),
     "debug": Ignored((False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
     "local_rank": Ignored((), "the launcher sets the rank of each process"),
@@ -149,6 +151,5 @@ OTHER_NAMES = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
     "run_name": "wandb_name",
-    "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",
 }

@@ -16,7 +16,7 @@ from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.launch.keys import RayKeys
-from ebft.methods import own_keys
+from ebft.methods import contradictory_selection, own_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 from ebft.run.fsdp import fsdp_problems
 
@@ -60,7 +60,18 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
 
 
 def _model_type(config: "RunConfig") -> Iterator[str]:
-    if config.model_type is not None and not config.model_type.endswith("ForCausalLM"):
+    ending = config.method.class_ending
+    if config.model_type is None or config.model_type.endswith(ending):
+        return
+    if ending != "ForCausalLM":
+        yield (
+            f"model_type: {config.model_type} does not match {config.method.name}, which trains a model of the class "
+            f"AutoModel{ending}. Remove it, or set AutoModel{ending}."
+        )
+    elif config.model_type.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        key = "process_reward_model" if config.model_type.endswith("ForTokenClassification") else "reward_model"
+        yield f"model_type: {config.model_type} is the class of a reward model. Set {key}: true, or remove model_type."
+    else:
         yield (
             f"model_type: {config.model_type} is not a causal language model. Only causal language models are "
             "supported. Remove it, or set AutoModelForCausalLM."
@@ -151,6 +162,7 @@ def _chat_templates(config: "RunConfig") -> Iterator[str]:
 
 
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
+    contradictory_selection,
     adapter_problems,
     unfrozen_problems,
     carried_problems,

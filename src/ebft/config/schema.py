@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationError, create_model, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
 from ebft.config import checks
 from ebft.config.carried_over import CarriedOverKeys
@@ -14,7 +14,7 @@ from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys, DataSettings, RequiredRows
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.launch.keys import RayKeys
-from ebft.methods import METHODS, Method, find_method, own_keys
+from ebft.methods import METHODS, Method, own_keys, selected_method
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.serving.keys import ServerSettings, VLLMSection
@@ -34,6 +34,13 @@ class MethodKeys(Section):
         description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
         "unset: SFT with the cross-entropy loss.",
     )
+    reward_model: bool = Field(
+        False,
+        description="Train a reward model, which gives a text one score, on pairs of a chosen and a rejected reply.",
+    )
+    process_reward_model: bool = Field(
+        False, description="Train a process reward model, which classifies each step of a reply."
+    )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
     trl: TRLSection = Field(
         default_factory=lambda: TRLSection.model_validate({}), description="Options of structured mode and of GRPO."
@@ -43,9 +50,22 @@ class MethodKeys(Section):
         description="Options of the vLLM server that generates completions.",
     )
 
+    @field_validator("reward_model", mode="before")
+    @classmethod
+    def _is_no_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(
+                f"reward_model: invalid value {value!r}; expected true or false. To use a reward model as a reward of "
+                "rl: grpo, set trl.reward_funcs to its folder or Hub id."
+            )
+        return value
+
 
 if TYPE_CHECKING:
-    from ebft.nemo_gym.keys import NemoGymKeys as OwnKeys  # of the only method with keys
+    from ebft.methods.reward_model import RewardKeys
+    from ebft.nemo_gym.keys import NemoGymKeys
+
+    class OwnKeys(NemoGymKeys, RewardKeys): ...
 else:
     # Keys that individual methods declare.
     OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)
@@ -107,7 +127,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     @property
     def method(self) -> Method:
         """The training method of this run, a class in `ebft.methods`."""
-        return find_method(self.rl, self.ebft.mode)
+        return selected_method(self)
 
     @property
     def required_rows(self) -> RequiredRows:

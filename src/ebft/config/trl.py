@@ -225,7 +225,9 @@ class RewardKeys(Section):
     """Rewards in addition to the feature-matching reward."""
 
     reward_funcs: list[str] | None = Field(
-        None, description="Reward functions, as import paths or as Hub names of reward models."
+        None,
+        description="Reward functions, as import paths, or reward models, as folders (with a slash, such as ./reward) "
+        "or Hub ids.",
     )
     reward_weights: list[float] | None = Field(None, description="Weights of the reward functions.")
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(

@@ -12,7 +12,8 @@ from ebft.config.shapes import ShapeKeys
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
-Rows = Literal["tokens", "prompts"]  # input_ids and labels, or prompt and ground_truth
+# input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps.
+Rows = Literal["tokens", "prompts", "comparisons", "steps"]
 
 # Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
 # module name alone means its `transform`.
@@ -39,6 +40,8 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "user_defined": {"transform": "tokens", "transform_prompts": "prompts"},
     "input_output": {"transform": "tokens"},
     "nemo_gym": {"transform": "prompts"},
+    "bradley_terry": {"chat_template": "comparisons"},
+    "stepwise_supervised": {"transform": "steps"},
 }
 
 # Names of transforms in axolotl that are different here.
@@ -76,6 +79,20 @@ def _type_or_mapping(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [text, {"type": "object"}]
 
 
+class StepKeys(Section):
+    """Keys of an entry of steps (`type: stepwise_supervised`)."""
+
+    step_separator: Annotated[str, Field(min_length=1)] = Field(
+        "\n", description="stepwise_supervised: text after each step, whose last token is classified."
+    )
+    max_completion_length: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="stepwise_supervised: number of tokens of the steps that are kept. If unset, all of them."
+    )
+    train_on_last_step_only: bool = Field(
+        False, description="stepwise_supervised: only the last step of a row has a label."
+    )
+
+
 class SourceKeys(Section):
     """Where the rows of a dataset are, which of them are read, and the transform that converts them."""
 
@@ -111,7 +128,7 @@ class SourceKeys(Section):
     _entry_path = paths("path")
 
 
-class DatasetEntry(ShapeKeys, SourceKeys):  # pydantic lists the fields of the last base class first
+class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the fields of the last base class first
     """One element of `datasets:` or `test_datasets:`."""
 
     @model_validator(mode="before")
@@ -123,6 +140,15 @@ class DatasetEntry(ShapeKeys, SourceKeys):  # pydantic lists the fields of the l
         if data.get("user_defined") is not None:
             raise ValueError("type is a mapping, and user_defined is also set. Keep one of them.")
         return {**data, "type": "user_defined", "user_defined": data["type"]}
+
+    @model_validator(mode="after")
+    def _steps_have_a_reader(self) -> "DatasetEntry":
+        defaults = {key: field.default for key, field in StepKeys.model_fields.items()}
+        given = sorted(key for key, default in defaults.items() if getattr(self, key) != default)
+        module = self.type.partition(".")[0]
+        if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
+            raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
+        return self
 
     @model_validator(mode="after")
     def _one_name_of_each_key(self) -> "DatasetEntry":

@@ -25,6 +25,9 @@ TAIL = "ends of long documents too short for one block"
 ONE_TOKEN = "with a single token"
 NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
 NO_PROMPT = "without a prompt"
+NO_REPLY = "without a chosen or a rejected reply"
+REPLY_TOO_LONG = "whose chosen or rejected text exceeds sequence_len"
+NO_STEP = "without a labelled step within sequence_len"
 REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
 DROPPED = (
     EMPTY,
@@ -36,6 +39,9 @@ DROPPED = (
     TAIL,
     ONE_TOKEN,
     NOTHING_TO_PREDICT,
+    NO_REPLY,
+    REPLY_TOO_LONG,
+    NO_STEP,
 )
 # Other counts.
 TRUNCATED = "truncated at sequence_len"

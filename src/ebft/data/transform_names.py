@@ -29,7 +29,12 @@ _STRATEGIES = {
     *("instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pretrain", "pygmalion"),
     *("reflection", "sharegpt", "sharegpt_jokes", "simple_shareGPT", "summarizetldr"),
 }
-_FIELDS = {"tokens": "input_ids and labels", "prompts": "prompt and ground_truth"}
+_FIELDS = {
+    "tokens": "input_ids and labels",
+    "prompts": "prompt and ground_truth",
+    "comparisons": "chosen_ids and rejected_ids",
+    "steps": "input_ids and labels of steps",
+}
 
 
 def built_in(name: str) -> tuple[str, str] | None:
@@ -93,7 +98,7 @@ def wanted_rows(rows: RequiredRows) -> str:
     ]
     return (
         f"{trains_on(rows)}. Use {', '.join(fitting)}, or a custom transform "
-        "that returns them, or change the mode (rl, ebft.mode)."
+        "that returns them, or change the method (rl, ebft.mode, reward_model)."
     )
 
 

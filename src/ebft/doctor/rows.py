@@ -83,7 +83,9 @@ class LongestRows:
     def _of_documents(self, config: RunConfig) -> StepTokens:
         batch = [self.data[index] for index in range(min(config.micro_batch_size, len(self.data)))]
         documents = [document for row in batch for document in row.get("documents", [row])]
-        lengths = [min(len(document["input_ids"]), config.sequence_len) for document in documents]
+        lengths = [min(_tokens(document), config.sequence_len) for document in documents]
+        if config.method.rows == "comparisons":
+            return StepTokens(loss=2 * len(lengths) * max(lengths))
         if not config.method.samples_blocks:
             return StepTokens(loss=len(lengths) * max(lengths))  # padded
         total = sum(lengths) + _rollout_tokens(config, documents)
@@ -96,8 +98,15 @@ def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | lis
         return data.lengths
     if "input_ids" in data.column_names:
         return token_counts(data)
+    if config.method.rows == "comparisons":
+        return [_tokens(row) for row in data]
     renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
     return [_prompt_length(renderer, row) for row in data]
+
+
+def _tokens(row: dict[str, Any]) -> int:
+    """The tokens of a document, or of the longer text of a comparison."""
+    return len(row["input_ids"]) if "input_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptLength]) -> LongestRows:

@@ -53,7 +53,12 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             args = training_arguments(config, rows=len(rows), has_eval=False)
             args.disable_tqdm = True
             with memory.phase("model"):
-                model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
+                model = load_model(
+                    config,
+                    tokenizer,
+                    gradient_checkpointing=config.gradient_checkpointing,
+                    head=config.method.head(config),
+                )
             await_ready(server, config.trl.vllm_server_timeout)
             with memory.phase("trainer and feature network"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)
@@ -74,7 +79,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 def without_output(config: RunConfig, folder: str) -> RunConfig:
     """Return the config for one step that saves and reports nothing outside of `folder`."""
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
-    if config.method.rows == "tokens":
+    if config.method.rows != "prompts":
         changes["gradient_accumulation_steps"] = min(config.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ebft.errors import ModelError, cause
 from ebft.export.checkpoint import PICKLED
 from ebft.models import saved_adapter
+from ebft.models.classifier_files import refuse_classifier
 from ebft.run.checkpoints import checkpoint_hint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,6 +68,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         hint = checkpoint_hint(folder, "ebft merge-lora {}") or "Give the folder of a saved LoRA adapter."
         raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
     config = saved_adapter.read_adapter_config(folder)
+    refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights

@@ -23,6 +23,7 @@ from ebft.evaluation.models import ADAPTER_FILE
 from ebft.evaluation.prompts import has_reference
 from ebft.evaluation.rows import load_held_out
 from ebft.export.checkpoint import Checkpoint
+from ebft.models.classifier_files import refuse_classifier
 from ebft.scores import Scores
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def quantize_model(
     machine, or if the folder has no model that can be quantised.
     """
     _check_source(folder)
+    refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")

@@ -57,15 +57,15 @@ class Change(NamedTuple):
 
 def training_outcome(
     log_history: list[dict[str, Any]],
-    evaluate: str = "ebft evaluate CONFIG",
+    evaluate: str | None = "ebft evaluate CONFIG",
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
 ) -> str:
     """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
-    `evaluate` is the command that compares the trained model with the base model, and `unresolved` are the names of
-    health conditions that still hold at the end (`HealthCallback.unresolved`). `has_held_out`: whether the run has
-    held-out data; by default, whether it was evaluated at least once.
+    `evaluate` is the command that compares the trained model with the base model, None if there is none, and
+    `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
+    `has_held_out`: whether the run has held-out data; by default, whether it was evaluated at least once.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
     also compares the first and the last fifth of the logs of training, and concludes from these. A change counts if it
@@ -91,13 +91,13 @@ def training_outcome(
         parts.append("± is one standard error.")
     if held_out and not is_known:
         parts.append(
-            "The standard error is unknown with fewer than four evaluations, or if they have only two different "
-            f"values. {_comparison(evaluate)}"
+            "The standard error is unknown with fewer than four evaluations, or if they have only two different values."
         )
+        parts += _comparison(evaluate)
     return " ".join(_with_unresolved(parts, unresolved))
 
 
-def _unknown(log_history: list[dict[str, Any]], evaluate: str, has_held_out: bool | None) -> list[str]:
+def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_out: bool | None) -> list[str]:
     """The parts of an outcome of which nothing can be said, with what would help: settings that are not yet set."""
     count = sum(any(name.startswith("eval_") for name in entry) for entry in log_history)
     few = f"fewer than {2 * _FEWEST} entries of training"
@@ -108,12 +108,14 @@ def _unknown(log_history: list[dict[str, Any]], evaluate: str, has_held_out: boo
     return [
         f"Outcome: unknown. The log has {evaluations} and {few}.",
         "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer.",
-        _comparison(evaluate),
+        *_comparison(evaluate),
     ]
 
 
-def _comparison(evaluate: str) -> str:
-    return f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"
+def _comparison(evaluate: str | None) -> list[str]:
+    if evaluate is None:
+        return []
+    return [f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"]
 
 
 def _steps(count: Any) -> str:

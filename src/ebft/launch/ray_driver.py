@@ -43,7 +43,9 @@ _PROMPT = 30.0  # seconds in which the control actor answers
 _KILLED = 128 + signal.SIGKILL
 
 
-def train_with_ray(config: RunConfig, values: dict[str, Any], command: list[str], evaluate: str) -> tuple[Outcome, Any]:
+def train_with_ray(
+    config: RunConfig, values: dict[str, Any], command: list[str], evaluate: str | None
+) -> tuple[Outcome, Any]:
     """Train in Ray workers with the config that `values` describe; returns the `Outcome` and the Result of Ray.
 
     Raises LaunchError if the workers cannot be started, fail or are killed, KeyboardInterrupt if a signal arrives

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.carried_over import Ignored
 from ebft.config.imports import find_function
+from ebft.models.classifier_files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 
 if TYPE_CHECKING:
@@ -79,14 +80,18 @@ def rewards(config: RunConfig, names: list[str], always: tuple[str, ...]) -> Ite
     funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
     if not names and not config.trl.environment_factory:
         yield (
-            "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, names of reward models, or "
-            "feature_matching."
+            "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, folders or Hub ids of reward "
+            "models, or feature_matching."
         )
     if len(set(names)) < len(names):
         hint = " With rl: ebft, feature_matching is always included." if always else ""
         yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{hint}"
     for name in funcs:
-        if name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT) and "/" not in name:
+        if "/" in name:
+            problem = reward_problem(name)
+            if problem is not None:
+                yield problem
+        elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
             find_function("trl.reward_funcs", name)
     if weights is not None and len(weights) != len(names):
         hint = " The weight of an environment's reward is always 1." if environments(config) else ""

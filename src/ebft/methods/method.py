@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.models.heads import Head
     from ebft.preview.view import RowView
     from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
@@ -50,6 +51,10 @@ class Method(ABC):
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
     phases: ClassVar[dict[str, str]] = {}  # methods of its trainer whose memory `ebft doctor` reports, by phase
     samples_blocks: ClassVar[bool] = False  # whether rollouts start within a document, so that a row must fit a block
+    class_ending: ClassVar[str] = "ForCausalLM"  # of the names of transformers' classes that it trains
+    pipeline_tag: ClassVar[str] = "text-generation"  # of the model card
+    can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
+    generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
 
     # Config
@@ -119,6 +124,12 @@ class Method(ABC):
         """Return a function that shows a row of `arrange`, or of the evaluation rows, as the trainer reads it."""
 
     # Training
+
+    def head(self, config: RunConfig) -> Head:
+        """The output layer of the model that it trains."""
+        from ebft.models.heads import LANGUAGE
+
+        return LANGUAGE
 
     def services(self, config: RunConfig) -> AbstractContextManager[None]:
         """Other programs that run together with training: started and stopped with the block."""

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
+from ebft.models.heads import head_modules, task_type
 from ebft.models.saved_adapter import SETTINGS, load_saved_adapter
 from ebft.models.unfrozen import freeze_except
 from ebft.over_transformers import Conv1D
@@ -57,20 +58,22 @@ def attach_adapter(
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
-    """The PEFT config for the `lora_` keys."""
+    """The PEFT config for the `lora_` keys; the head of a classifier is trained fully."""
+    heads = head_modules(model)
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type(model),
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=_targets(model, config),
         target_parameters=_target_parameters(model, config.lora_target_parameters),
-        modules_to_save=config.lora_modules_to_save,
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
         layers_to_transform=_layers(model, config.peft_layers_to_transform),
         layers_pattern=config.peft_layers_pattern,
         init_lora_weights=config.peft_init_lora_weights,
+        exclude_modules=heads or None,
+        modules_to_save=[*(config.lora_modules_to_save or []), *heads] or None,
     )
 
 

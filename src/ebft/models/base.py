@@ -12,6 +12,7 @@ from ebft.errors import ConfigError, ModelError, shortened
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
 from ebft.models.gguf import check_gguf_file
+from ebft.models.heads import LANGUAGE, Head
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model
@@ -25,18 +26,28 @@ _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def load_model(
-    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, *, gradient_checkpointing: bool = False
+    config: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    gradient_checkpointing: bool = False,
+    head: Head = LANGUAGE,
 ) -> PreTrainedModel | PeftModel:
-    """The model to train: the base model, with an adapter if the config sets one."""
-    return attach_adapter(load_base_model(config, tokenizer), config, gradient_checkpointing)
+    """The model to train: the base model with a head, and with an adapter if the config sets one."""
+    return attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
 
 
-def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The causal language model `base_model`, with embeddings resized to the tokenizer's vocabulary.
+def load_base_model(
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: Head = LANGUAGE
+) -> PreTrainedModel:
+    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary.
 
-    Raises ModelError if it cannot be found or loaded.
+    The head of a classifier starts from random values unless the weights have one. Raises ModelError if the model
+    cannot be found or loaded.
     """
     name, model_config = find_base_model(config), load_model_config(config)
+    if head.num_labels is not None:
+        model_config.num_labels = head.num_labels
+        model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
     options = {
         "dtype": weights_dtype(config),
         "attn_implementation": usable_attention(config.attn_implementation),
@@ -47,6 +58,8 @@ def load_base_model(config: ModelSettings, tokenizer: PreTrainedTokenizerBase) -
     try:
         model = pretrained_model(
             name,
+            head,
+            may_lack_head=True,
             config=model_config,
             revision=config.revision_of_model,
             trust_remote_code=config.trust_remote_code,
@@ -137,5 +150,5 @@ def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: Pr
     if wanted > size or (config.shrink_embeddings and wanted < size):
         model.resize_token_embeddings(wanted, mean_resizing=config.mean_resizing_embeddings)
     model.config.pad_token_id = tokenizer.pad_token_id
-    if model.generation_config is not None:
+    if model.can_generate() and model.generation_config is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id

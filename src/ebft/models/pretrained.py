@@ -16,6 +16,7 @@ from ebft.errors import ModelError, cause
 from ebft.fetch.catalog import is_gguf
 from ebft.models.config_file import check_model_config
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from ebft.models.heads import LANGUAGE, Head
 from ebft.models.weights import check_readable_tensors, load_complete
 from ebft.paths import exists
 
@@ -57,8 +58,10 @@ def pretrained_config(name: str, **options: Any) -> Any:
     return AutoConfig.from_pretrained(name, **options)
 
 
-def pretrained_model(name: str, **options: Any) -> PreTrainedModel:
-    """The causal language model `name`; `options` are those of `from_pretrained`.
+def pretrained_model(
+    name: str, head: Head = LANGUAGE, *, may_lack_head: bool = False, **options: Any
+) -> PreTrainedModel:
+    """The model `name` with a head, which its weights may lack; `options` are those of `from_pretrained`.
 
     Raises ModelError for incomplete or damaged weights.
     """
@@ -67,7 +70,7 @@ def pretrained_model(name: str, **options: Any) -> PreTrainedModel:
         return load_gguf_model(name, **options)
     for file in Path(name).glob("*.safetensors"):
         check_readable_tensors(file)
-    return load_complete(name, **options)
+    return load_complete(name, head, may_lack_head=may_lack_head, **options)
 
 
 def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
+from ebft.models.classifier_files import refuse_classifier
+from ebft.models.heads import task_type
 from ebft.models.weights import check_readable_tensors, refuse_pickles
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,7 +72,9 @@ def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> Pef
     name = lasting_name(name)
     folder = Path(name)
     if folder.is_dir():
-        read_adapter_config(folder)
+        found = read_adapter_config(folder)
+        if found.task_type != task_type(model):
+            refuse_classifier(folder, f"its adapter does not fit a {type(model).__name__}")
         refuse_pickles(folder)
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")

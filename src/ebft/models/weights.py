@@ -10,30 +10,42 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ebft.errors import ModelError, cause
+from ebft.models.classifier_files import refuse_classifier
+from ebft.models.heads import LANGUAGE, Head, head_modules
 from ebft.models.sharded_files import WEIGHTS as PARTS
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _SHOWN = 5  # names of tensors in messages
 
 
-def load_complete(name: str, **options: Any) -> PreTrainedModel:
-    """The causal LM `name`, with every tensor from its weight files; `options` are those of `from_pretrained`.
+def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = False, **options: Any) -> PreTrainedModel:
+    """The model `name`, with every tensor from its weight files; `options` are those of `from_pretrained`.
 
-    Raises ModelError for tensors that are missing or have another shape, which would start from random values, and for
-    weights that are pickles. Tensors that the model does not have give a warning.
+    With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
+    ModelError for other tensors that are missing or have another shape, and for weights that are pickles. Tensors that
+    the model does not have give a warning, unless they are the head that is replaced.
     """
+    if head is LANGUAGE:
+        refuse_classifier(Path(name))
     if "gguf_file" not in options:
         refuse_pickles(Path(name))
         options["use_safetensors"] = True
     # Quantised tensors have other shapes until they are converted.
     reports = options.get("quantization_config") is None
     with _without_report():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = head.auto_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=reports, **options
         )
+    own = tuple(f"{module}." for module in head_modules(model))
+    _check_head_size(name, head, [given for key, given, _ in found["mismatched_keys"] if key.startswith(own)])
+    starts_head = may_lack_head and any(key.startswith(own) for key in found["missing_keys"])
+    if starts_head:
+        inside = model.base_model_prefix + "."
+        found["missing_keys"] = {key for key in found["missing_keys"] if not key.startswith(own)}
+        found["unexpected_keys"] = {key for key in found["unexpected_keys"] if key.startswith(inside)}
     sizes = [
         f"{key} ({_shape(given)}, but the model has {_shape(own)})" for key, given, own in found["mismatched_keys"]
     ]
@@ -55,6 +67,15 @@ def load_complete(name: str, **options: Any) -> PreTrainedModel:
             stacklevel=4,
         )
     return model
+
+
+def _check_head_size(name: str, head: Head, sizes: list[Any]) -> None:
+    """Raise ModelError if the weights have a head of the right kind with another number of outputs."""
+    if sizes:
+        raise ModelError(
+            f"{name} has a head with {sizes[0][0]} labels, but {head.num_labels} are needed. Use a model with "
+            f"num_labels: {head.num_labels}, or one without a head"
+        )
 
 
 def refuse_pickles(folder: Path) -> None:

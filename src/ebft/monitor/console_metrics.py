@@ -69,7 +69,7 @@ def _rewards(logs: dict[str, float], prefix: str) -> list[str]:
 
 
 def _losses(logs: dict[str, float], prefix: str) -> list[str]:
-    keys = ("loss", "ce_loss", "grad_norm")
+    keys = ("loss", "ce_loss", "accuracy", "grad_norm")
     return [f"{key} {logs[prefix + key]:.4f}" for key in keys if prefix + key in logs]
 
 

@@ -69,6 +69,7 @@ _REASONS = {
         evaluation.max_new_tokens evaluation.documents evaluation.bootstrap evaluation.confidence
         evaluation.per_document""",
     "it only affects rollouts, rewards and losses": """
+        center_rewards_coefficient
         ebft.shared_prefix ebft.disable_dropout ebft.feature_layers ebft.embed_method ebft.use_whitening
         ebft.whitening_space ebft.alignment_coef ebft.diversity_coef ebft.feature_device ebft.ce_coef
         ebft.advantage_estimator ebft.rloo_baseline ebft.stride ebft.n_samples_per_prompt ebft.temperature ebft.top_p

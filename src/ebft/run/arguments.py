@@ -53,7 +53,7 @@ _OTHER_NAME = {
 
 
 # Held-out metrics for which greater is better; for all others lower is better.
-_GREATER_IS_BETTER = ("alignment", "reward")
+_GREATER_IS_BETTER = ("accuracy", "alignment", "margin", "reward")
 
 
 def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _header(config: RunConfig) -> str:
         base_model=without_secrets_in_text(local) if fetched is None else fetched[1].hub_id,
         license=None if fetched is None else fetched[1].license,
         library_name="peft" if config.adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=config.method.pipeline_tag,
         tags=[config.method.tag],
         datasets=without_secrets([entry.path for entry in config.datasets if not os.path.exists(entry.path)]) or None,
     )

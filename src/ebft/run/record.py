@@ -54,8 +54,8 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
 
 
 def method_of(config: RunConfig) -> str:
-    """The values of the keys that select the method, such as "ebft strided"; its name if they are not set."""
-    return " ".join(filter(None, selecting_keys(config).values())) or config.method.name
+    """The values of the keys that select the method, such as "ebft strided"; its name if they are not text."""
+    return " ".join(value for value in selecting_keys(config).values() if isinstance(value, str)) or config.method.name
 
 
 def description(config: RunConfig) -> dict[str, Any]:

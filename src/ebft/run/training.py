@@ -63,8 +63,8 @@ class TrainResult:
         """One paragraph on whether the run learned anything."""
         return self.describe_outcome()
 
-    def describe_outcome(self, evaluate: str = "ebft evaluate CONFIG") -> str:
-        """The outcome, with `evaluate` as the command that compares the trained model with the base model."""
+    def describe_outcome(self, evaluate: str | None = "ebft evaluate CONFIG") -> str:
+        """The outcome, with `evaluate` as the command that compares the trained model with the base model, if any."""
         trainer = self.trainer
         checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
         unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
@@ -141,7 +141,9 @@ def _train_with(
         files.describe(optimizer=optimizer)
     check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     load_on_first_process(args)
-    model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing)
+    model = load_model(
+        config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=config.method.head(config)
+    )
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)

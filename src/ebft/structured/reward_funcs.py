@@ -12,6 +12,7 @@ from ebft.config.imports import find_function
 from ebft.config.options import RewardOptions
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
+from ebft.models.reward_model import load_reward_model
 from ebft.structured.reward import FeatureMatchingReward
 
 FEATURE_MATCHING = "feature_matching"
@@ -24,9 +25,9 @@ def load_reward_funcs(
     tokenizer: PreTrainedTokenizerBase,
     built_in: Mapping[str, Any] = MappingProxyType({}),
 ) -> list:
-    """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models by name.
+    """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models.
 
-    `built_in` are other rewards by their names.
+    A name with a slash is the folder or the Hub id of a reward model. `built_in` are other rewards by their names.
     `feature_matching` uses the options of the section `ebft:`; with `rl: ebft`, the trainer adds it itself.
     """
     funcs: list[Any] = []
@@ -45,7 +46,7 @@ def load_reward_funcs(
         elif name in built_in:
             funcs.append(built_in[name])
         elif "/" in name:
-            funcs.append(name)  # TRL loads it as a reward model
+            funcs.append(load_reward_model(name))
         else:
             funcs.append(find_function("trl.reward_funcs", name))
     return funcs

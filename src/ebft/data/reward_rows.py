@@ -1,0 +1,97 @@
+"""Rows of reward models, with the rows that cannot be used dropped and counted.
+
+A comparison has `chosen_ids` and `rejected_ids`, a row of steps `input_ids` and `labels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.apply import Check, apply_transform
+from ebft.data.keys import DataSettings
+from ebft.data.lengths import DROPPED, NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
+from ebft.data.load import LoadedRows, load_sections
+from ebft.data.report import RowCounts
+from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.rows import IGNORE
+from ebft.errors import DataError
+
+_OWN = {"reason": Value("string"), "document": Value("int64")}  # why a row is dropped, empty if it is kept
+_IDS = List(Value("int32"))
+
+
+def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
+    """Rows of `chosen_ids` and `rejected_ids`. A pair is dropped if one of them exceeds `sequence_len`."""
+    hint = wanted_rows(config.required_rows)
+
+    def check(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        names = ("chosen_ids", "rejected_ids")
+        chosen, rejected = (_ids(row, name, where, hint, len(tokenizer)) for name in names)
+        too_long = max(len(chosen), len(rejected)) > config.sequence_len
+        reason = NO_REPLY if not (chosen and rejected) else REPLY_TOO_LONG if too_long else ""
+        return {"chosen_ids": chosen, "rejected_ids": rejected, "reason": reason}
+
+    advice = f"provide pairs whose texts have at most sequence_len: {config.sequence_len} tokens, or increase it."
+    return _load(config, tokenizer, check, Features({"chosen_ids": _IDS, "rejected_ids": _IDS, **_OWN}), advice)
+
+
+def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_labels: int) -> LoadedRows:
+    """Rows of `input_ids` and `labels`, which are below `num_labels` or -100; cut to `sequence_len` tokens."""
+    hint = wanted_rows(config.required_rows)
+
+    def check(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        ids, labels = _ids(row, "input_ids", where, hint, len(tokenizer)), _list(row, "labels", where, hint)
+        if len(ids) != len(labels):
+            raise DataError(f"{where}: {len(ids)} input_ids and {len(labels)} labels; they must be equally many.")
+        wrong = [label for label in labels if label != IGNORE and not 0 <= label < num_labels]
+        if wrong:
+            raise DataError(
+                f"{where}: the label {wrong[0]} is not one of the {num_labels} classes 0 to {num_labels - 1}. Set "
+                "num_labels, or correct the labels."
+            )
+        kept = slice(config.sequence_len)
+        is_empty = all(label == IGNORE for label in labels[kept])
+        reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
+        return {"input_ids": ids[kept], "labels": labels[kept], "reason": reason}
+
+    advice = f"provide rows with a labelled step within sequence_len: {config.sequence_len}, or increase it."
+    return _load(config, tokenizer, check, Features({"input_ids": _IDS, "labels": _IDS, **_OWN}), advice)
+
+
+def _load(
+    config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features, hint: str
+) -> LoadedRows:
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
+        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document)
+        reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
+        for reason in (*DROPPED, TRUNCATED):
+            counts[reason] += int((reasons == reason).sum())
+            counts.note(reason, documents[reasons == reason].tolist())
+        return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED)))
+
+    train, evaluation, reports = load_sections(config, load_entry, hint)
+    columns = list(_OWN)
+    evaluation = None if evaluation is None else evaluation.remove_columns(columns)
+    return LoadedRows(train.remove_columns(columns), evaluation, reports)
+
+
+def _ids(row: Mapping[str, Any], name: str, where: str, hint: str, vocabulary: int) -> list[int]:
+    ids = _list(row, name, where, hint)
+    unknown = [token for token in ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise DataError(f"{where}: {name} contains {unknown[0]}, which is not a token of the vocabulary.")
+    return ids
+
+
+def _list(row: Mapping[str, Any], name: str, where: str, hint: str) -> list[int]:
+    if name not in row:
+        raise DataError(f"{where}: the field {name!r} is missing; the transform returned {', '.join(row)}, but {hint}")
+    value = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
+    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+        raise DataError(f"{where}: {name} must be a list of integers.")
+    return list(value)

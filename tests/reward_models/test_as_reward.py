@@ -1,0 +1,136 @@
+"""A trained reward model as a reward of GRPO: its rewards are its scores of prompt and completion."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from ebft import RunConfig, load_config, train
+from ebft.errors import ConfigError, EBFTError, ModelError
+from ebft.models.reward_model import load_reward_model
+from ebft.run.checks import check_runnable
+from tests.reward_models.conftest import LORA, config_of
+
+
+@pytest.fixture(scope="module")
+def reward_dirs(model_dir, tmp_path_factory):
+    """The folders of a full reward model, of an adapter, and of a process reward model."""
+    found = {}
+    for name, kind, keys in (("full", "outcome", {}), ("lora", "outcome", LORA), ("process", "process", {})):
+        folder = tmp_path_factory.mktemp(name)
+        train(config_of(kind, model_dir, folder, **keys))
+        found[name] = folder / "out"
+    return found
+
+
+def grpo(model_dir, folder, rewards, prompts=("Say yes", "Say something else")) -> RunConfig:
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": p}) + "\n" for p in map(chat, prompts)))
+    values = {
+        "base_model": str(model_dir),
+        "rl": "grpo",
+        "trl": {"reward_funcs": rewards, "num_generations": 2, "max_completion_length": 4},
+        "datasets": [{"path": str(folder / "prompts.jsonl"), "type": "ebft_chat_multiturn.transform"}],
+        "sequence_len": 64,
+        "micro_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "torch_dtype": "float32",
+        "output_dir": str(folder / "grpo"),
+    }
+    (folder / "grpo.yaml").write_text(json.dumps(values))
+    with warnings.catch_warnings(action="ignore"):
+        return load_config(folder / "grpo.yaml")
+
+
+def chat(text) -> list[dict]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, model_dir, tmp_path, monkeypatch):
+    from ebft.structured import RolloutGRPOTrainer
+
+    scored = []
+    calculate = RolloutGRPOTrainer._calculate_rewards
+
+    def spy(self, rows, prompts, completions, *others, **kwargs):
+        rewards = calculate(self, rows, prompts, completions, *others, **kwargs)
+        scored.extend(zip(prompts, completions, rewards[:, 0].tolist()))
+        return rewards
+
+    monkeypatch.setattr(RolloutGRPOTrainer, "_calculate_rewards", spy)
+    metrics = train(grpo(model_dir, tmp_path, [str(reward_dirs[kind])])).metrics
+    assert len(scored) == 8
+    model = AutoModelForSequenceClassification.from_pretrained(reward_dirs[kind], num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward_dirs[kind])
+    for prompt, completion, reward in scored:
+        text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            assert reward == pytest.approx(model(ids).logits.item(), rel=1e-4, abs=1e-6)
+    last = [reward for _, _, reward in scored[-4:]]
+    assert len(set(last)) > 1
+    assert metrics["rewards/out/mean"] == pytest.approx(sum(last) / 4, rel=1e-4)
+
+
+def test_a_model_without_one_score_per_text_is_refused_before_anything_is_loaded(reward_dirs, model_dir, tmp_path):
+    for folder, reason in (
+        (reward_dirs["process"], "it classifies the tokens of steps"),
+        (model_dir, "it is not a seq"),
+    ):
+        with pytest.raises(ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards, because {reason}"):
+            check_runnable(grpo(model_dir, tmp_path, [str(folder)]))
+    check_runnable(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
+
+
+def test_a_classifier_with_several_labels_is_refused(reward_dirs, model_dir, tmp_path):
+    config = json.loads((reward_dirs["full"] / "config.json").read_text())
+    (tmp_path / "two").mkdir()
+    for labels in ({"0": "a", "1": "b"}, None):  # transformers does not write its default of two
+        (tmp_path / "two" / "config.json").write_text(json.dumps(config | {"id2label": labels}))
+        with pytest.raises(ConfigError, match="because it has 2 outputs per text"):
+            check_runnable(grpo(model_dir, tmp_path, [str(tmp_path / "two")]))
+
+
+def test_a_reward_model_that_cannot_be_loaded_names_the_key(reward_dirs, tmp_path):
+    with pytest.raises(ModelError, match="trl.reward_funcs: '.*/none' cannot be loaded: .*"):
+        load_reward_model(str(tmp_path / "none"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_bytes((reward_dirs["full"] / "config.json").read_bytes())
+    with pytest.raises(ModelError, match="trl.reward_funcs: '.*/broken' cannot be loaded"):
+        load_reward_model(str(tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "process"])
+def test_a_reward_model_is_no_language_model(kind, reward_dirs, model_dir):
+    from ebft.inference.models import model_in_folder
+
+    flag = "process_reward_model" if kind == "process" else "reward_model"
+    with pytest.raises(EBFTError, match=f"is a model of {flag}: true, so "):
+        model_in_folder(str(reward_dirs[kind]))
+
+
+def test_training_continues_from_a_reward_model(reward_dirs, make):
+    trained = AutoModelForSequenceClassification.from_pretrained(reward_dirs["full"])
+    steps = {"learning_rate": 1e-12, "max_steps": 1, "torch_dtype": "float32"}
+    model = train(make("outcome", base_model=str(reward_dirs["full"]), **steps)).trainer.model
+    torch.testing.assert_close(model.score.weight, trained.score.weight)
+
+
+def test_training_continues_from_an_adapter(reward_dirs, make):
+    from ebft.models.saved_adapter import WEIGHTS
+
+    keys = {**LORA, "lora_model_dir": str(reward_dirs["lora"]), "learning_rate": 1e-12, "max_steps": 1}
+    model = train(make("outcome", **keys)).trainer.model
+    from safetensors.torch import load_file
+
+    saved = load_file(reward_dirs["lora"] / WEIGHTS)["base_model.model.score.weight"]
+    torch.testing.assert_close(model.base_model.model.score.modules_to_save["default"].weight.data, saved)
+
+
+def test_a_head_with_another_number_of_labels_is_refused(reward_dirs, make):
+    with pytest.raises(ModelError, match="has a head with 2 labels, but 3 are needed"):
+        train(make("process", base_model=str(reward_dirs["process"]), num_labels=3))
