@@ -88,6 +88,7 @@ IGNORED: dict[str, Ignored] = {
 
 
 _REMOVE = "remove it"
+_NO_SAMPLING = "remove it; preference methods do not sample"
 
 UNSUPPORTED = {
     "early_stopping_patience": "remove it; load_best_model_at_end: true loads the best checkpoint at the end",
@@ -104,6 +105,14 @@ UNSUPPORTED = {
     "roles_to_train": "remove it; only assistant turns are trained on",
     "chat_template_jinja": "set chat_template to the text of the template",
     "s2_attention": _REMOVE,
+    "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
+    "dpo_generate_during_eval": _NO_SAMPLING,
+    "generate_during_eval": _NO_SAMPLING,
+    "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
+    "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
+    "dpo_use_liger_kernel": f"remove it; {_LIGER}",
+    "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
+    "dpo_use_logits_to_keep": "remove it; TRL only scores the tokens of completions",
 }
 
 # Name of a key in other trainers -> its name here.
@@ -128,6 +137,8 @@ OTHER_NAMES = {
     "lora_targets": "lora_target_modules",
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
+    "dpo_beta": "rl_beta",
+    "kto_beta": "rl_beta",
     "run_name": "wandb_name",
     "reward_model": "trl.reward_funcs",
     "pretraining_dataset": "datasets",

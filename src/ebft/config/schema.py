@@ -31,6 +31,7 @@ class MethodKeys(Section):
     rl: RL | None = Field(
         None,
         description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
+        "gdpo: grpo with each reward normalised on its own; dpo, ipo, kto, orpo, simpo: preference methods of TRL; "
         "unset: SFT with the cross-entropy loss.",
     )
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
@@ -44,7 +45,13 @@ class MethodKeys(Section):
 
 
 if TYPE_CHECKING:
-    from ebft.nemo_gym.keys import NemoGymKeys as OwnKeys  # of the only method with keys
+    from ebft.methods.dpo import DPOKeys
+    from ebft.methods.kto import KTOKeys
+    from ebft.methods.orpo import ORPOKeys
+    from ebft.methods.simpo import SimPOKeys
+    from ebft.nemo_gym.keys import NemoGymKeys
+
+    class OwnKeys(NemoGymKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
 else:
     # Keys that individual methods declare.
     OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
-from ebft.config.section import NotBlank, Section, paths
+from ebft.config.section import STRICT, NotBlank, Section, paths
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
-Rows = Literal["tokens", "prompts"]  # input_ids and labels, or prompt and ground_truth
+# input_ids and labels; prompt and ground_truth; prompt, chosen and rejected; or prompt, completion and label.
+Rows = Literal["tokens", "prompts", "preferences", "labelled"]
 
 # Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
 # module name alone means its `transform`.
@@ -52,6 +53,61 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_reasoning.transform_strided": "ebft_reasoning.transform",
 }
 
+# Formats of preference data, in `ebft.data.preferences`, with the rows that each gives: pairs of a chosen and a
+# rejected completion, or single completions with a label.
+_PAIRS: tuple[Rows, ...] = ("preferences",)
+_LABELLED: tuple[Rows, ...] = ("labelled",)
+_OF_TEXTS: dict[str, tuple[Rows, ...]] = {
+    "default": _PAIRS,
+    "intel": (*_PAIRS, *_LABELLED),
+    "icr": _PAIRS,
+    "argilla": _LABELLED,
+    "argilla_chat": (*_PAIRS, *_LABELLED),
+    "prompt_pairs": (*_PAIRS, *_LABELLED),
+    "ultra": (*_PAIRS, *_LABELLED),
+}
+USER_DEFINED = "user_defined"  # the name of `type: {field_prompt: ...}`
+PREFERENCE_FORMATS: dict[str, tuple[Rows, ...]] = {
+    "chat_template.default": _PAIRS,
+    "chat_template.argilla_chat": _PAIRS,
+    "chat_template.argilla": _PAIRS,
+    **{f"chatml.{name}": rows for name, rows in _OF_TEXTS.items()},
+    **{f"llama3.{name}": rows for name, rows in _OF_TEXTS.items()},
+    "passthrough": (*_PAIRS, *_LABELLED),
+    USER_DEFINED: (*_PAIRS, *_LABELLED),
+}
+
+
+class PreferenceColumns(Section):
+    """The columns and texts of preference data, as the `type` of a dataset; `{prompt}` is replaced with the column."""
+
+    model_config = {**STRICT, "frozen": True}  # hashable, as names of transforms are
+
+    field_prompt: NotBlank = Field("prompt", description="Column of the prompt.")
+    field_system: NotBlank = Field("system", description="Column of the system message, for {system} in prompt_format.")
+    field_chosen: NotBlank | None = Field(None, description="Column of the preferred completion; if unset, chosen.")
+    field_rejected: NotBlank | None = Field(None, description="Column of the other completion; if unset, rejected.")
+    field_completion: NotBlank | None = Field(None, description="rl: kto: column of the text; if unset, completion.")
+    field_label: NotBlank | None = Field(None, description="rl: kto: column of true or false; if unset, label.")
+    prompt_format: str = Field("{prompt}", description="Text of the prompt, with {prompt} and optionally {system}.")
+    chosen_format: str | None = Field(None, description="Text with {chosen}; if unset, the column as it is.")
+    rejected_format: str | None = Field(None, description="Text with {rejected}; if unset, the column as it is.")
+    completion_format: str | None = Field(None, description="rl: kto: text with {completion}.")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}: {getattr(self, name)!r}" for name in sorted(self.model_fields_set))
+        return f"{{{given}}}"
+
+    __str__ = __repr__
+
+    @model_validator(mode="after")
+    def _formats_name_their_column(self) -> "PreferenceColumns":
+        for name in ("prompt", "chosen", "rejected", "completion"):
+            text = getattr(self, f"{name}_format")
+            if text is not None and f"{{{name}}}" not in text:
+                raise ValueError(f"{name}_format: {text!r} does not contain {{{name}}}. Add it where the text belongs.")
+        return self
+
 
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
@@ -60,9 +116,10 @@ class DatasetEntry(Section):
     """One element of `datasets:` or `test_datasets:`."""
 
     path: NotBlank = Field(description="Hub id, file, folder, or builder name (json, text, ...) of the data.")
-    type: NotBlank = Field(
+    type: NotBlank | PreferenceColumns = Field(
         description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
-        "your_module.transform."
+        "your_module.transform; for preference methods, a format such as chat_template.default or chatml.intel, or a "
+        "mapping of columns (field_prompt, field_chosen, field_rejected, prompt_format, ...)."
     )
     name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
     split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
@@ -79,10 +136,30 @@ class DatasetEntry(Section):
         description="The same as field, for chats. responses_create_params.input with type: chat_template selects "
         "nemo_gym.transform, in which all messages are the prompt.",
     )
+    field_chosen: NotBlank | None = Field(
+        None, description="Column of the preferred completion, for chat_template.default, argilla and argilla_chat."
+    )
+    field_rejected: NotBlank | None = Field(None, description="Column of the other completion, see field_chosen.")
+    message_property_mappings: dict[Literal["role", "content"], NotBlank] | None = Field(
+        None, description="Names of a message's keys, such as {role: from, content: value}; see field_chosen."
+    )
     message_field_role: Literal["role"] = Field("role", description="Key of a message's role.")
     message_field_content: Literal["content"] = Field("content", description="Key of a message's content.")
 
     _entry_path = paths("path")
+
+    @model_validator(mode="after")
+    def _keys_of_chats_in_pairs(self) -> "DatasetEntry":
+        if self.type in [name for name in PREFERENCE_FORMATS if name.startswith("chat_template.")]:
+            return self
+        for key in ("field_chosen", "field_rejected", "message_property_mappings"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} is only read with type: chat_template.default, chat_template.argilla and "
+                    "chat_template.argilla_chat. Remove it, or write the columns as type: {field_prompt: ..., "
+                    "field_chosen: ..., field_rejected: ...}."
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_name_of_field(self) -> "DatasetEntry":

@@ -26,12 +26,16 @@ ONE_TOKEN = "with a single token"
 NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
 NO_PROMPT = "without a prompt"
 REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
+NO_COMPLETION = "without a completion (or with only one of chosen and rejected)"
+COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_len"
 DROPPED = (
     EMPTY,
     NO_PROMPT,
     NO_REFERENCE,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
+    NO_COMPLETION,
+    COMPLETION_TOO_LONG,
     TOO_SHORT,
     TAIL,
     ONE_TOKEN,
