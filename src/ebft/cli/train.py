@@ -104,7 +104,8 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
         folder = Path(result.output_dir)
-        typer.echo(result.describe_outcome(evaluate_command(config, overrides, folder)), err=True)
+        command = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
+        typer.echo(result.describe_outcome(command), err=True)
         typer.echo(f"Model saved in {folder}")
         for line in what_next(run_config, folder):
             typer.echo(line, err=True)

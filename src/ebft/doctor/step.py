@@ -74,7 +74,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 def without_output(config: RunConfig, folder: str) -> RunConfig:
     """Return the config for one step that saves and reports nothing outside of `folder`."""
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
-    if config.method.rows == "tokens":
+    if config.method.rows != "prompts":
         changes["gradient_accumulation_steps"] = min(config.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.

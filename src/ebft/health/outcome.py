@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 from ebft.health.noise import series_error, series_quantile, t_quantile
 
 # The metrics of an outcome, most important first, and whether greater is better.
-_HELD_OUT = {"eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False}
-_TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False}
+_PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
+_HELD_OUT = {
+    **{"eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False},
+    **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
+}
+_TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
 _ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
@@ -57,14 +61,14 @@ class Change(NamedTuple):
 
 def training_outcome(
     log_history: list[dict[str, Any]],
-    evaluate: str = "ebft evaluate CONFIG",
+    evaluate: str | None = "ebft evaluate CONFIG",
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
 ) -> str:
     """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
-    `evaluate` is the command that compares the trained model with the base model, and `unresolved` are the names of
-    health conditions that still hold at the end (`HealthCallback.unresolved`). `has_held_out`: whether the run has
+    `evaluate` is the command that compares the trained model with the base model, None if there is none, and
+    `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`). `has_held_out`: whether the run has
     held-out data; by default, whether it was evaluated at least once.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
@@ -91,13 +95,13 @@ def training_outcome(
         parts.append("± is one standard error.")
     if held_out and not is_known:
         parts.append(
-            "The standard error is unknown with fewer than four evaluations, or if they have only two different "
-            f"values. {_comparison(evaluate)}"
+            "The standard error is unknown with fewer than four evaluations, or if they have only two different values."
         )
+        parts += _comparison(evaluate)
     return " ".join(_with_unresolved(parts, unresolved))
 
 
-def _unknown(log_history: list[dict[str, Any]], evaluate: str, has_held_out: bool | None) -> list[str]:
+def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_out: bool | None) -> list[str]:
     """The parts of an outcome of which nothing can be said, with what would help: settings that are not yet set."""
     count = sum(any(name.startswith("eval_") for name in entry) for entry in log_history)
     few = f"fewer than {2 * _FEWEST} entries of training"
@@ -108,12 +112,14 @@ def _unknown(log_history: list[dict[str, Any]], evaluate: str, has_held_out: boo
     return [
         f"Outcome: unknown. The log has {evaluations} and {few}.",
         "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer.",
-        _comparison(evaluate),
+        *_comparison(evaluate),
     ]
 
 
-def _comparison(evaluate: str) -> str:
-    return f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"
+def _comparison(evaluate: str | None) -> list[str]:
+    if evaluate is None:
+        return []
+    return [f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"]
 
 
 def _steps(count: Any) -> str:
@@ -154,7 +160,8 @@ def _conclusion(training: list[Change], held_out: list[Change]) -> str:
 
 
 def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
-    names = _HELD_OUT if _values(log_history, "eval_ce_loss") or _values(log_history, "eval_reward") else {}
+    named = any(_values(log_history, name) for name in ("eval_ce_loss", "eval_reward", "eval_rewards/margins"))
+    names = _HELD_OUT if named else {}
     found = {name: _values(log_history, name) for name in names or {"eval_loss": False}}
     found = {name: values for name, values in found.items() if len(values) >= 2}
     for name, values in found.items():

@@ -51,6 +51,7 @@ class PreferenceMethod(Method):
     """A loss that compares completions that are part of the data."""
 
     rows = "preferences"
+    can_be_compared = False
     has_reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
@@ -109,6 +110,9 @@ class PreferenceMethod(Method):
         from ebft.data.preferences.load import load_preference_rows
 
         return load_preference_rows(config, tokenizer)
+
+    def copies_model(self, config: RunConfig) -> bool:
+        return self.has_reference and not config.precompute_ref_log_probs
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.preferences import PreferenceView

@@ -62,8 +62,8 @@ class TrainResult:
         """One paragraph on whether the run learned anything."""
         return self.describe_outcome()
 
-    def describe_outcome(self, evaluate: str = "ebft evaluate CONFIG") -> str:
-        """The outcome, with `evaluate` as the command that compares the trained model with the base model."""
+    def describe_outcome(self, evaluate: str | None = "ebft evaluate CONFIG") -> str:
+        """The outcome, with `evaluate` as the command that compares the trained model with the base model, if any."""
         trainer = self.trainer
         checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
         unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
