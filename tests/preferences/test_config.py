@@ -6,7 +6,7 @@ import pytest
 
 from ebft.errors import ConfigError, DataError
 from ebft.run.building import training_arguments
-from ebft.run.checks import check_runnable
+from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.training import train
 from tests.preferences.runs import METHODS, PAIRED, WITH_REFERENCE, config_of
 
@@ -137,6 +137,13 @@ def test_no_model_is_loaded_for_rows_of_another_kind(method, tmp_path):
     other = "chatml.icr" if method == "kto" else "chatml.argilla"
     with pytest.raises(DataError, match="returns rows of"):
         train(config_of(method, tmp_path, base_model="does/not-exist", datasets=[{"path": "x", "type": other}]))
+
+
+def test_reference_values_are_computed_by_one_process(tmp_path):
+    config = config_of("dpo", tmp_path, precompute_ref_log_probs=True)
+    with pytest.raises(ConfigError, match="precompute_ref_log_probs: true is not supported with several processes"):
+        check_machine(config, Machine(False, False, processes=2))
+    check_machine(config, Machine(False, False))
 
 
 def test_gdpo_is_grpo_with_another_aggregation(tmp_path):

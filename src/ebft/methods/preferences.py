@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
     from ebft.preview.view import RowView
+    from ebft.run.checks import Machine
 
 
 class BetaKeys(Section):
@@ -87,6 +88,10 @@ class PreferenceMethod(Method):
                 f"lora_modules_to_save is not supported by {self.name}, whose reference model shares all weights with "
                 "the policy. Remove it, or train without an adapter."
             )
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
+            yield "precompute_ref_log_probs: true is not supported with several processes. Remove it."
 
     def resolve(self, config: RunConfig) -> None:
         idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]

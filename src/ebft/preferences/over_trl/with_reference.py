@@ -43,8 +43,9 @@ class PreparedPairs(HasReference):
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected
 
-    def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
-        return dataset
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, name: str) -> Dataset:
+        # TRL would store precomputed log-probabilities in the folder of prepared rows.
+        return Dataset(dataset.with_format("arrow")[:]) if args.precompute_ref_log_probs else dataset
 
 
 class PreparedRows(HasReference):
