@@ -64,7 +64,9 @@ def test_train_reports_margins_and_suggests_no_evaluation(ebft, run_file):
     assert result.exit_code == 0, text
     assert "Method: dpo" in text and "preference | accuracy" in text and "held out | accuracy" in text
     assert "Outcome: " in text and "ebft evaluate" not in text
-    assert "direct preference optimization (loss sigmoid)" in run_file.with_name("out").joinpath("README.md").read_text()
+    assert (
+        "direct preference optimization (loss sigmoid)" in run_file.with_name("out").joinpath("README.md").read_text()
+    )
     result = ebft("evaluate", run_file)
     assert result.exit_code == 2 and "rl: dpo trains on preference data" in plain(result.output)
 

@@ -85,7 +85,9 @@ def test_what_one_method_does_not_support(method, changes, message, tmp_path):
         config_of(method, tmp_path, **changes)
 
 
-@pytest.mark.parametrize("given", [{"field_completion": "a"}, {"field_label": "a"}, {"completion_format": "{completion}"}])
+@pytest.mark.parametrize(
+    "given", [{"field_completion": "a"}, {"field_label": "a"}, {"completion_format": "{completion}"}]
+)
 def test_columns_of_other_rows(given, tmp_path):
     name = next(iter(given))
     with pytest.raises(ConfigError, match=f"datasets.type.{name} is not read by rl: dpo, which trains on pairs"):
@@ -103,7 +105,11 @@ def test_columns_of_chats_need_a_format_that_reads_them(tmp_path):
 @pytest.mark.parametrize(
     ("method", "type", "message"),
     [
-        ("dpo", "chat_template", "'chat_template' returns rows of input_ids and labels, but rl: dpo trains on rows of pr"),
+        (
+            "dpo",
+            "chat_template",
+            "'chat_template' returns rows of input_ids and labels, but rl: dpo trains on rows of pr",
+        ),
         ("dpo", "chatml.argilla", "'chatml.argilla' returns rows of prompt, completion and label, but rl: dpo"),
         ("kto", "chatml.icr", "'chatml.icr' returns rows of prompt, chosen and rejected, but rl: kto"),
         (None, "chatml.intel", "returns rows of prompt, chosen and rejected or prompt, completion and label, but SFT"),

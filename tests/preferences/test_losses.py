@@ -173,7 +173,9 @@ def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
         return BETA * logps.mean()
 
     if method == "kto":
-        by_label = {label: [reward(row, "completion_ids") for row in rows if row["label"] is label] for label in (True, False)}
+        by_label = {
+            label: [reward(row, "completion_ids") for row in rows if row["label"] is label] for label in (True, False)
+        }
         assert by_label[True] and by_label[False]
         margin = torch.stack(by_label[True]).mean() - torch.stack(by_label[False]).mean()
     else:

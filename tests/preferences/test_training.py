@@ -135,7 +135,13 @@ def ebft_config(folder, **changes):
         {
             "base_model": str(folder / "model"),
             "rl": "ebft",
-            "ebft": {"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 2},
+            "ebft": {
+                "mode": "strided",
+                "stride": 4,
+                "context_length": 4,
+                "generate_max_len": 4,
+                "n_samples_per_prompt": 2,
+            },
             "datasets": [{"path": str(folder / "texts.jsonl"), "type": "completion"}],
             "sequence_len": 64,
             "micro_batch_size": 2,

@@ -84,7 +84,9 @@ class LongestRows:
         batch = [self.data[index] for index in range(min(config.micro_batch_size, len(self.data)))]
         documents = [document for row in batch for document in row.get("documents", [row])]
         if "prompt_ids" in documents[0]:  # of preference methods, which run all completions in one batch
-            return StepTokens(loss=len(documents) * len(completions_of(documents[0])) * max(map(_pair_length, documents)))
+            return StepTokens(
+                loss=len(documents) * len(completions_of(documents[0])) * max(map(_pair_length, documents))
+            )
         lengths = [min(len(document["input_ids"]), config.sequence_len) for document in documents]
         if not config.method.samples_blocks:
             return StepTokens(loss=len(lengths) * max(lengths))  # padded

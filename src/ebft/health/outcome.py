@@ -12,7 +12,7 @@ from ebft.health.noise import series_error, series_quantile, t_quantile
 # The metrics of an outcome, most important first, and whether greater is better.
 _PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
 _HELD_OUT = {
-    **{"eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False},
+    "eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False,
     **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
@@ -68,8 +68,8 @@ def training_outcome(
     """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
     `evaluate` is the command that compares the trained model with the base model, None if there is none, and
-    `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`). `has_held_out`: whether the run has
-    held-out data; by default, whether it was evaluated at least once.
+    `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
+    `has_held_out`: whether the run has held-out data; by default, whether it was evaluated at least once.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
     also compares the first and the last fifth of the logs of training, and concludes from these. A change counts if it

@@ -12,9 +12,7 @@ RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
 TEXTS = {"chosen": "4", "rejected": "5"}
 CHATS = {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]}
 CHATML = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-LLAMA3 = (
-    "<|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-)
+LLAMA3 = "<|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 PAIRS = {  # format -> a row
     "default": {"instruction": "2 + 2?", "chosen_response": "4", "rejected_response": "5"},
     "intel": {"question": "2 + 2?", **TEXTS},

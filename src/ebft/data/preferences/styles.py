@@ -32,8 +32,7 @@ STYLES = {
     ),
     "llama3": Style(
         "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         "<|eot_id|>",
     ),
 }
