@@ -12,7 +12,10 @@ from ebft.health.noise import series_error, series_quantile, t_quantile
 # The metrics of an outcome, most important first, and whether greater is better.
 _PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
 _HELD_OUT = {
-    "eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False,
+    "eval_cfm_loss": False,
+    "eval_alignment": True,
+    "eval_reward": True,
+    "eval_ce_loss": False,
     **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
