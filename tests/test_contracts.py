@@ -23,6 +23,10 @@ from ebft.over_trainer.running_state import KeepsRunningState
 from ebft.over_trainer.safe_stops import StopsSafely
 from ebft.over_trainer.sharded import ShardedTrainer
 from ebft.over_trainer.training_rows import ComparesRows
+from ebft.preferences.experimental import CPOTrainer, ORPOTrainer
+from ebft.preferences.over_trl.with_reference import HasReference, PreparedPairs, PreparedRows
+from ebft.preferences.over_trl.without_reference import PreparedBatches
+from ebft.preferences.trainers import DPOTrainer, KTOTrainer
 from ebft.reward_models.comparisons import RewardModelTrainer
 from ebft.reward_models.steps import ProcessRewardTrainer
 from ebft.sft import SFTTrainer
@@ -34,6 +38,7 @@ from ebft.structured.over_trl.names import NamesPrivates
 from ebft.structured.over_trl.resuming import ResumesGeneration
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
+OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
 TRAINERS = (
     SFTTrainer,
     RewardModelTrainer,
@@ -42,6 +47,7 @@ TRAINERS = (
     RolloutGRPOTrainer,
     EBFTTrainer,
     AsyncEBFTTrainer,
+    *OF_PREFERENCES,
 )
 # Private names of the libraries' trainers, and their meaning.
 MEANINGS = {
@@ -70,6 +76,7 @@ MEANINGS = {
     "_maybe_log_save_evaluate": "(...) logs, evaluates and saves after a step and after an epoch",
     "_metrics": "{mode: {name: [values]}}, whose means are logged",
     "_pending_metrics": "what reward functions logged: {name: values}",
+    "_prepare_dataset": "(dataset, tokenizer, arguments, name) -> rows of token ids",
     "_prepare_inputs": "the inputs of a micro-batch; shuffles the rows of a generation batch in training",
     "_push_from_checkpoint": "(folder) uploads it",
     "_run_epoch": "(*, epoch, train_dataloader, ...) trains one epoch",
@@ -78,8 +85,9 @@ MEANINGS = {
     "_save_optimizer_and_scheduler": "(folder) on every process, unless only the model is saved",
     "_save_rng_state": "(folder) on every process, unless only the model is saved",
     "_step": "micro-batches trained on",
+    "_stored_metrics": "{mode: {name: [values]}}, whose means are logged, of the trainers of trl.experimental",
     "_tokenizer": "the tokenizer inside processing_class",
-    "_total_train_tokens": "the number of tokens trained on",
+    "_total_train_tokens": "the tokens of all batches of training, which are logged",
     "_total_loss_scalar": "the sum of losses that were logged since the run was started or resumed",
     "_tr_loss": "the sum of losses since the last log",
 }
@@ -113,6 +121,10 @@ OF_TRAINERS = {
     ComparesRows: {"_init_training_state"},
     StopOnNonFinite: {"_get_grad_norm"},
     SFTTrainer: {"_prepare_inputs"},
+    HasReference: {"_metrics", "_total_train_tokens"},
+    PreparedPairs: {"_prepare_dataset"},
+    PreparedRows: {"_prepare_dataset"},
+    PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
     HasHooks: {
         "_buffered_inputs",
@@ -142,7 +154,11 @@ OF_TRAINERS = {
 }
 SEAM = ROOT / "over_transformers.py"
 # Names of TRL's modules that are not in its documented interface.
-OF_TRL = {"trl.models": ("unwrap_model_for_generation",), "trl.trainer.utils": ("RepeatSampler", "pad")}
+OF_TRL = {
+    "trl.experimental": ("cpo", "orpo"),
+    "trl.models": ("unwrap_model_for_generation",),
+    "trl.trainer.utils": ("RepeatSampler", "pad"),
+}
 OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),

@@ -28,7 +28,7 @@ ROOMS = (
     "models serving",
     "features health monitor over_trainer scores",
     "prefix",
-    "fetch sft strided structured",
+    "fetch preferences sft strided structured",
     "nemo_gym preview reward_models",
     "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema doctor "
     "evaluation export inference launch methods prepared quickstart run",

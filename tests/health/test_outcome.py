@@ -31,6 +31,15 @@ def test_noise_is_no_change():
         assert "no change larger than its error" in text
 
 
+def test_preference_methods_are_judged_by_their_margins():
+    rising = training("rewards/margins", [0.02 * i for i in range(50)])
+    text = training_outcome(rising, evaluate=None)
+    assert "the model learned: rewards/margins improved" in text and "ebft evaluate" not in text
+    held_out = [{"step": 10 * i, "eval_rewards/margins": value} for i, value in enumerate([0.0, 0.5])]
+    text = training_outcome(held_out, evaluate=None)
+    assert "eval_rewards/margins 0 -> 0.5" in text and "ebft evaluate" not in text
+
+
 def test_the_loss_counts_in_sft_only():
     falling = [{"step": i, "loss": 3 - 0.1 * i} for i in range(20)]
     assert "loss improved" in training_outcome(falling)

@@ -98,6 +98,10 @@ CASES = {
         ),
     ),
     "far from the reference model": (entries(kl=noisy(3, 0.1)), entries(kl=noisy(1, 0.3))),
+    "rejected completions preferred": (
+        entries(rewards__margins=noisy(0, 0.05, 10) + noisy(-0.6, 0.05, 40)),
+        entries(rewards__margins=noisy(-0.6, 0.05, 40)),  # SimPO of a model that starts with such a preference
+    ),
     "truncated completions": (
         entries(completions__clipped_ratio=noisy(0.9, 0.05)),
         entries(completions__clipped_ratio=noisy(0.6, 0.1)),
@@ -174,6 +178,14 @@ def test_the_loss_is_a_cross_entropy_without_rewards_only():
 )
 def test_other_metrics_of_a_condition(metrics, name):
     assert list(seen(entries(**metrics))) == [name]
+
+
+def test_preference_methods_do_not_sample():
+    """Their entropy is that of given completions, and the divergence of KTO is a sum over tokens."""
+    collapse = CASES["entropy collapse"][0]
+    assert seen(collapse) and not seen([entry | {"rewards/chosen": 0.1} for entry in collapse])
+    far = CASES["far from the reference model"][0]
+    assert seen(far) and not seen([entry | {"rewards/rejected": 0.1} for entry in far])
 
 
 def test_infinite_gradients_of_the_fp16_scaler_are_normal():

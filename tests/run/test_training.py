@@ -304,7 +304,15 @@ assert EXAMPLES
 PAIR = {"input": "Say hello.", "output": "x = 1\n" * 12}
 TURNS = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "hello"}]
 QUESTION = {"question": PAIR["input"], "answer": PAIR["output"]}
+ANSWERS = [{"role": "assistant", "content": text} for text in ("x = 1", "y = 2")]
+COMPARED = {"chosen": [TURNS[0], ANSWERS[0]], "rejected": [TURNS[0], ANSWERS[1]]}
+PREFERENCES = {
+    "dpo": COMPARED,
+    "kto": {"prompt": TURNS[:1], "completion": ANSWERS[:1], "label": True},
+    "orpo": COMPARED,
+}
 ROWS = {
+    **PREFERENCES,
     "paper_full": QUESTION,
     "paper_lora": QUESTION,
     "strided_prompt_completion": PAIR,
@@ -359,6 +367,8 @@ def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(path.parent)
     if path.stem == "sft_chat":
         overrides = ["sequence_len=120", "special_tokens.eos_token="]
+    if path.stem in PREFERENCES:
+        overrides = ["chat_template=chatml", "sequence_len=120"]
     overrides = [
         f"base_model={tiny_llama_dir}",
         f"datasets.0.path={text}",

@@ -106,8 +106,18 @@ IGNORED: dict[str, Ignored] = {
 }
 
 
+_NO_SAMPLING = "remove it; preference methods do not sample"
+
 UNSUPPORTED = {
     **REFUSED,
+    "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
+    "dpo_generate_during_eval": _NO_SAMPLING,
+    "generate_during_eval": _NO_SAMPLING,
+    "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
+    "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
+    "dpo_use_liger_kernel": f"remove it; {_LIGER}",
+    "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
+    "dpo_use_logits_to_keep": "remove it; TRL only scores the tokens of completions",
 }
 
 # Keys of an element of datasets.
@@ -150,6 +160,8 @@ OTHER_NAMES = {
     "lora_targets": "lora_target_modules",
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
+    "dpo_beta": "rl_beta",
+    "kto_beta": "rl_beta",
     "run_name": "wandb_name",
     "pretraining_dataset": "datasets",
 }

@@ -32,6 +32,7 @@ class MethodKeys(Section):
     rl: RL | None = Field(
         None,
         description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
+        "gdpo: grpo with each reward normalised on its own; dpo, ipo, kto, orpo, simpo: preference methods of TRL; "
         "unset: SFT with the cross-entropy loss.",
     )
     reward_model: bool = Field(
@@ -62,10 +63,14 @@ class MethodKeys(Section):
 
 
 if TYPE_CHECKING:
+    from ebft.methods.dpo import DPOKeys
+    from ebft.methods.kto import KTOKeys
+    from ebft.methods.orpo import ORPOKeys
     from ebft.methods.reward_model import RewardKeys
+    from ebft.methods.simpo import SimPOKeys
     from ebft.nemo_gym.keys import NemoGymKeys
 
-    class OwnKeys(NemoGymKeys, RewardKeys): ...
+    class OwnKeys(NemoGymKeys, RewardKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
 else:
     # Keys that individual methods declare.
     OwnKeys = create_model("OwnKeys", __base__=own_keys() or Section)

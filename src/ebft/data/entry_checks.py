@@ -87,8 +87,8 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
     if found:
         yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
     tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
-    if tools and required.kind == "prompts":
-        yield f"{', '.join(tools)}: no effect with {required.method}, whose prompts are rendered without tools of rows."
+    if tools and required.kind != "tokens":
+        yield f"{', '.join(tools)}: no effect with {required.method}, which renders chats without tools of rows."
 
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:

@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
-from ebft.config.section import NotBlank, Section, paths
-from ebft.config.shapes import ShapeKeys
+from ebft.config.section import STRICT, NotBlank, Section, paths
+from ebft.config.shapes import PromptFormat, ShapeKeys
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
-# input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps.
-Rows = Literal["tokens", "prompts", "comparisons", "steps"]
+# input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps; prompt,
+# chosen and rejected; prompt, completion and label.
+Rows = Literal["tokens", "prompts", "comparisons", "steps", "preferences", "labelled"]
 
 # Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
 # module name alone means its `transform`.
@@ -69,14 +70,68 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_reasoning.transform_strided": "ebft_reasoning.transform",
 }
 
+# Formats of preference data, in `ebft.data.preferences`, with the rows that each gives: pairs of a chosen and a
+# rejected completion, or single completions with a label.
+_PAIRS: tuple[Rows, ...] = ("preferences",)
+_LABELLED: tuple[Rows, ...] = ("labelled",)
+_OF_TEXTS: dict[str, tuple[Rows, ...]] = {
+    "default": _PAIRS,
+    "intel": (*_PAIRS, *_LABELLED),
+    "icr": _PAIRS,
+    "argilla": _LABELLED,
+    "argilla_chat": (*_PAIRS, *_LABELLED),
+    "prompt_pairs": (*_PAIRS, *_LABELLED),
+    "ultra": (*_PAIRS, *_LABELLED),
+}
+USER_DEFINED = "preference_columns"  # the name of `type: {field_prompt: ...}`
+PREFERENCE_FORMATS: dict[str, tuple[Rows, ...]] = {
+    "chat_template.default": _PAIRS,
+    "chat_template.argilla_chat": _PAIRS,
+    "chat_template.argilla": _PAIRS,
+    **{f"chatml.{name}": rows for name, rows in _OF_TEXTS.items()},
+    **{f"llama3.{name}": rows for name, rows in _OF_TEXTS.items()},
+    "passthrough": (*_PAIRS, *_LABELLED),
+    USER_DEFINED: (*_PAIRS, *_LABELLED),
+}
+
+
+class PreferenceColumns(Section):
+    """The columns and texts of preference data, as the `type` of a dataset; `{prompt}` is replaced with the column."""
+
+    model_config = {**STRICT, "frozen": True}  # hashable, as names of transforms are
+
+    field_prompt: NotBlank = Field("prompt", description="Column of the prompt.")
+    field_system: NotBlank = Field("system", description="Column of the system message, for {system} in prompt_format.")
+    field_chosen: NotBlank | None = Field(None, description="Column of the preferred completion; if unset, chosen.")
+    field_rejected: NotBlank | None = Field(None, description="Column of the other completion; if unset, rejected.")
+    field_completion: NotBlank | None = Field(None, description="rl: kto: column of the text; if unset, completion.")
+    field_label: NotBlank | None = Field(None, description="rl: kto: column of true or false; if unset, label.")
+    prompt_format: str = Field("{prompt}", description="Text of the prompt, with {prompt} and optionally {system}.")
+    chosen_format: str | None = Field(None, description="Text with {chosen}; if unset, the column as it is.")
+    rejected_format: str | None = Field(None, description="Text with {rejected}; if unset, the column as it is.")
+    completion_format: str | None = Field(None, description="rl: kto: text with {completion}.")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}: {getattr(self, name)!r}" for name in sorted(self.model_fields_set))
+        return f"{{{given}}}"
+
+    __str__ = __repr__
+
+    @model_validator(mode="after")
+    def _formats_name_their_column(self) -> "PreferenceColumns":
+        for name in ("prompt", "chosen", "rejected", "completion"):
+            text = getattr(self, f"{name}_format")
+            if text is not None and f"{{{name}}}" not in text:
+                raise ValueError(f"{name}_format: {text!r} does not contain {{{name}}}. Add it where the text belongs.")
+        return self
+
 
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
 def _type_or_mapping(schema: dict[str, Any]) -> None:
     """`type` can also be the mapping of `user_defined`, which is moved there before types are checked."""
-    text = {key: schema.pop(key) for key in ("type", "pattern") if key in schema}
-    schema["anyOf"] = [text, {"type": "object"}]
+    schema["anyOf"].append({"type": "object"})
 
 
 class StepKeys(Section):
@@ -97,9 +152,11 @@ class SourceKeys(Section):
     """Where the rows of a dataset are, which of them are read, and the transform that converts them."""
 
     path: NotBlank = Field(description="Hub id, file, folder, URL, or builder name (json, text, ...) of the data.")
-    type: NotBlank = Field(
+    type: NotBlank | PreferenceColumns = Field(
         description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
-        "your_module.transform, or a mapping with the keys of user_defined.",
+        "your_module.transform, or a mapping with the keys of user_defined; for preference methods, a format such as "
+        "chat_template.default or chatml.intel, or a mapping of columns (field_prompt, field_chosen, field_rejected, "
+        "prompt_format, ...).",
         json_schema_extra=_type_or_mapping,
     )
     name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
@@ -124,6 +181,10 @@ class SourceKeys(Section):
     field: str | None = Field(
         None, description="Column to read, for transforms of raw text and of chats; `a.b` is the key b in column a."
     )
+    field_chosen: NotBlank | None = Field(
+        None, description="Column of the preferred completion, for chat_template.default, argilla and argilla_chat."
+    )
+    field_rejected: NotBlank | None = Field(None, description="Column of the other completion, see field_chosen.")
 
     _entry_path = paths("path")
 
@@ -134,18 +195,33 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
     @model_validator(mode="before")
     @classmethod
     def _format_as_type(cls, data: Any) -> Any:
-        """Move a mapping in `type` to `user_defined`."""
+        """Move a mapping in `type` to `user_defined`, unless it has columns of preference data."""
         if not isinstance(data, dict) or not isinstance(data.get("type"), dict):
+            return data
+        if data["type"].keys() & (PreferenceColumns.model_fields.keys() - PromptFormat.model_fields.keys()):
             return data
         if data.get("user_defined") is not None:
             raise ValueError("type is a mapping, and user_defined is also set. Keep one of them.")
         return {**data, "type": "user_defined", "user_defined": data["type"]}
 
     @model_validator(mode="after")
+    def _keys_of_chats_in_pairs(self) -> "DatasetEntry":
+        if self.type in [name for name in PREFERENCE_FORMATS if name.startswith("chat_template.")]:
+            return self
+        for key in ("field_chosen", "field_rejected"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} is only read with type: chat_template.default, chat_template.argilla and "
+                    "chat_template.argilla_chat. Remove it, or write the columns as type: {field_prompt: ..., "
+                    "field_chosen: ..., field_rejected: ...}."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _steps_have_a_reader(self) -> "DatasetEntry":
         defaults = {key: field.default for key, field in StepKeys.model_fields.items()}
         given = sorted(key for key, default in defaults.items() if getattr(self, key) != default)
-        module = self.type.partition(".")[0]
+        module = str(self.type).partition(".")[0]
         if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
             raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
         return self

@@ -29,12 +29,16 @@ NO_REPLY = "without a chosen or a rejected reply"
 REPLY_TOO_LONG = "whose chosen or rejected text exceeds sequence_len"
 NO_STEP = "without a labelled step within sequence_len"
 REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
+NO_COMPLETION = "without a completion (or with only one of chosen and rejected)"
+COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_len"
 DROPPED = (
     EMPTY,
     NO_PROMPT,
     NO_REFERENCE,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
+    NO_COMPLETION,
+    COMPLETION_TOO_LONG,
     TOO_SHORT,
     TAIL,
     ONE_TOKEN,

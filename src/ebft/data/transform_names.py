@@ -11,7 +11,15 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 
 from ebft.config.imports import find_function, no_function
-from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS, RequiredRows, Rows
+from ebft.data.keys import (
+    BUILT_IN_TRANSFORMS,
+    EQUIVALENT_TRANSFORMS,
+    PREFERENCE_FORMATS,
+    USER_DEFINED,
+    PreferenceColumns,
+    RequiredRows,
+    Rows,
+)
 from ebft.errors import DataError
 
 _KEY = "datasets.type"
@@ -34,18 +42,32 @@ _FIELDS = {
     "prompts": "prompt and ground_truth",
     "comparisons": "chosen_ids and rejected_ids",
     "steps": "input_ids and labels of steps",
+    "preferences": "prompt, chosen and rejected",
+    "labelled": "prompt, completion and label",
 }
+_REFUSED = {
+    "zephyr.nectar": "it samples pairs from a ranking, with other pairs in each run. Convert the rows to prompt, "
+    "chosen and rejected once, and use passthrough"
+}
+Type = str | PreferenceColumns  # the `type` of a dataset
 
 
-def built_in(name: str) -> tuple[str, str] | None:
+def built_in(name: Type) -> tuple[str, str] | None:
     """Module and function of a built-in transform, None for others. Raises DataError if the function does not exist."""
+    name = USER_DEFINED if isinstance(name, PreferenceColumns) else name
     module, _, function = name.rpartition(".")
     if not module:
         module, function = name, "transform"
-    if module not in BUILT_IN_TRANSFORMS:
+    if name in PREFERENCE_FORMATS:
+        return module, function
+    if name in _REFUSED:
+        raise DataError(f"{_KEY}: {name!r} is not supported: {_REFUSED[name]}.")
+    formats = [each.rpartition(".")[2] for each in PREFERENCE_FORMATS if each.startswith(f"{module}.")]
+    functions = [*BUILT_IN_TRANSFORMS.get(module, ()), *formats]
+    if not functions:
         return None
-    if function not in BUILT_IN_TRANSFORMS[module]:
-        raise no_function(_KEY, name, module, function, BUILT_IN_TRANSFORMS[module], DataError)
+    if function not in BUILT_IN_TRANSFORMS.get(module, ()):
+        raise no_function(_KEY, name, module, function, functions, DataError)
     return module, function
 
 
@@ -64,26 +86,42 @@ def own_transform(name: str) -> Callable:
     return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
 
 
-def check_transform(name: str, rows: RequiredRows) -> None:
-    """Raise DataError if `type` is not a transform, or a built-in one that returns other rows."""
+def is_format(name: Type) -> bool:
+    """Whether a `type` is one of the formats of preference data."""
+    return isinstance(name, PreferenceColumns) or name in PREFERENCE_FORMATS
+
+
+def rows_of(name: Type) -> tuple[Rows, ...]:
+    """The kinds of rows that a built-in transform can return; empty for custom functions."""
     found = built_in(name)
     if found is None:
+        return ()
+    name = USER_DEFINED if isinstance(name, PreferenceColumns) else name
+    return PREFERENCE_FORMATS.get(name) or (BUILT_IN_TRANSFORMS[found[0]][found[1]],)
+
+
+def check_transform(name: Type, rows: RequiredRows) -> None:
+    """Raise DataError if `type` is not a transform, or a built-in one that returns other rows."""
+    given = rows_of(name)
+    if not given:
         own_transform(name)
-        return
-    given = BUILT_IN_TRANSFORMS[found[0]][found[1]]
-    if given != rows.kind:
-        raise DataError(f"datasets.type: {name!r} returns rows of {_FIELDS[given]}, but {wanted_rows(rows)}")
+    elif rows.kind not in given:
+        fields = " or ".join(_FIELDS[kind] for kind in given)
+        name = "the mapping of columns" if isinstance(name, PreferenceColumns) else repr(name)
+        raise DataError(f"datasets.type: {name} returns rows of {fields}, but {wanted_rows(rows)}")
 
 
-def equivalent_transform(name: str, kind: Rows) -> str | None:
+def equivalent_transform(name: Type, kind: Rows) -> str | None:
     """The built-in transform that replaces `name` to get rows of `kind`; None if none is needed or available."""
+    if kind not in ("tokens", "prompts") or not isinstance(name, str):
+        return None
     full = name if "." in name else f"{name}.transform"
     module, _, function = full.rpartition(".")
     given = BUILT_IN_TRANSFORMS.get(module, {}).get(function)
     return None if given in (None, kind) else EQUIVALENT_TRANSFORMS.get(full)
 
 
-def reads_lines(name: str) -> bool:
+def reads_lines(name: Type) -> bool:
     """Whether a transform receives the lines of a file (column `line`), since a table would change their values."""
     return built_in(name) == ("nemo_gym", "transform")
 
@@ -96,6 +134,9 @@ def wanted_rows(rows: RequiredRows) -> str:
         for function, given in functions.items()
         if given == rows.kind
     ]
+    fitting += [name for name, kinds in PREFERENCE_FORMATS.items() if rows.kind in kinds and name != USER_DEFINED]
+    if rows.kind in ("preferences", "labelled"):
+        fitting.append("a mapping of columns ({field_prompt: ...})")
     return (
         f"{trains_on(rows)}. Use {', '.join(fitting)}, or a custom transform "
         "that returns them, or change the method (rl, ebft.mode, reward_model)."

@@ -144,13 +144,13 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
     trained = sizes.trained * trained_bytes
     weights = int(sizes.base * per_weight) + (trained if config.adapter is not None else 0)
     states = _optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
-    has_copy = config.adapter is None and config.method.compares_features(config)
+    has_copy = config.adapter is None and config.method.copies_model(config)
     text = model_config.get_text_config()
     layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
     factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
     activations = tokens.loss * layer * text.num_hidden_layers * factor
-    if config.method.rows == "tokens" and not config.method.samples_blocks:
-        activations += 2 * tokens.loss * text.vocab_size * 4  # SFT keeps logits and their gradients in float32
+    if config.method.keeps_logits:
+        activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
     is_single = _samples_with_gradient(config)
     cache = tokens.sampling * _cache_bytes(text, dtype)
     forward = activations

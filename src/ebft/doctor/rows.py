@@ -83,6 +83,10 @@ class LongestRows:
     def _of_documents(self, config: RunConfig) -> StepTokens:
         batch = [self.data[index] for index in range(min(config.micro_batch_size, len(self.data)))]
         documents = [document for row in batch for document in row.get("documents", [row])]
+        if "prompt_ids" in documents[0]:  # of preference methods, which run all completions in one batch
+            return StepTokens(
+                loss=len(documents) * len(completions_of(documents[0])) * max(map(_pair_length, documents))
+            )
         lengths = [min(_tokens(document), config.sequence_len) for document in documents]
         if config.method.rows == "comparisons":
             return StepTokens(loss=2 * len(lengths) * max(lengths))
@@ -100,6 +104,8 @@ def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | lis
         return token_counts(data)
     if config.method.rows == "comparisons":
         return [_tokens(row) for row in data]
+    if "prompt_ids" in data.column_names:
+        return list(map(_pair_length, data))
     renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
     return [_prompt_length(renderer, row) for row in data]
 
@@ -152,6 +158,16 @@ def _prompt_length(renderer: Renderer, row: dict[str, Any]) -> PromptLength:
     text = reference if isinstance(reference, str) else ""  # with GRPO, any value
     talk = renderer.conversation(row["prompt"], text, row.get("remaining_turns"))
     return PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns))
+
+
+def completions_of(row: dict[str, Any]) -> list[str]:
+    """Return the columns of the completions of a row of preference data."""
+    return [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+
+
+def _pair_length(row: dict[str, Any]) -> int:
+    """Return the tokens of a prompt with its longest completion."""
+    return len(row["prompt_ids"]) + max(len(row[name]) for name in completions_of(row))
 
 
 def _longest_reply(config: RunConfig, reference: int) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data import load, prompts
 from ebft.data.sources import read_source
+from ebft.errors import ConfigError
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -49,6 +50,7 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
     They are limited to `evaluation.documents` documents. Columns are those of `load_prompts` for methods with full
     completions, otherwise those of `load_datasets`. Raises DataError if the config has no held-out data.
     """
+    check_comparable(config)
     is_prompts = config.method.rows == "prompts"
     rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)
     rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.hint(config))
@@ -56,6 +58,18 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
     documents = list(rows["document"])
     rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")
     return HeldOut(rows, documents, config.test_datasets or config.datasets)
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Raise ConfigError for methods whose rows are neither documents nor prompts."""
+    method = config.method
+    if not method.can_be_compared:
+        metrics = ", ".join(f"eval_{name}" for name in method.held_out_metrics(config))
+        raise ConfigError(
+            f"ebft evaluate and ebft quantize read documents or prompts, but {method.name} trains on preference data. "
+            f"Its held-out metrics ({metrics}) are computed in training: set val_set_size or test_datasets, and "
+            "eval_steps or eval_on_start. To compare the models on texts, use a config without rl and with such data."
+        )
 
 
 def _first_documents(rows: Dataset, limit: int | None) -> Dataset:

@@ -18,7 +18,7 @@ from ebft.evaluation.models import Subject, check_model, load_subject, own_model
 from ebft.evaluation.notes import notes_on
 from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
-from ebft.evaluation.rows import load_held_out
+from ebft.evaluation.rows import check_comparable, load_held_out
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
@@ -44,6 +44,7 @@ def evaluate(
         raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("ebft evaluate supports a single process only. Start it without torchrun.")
+    check_comparable(config)
     settings = Settings.of(config)
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()

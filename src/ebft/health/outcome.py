@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 from ebft.health.noise import series_error, series_quantile, t_quantile
 
 # The metrics of an outcome, most important first, and whether greater is better.
-_HELD_OUT = {"eval_cfm_loss": False, "eval_alignment": True, "eval_reward": True, "eval_ce_loss": False}
-_TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False}
+_PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
+_HELD_OUT = {
+    "eval_cfm_loss": False,
+    "eval_alignment": True,
+    "eval_reward": True,
+    "eval_ce_loss": False,
+    **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
+}
+_TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
 _ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
@@ -156,7 +163,8 @@ def _conclusion(training: list[Change], held_out: list[Change]) -> str:
 
 
 def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
-    names = _HELD_OUT if _values(log_history, "eval_ce_loss") or _values(log_history, "eval_reward") else {}
+    named = any(_values(log_history, name) for name in ("eval_ce_loss", "eval_reward", "eval_rewards/margins"))
+    names = _HELD_OUT if named else {}
     found = {name: _values(log_history, name) for name in names or {"eval_loss": False}}
     found = {name: values for name, values in found.items() if len(values) >= 2}
     for name, values in found.items():

@@ -50,7 +50,7 @@ def entropy_collapse(log: Log) -> Sighting | None:
     """The entropy is a tenth of its start, or below 0.01."""
     series = log["entropy"]
     start = series.start()
-    if start is None or start < 0.02:
+    if start is None or start < 0.02 or log.is_of_preferences:
         return None
     limit = max(0.1 * start, 0.01)
     since = series.since(lambda value: value < limit)
@@ -177,8 +177,20 @@ def off_policy(log: Log) -> Sighting | None:
 def far_from_reference(log: Log) -> Sighting | None:
     """The KL divergence from the reference model is above 2."""
     series = log["kl"]
-    since = series.since(lambda value: value > 2)
+    since = None if log.is_of_preferences else series.since(lambda value: value > 2)  # KTO sums it over tokens
     return None if since is None else Sighting(since, f"kl is {median(series.recent()):.2f}")
+
+
+def rejected_preferred(log: Log) -> Sighting | None:
+    """The margin between chosen and rejected completions fell below 0 and below its start."""
+    series = log["rewards/margins"]
+    start = series.start()
+    if start is None:
+        return None
+    since = series.since(lambda value: value < min(0.0, start - series.margin()), PERSISTENT)
+    if since is None:
+        return None
+    return Sighting(since, f"rewards/margins fell from {start:.3f} to {median(series.recent()):.3f}")
 
 
 def truncation(log: Log) -> Sighting | None:

@@ -101,6 +101,11 @@ class Log:
         return 2 / self.samples if self.samples else None
 
     @property
+    def is_of_preferences(self) -> bool:
+        """Whether completions of the data are compared, and none are sampled."""
+        return any(name in self.series for name in ("rewards/chosen", "rewards/rejected"))
+
+    @property
     def cross_entropy(self) -> str:
         """The metric with the training cross-entropy: the loss itself if there is no reward."""
         has_reward = any(name.startswith(("ebft/", "reward")) for name in self.series)

@@ -12,11 +12,12 @@ from ebft.health import rules
 from ebft.health.rules import Sighting
 from ebft.health.series import Log
 
-STRIDED, STRUCTURED, GRPO, SFT = "strided", "structured", "grpo", "sft"
+STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES = "strided", "structured", "grpo", "sft", "preferences"
 EBFT = (STRIDED, STRUCTURED)
 COMPLETIONS = (STRUCTURED, GRPO)
 SAMPLED = (STRIDED, STRUCTURED, GRPO)
-ALL = (STRIDED, STRUCTURED, GRPO, SFT)
+COMPARED = (PREFERENCES,)
+ALL = (STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES)
 # A resumed run continues with the learning rate of its checkpoint.
 _SLOWER = (
     "start a new run with a smaller learning_rate, for example from the weights of an earlier checkpoint "
@@ -188,6 +189,16 @@ CONDITIONS = (
         rules.far_from_reference,
         f"Increase trl.beta, or {_SLOWER}.",
         "0 to 0.5",
+    ),
+    Condition(
+        "rejected completions preferred",
+        "The policy has moved towards the rejected completions: labels may be swapped, or updates are too large.",
+        ("rewards/margins",),
+        COMPARED,
+        "below 0, and below its start by more than five standard errors, in 20 logs",
+        rules.rejected_preferred,
+        f"Check with `ebft preprocess --debug` that chosen and rejected are not swapped. Or {_SLOWER}.",
+        "rising; it starts at 0 with a reference model",
     ),
     Condition(
         "truncated completions",

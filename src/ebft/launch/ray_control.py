@@ -18,7 +18,8 @@ class Task:
     """What all workers of a run are given.
 
     `values`: keys and values of the config; `command`: the words that the user typed; `evaluate`: the command that
-    evaluates the model, if there is one; `folder`: the working folder, for relative paths; `control`: an actor of class `Control`.
+    evaluates the model, if there is one; `folder`: the working folder, for relative paths; `control`: an actor of class
+    `Control`.
     """
 
     values: dict[str, Any]

@@ -24,6 +24,12 @@ METHODS: dict[tuple[str | None, str | None], str] = {
     ("ebft", "strided"): "ebft.methods.strided:Strided",
     ("ebft", "structured"): "ebft.methods.structured:Structured",
     ("grpo", None): "ebft.methods.grpo:GRPO",
+    ("gdpo", None): "ebft.methods.gdpo:GDPO",
+    ("dpo", None): "ebft.methods.dpo:DPO",
+    ("ipo", None): "ebft.methods.ipo:IPO",
+    ("kto", None): "ebft.methods.kto:KTO",
+    ("orpo", None): "ebft.methods.orpo:ORPO",
+    ("simpo", None): "ebft.methods.simpo:SimPO",
     (None, None): "ebft.methods.sft:SFT",
 }
 # Keys that select a method when they are true and `rl` is not set -> the class.

@@ -56,6 +56,7 @@ class Method(ABC):
     can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
+    keeps_logits: ClassVar[bool] = False  # whether a step has the logits of all tokens in memory
 
     # Config
 
@@ -118,6 +119,10 @@ class Method(ABC):
     def compares_features(self, config: RunConfig) -> bool:
         """Whether rewards are computed with a feature network, which is a copy of the model without an adapter."""
         return False
+
+    def copies_model(self, config: RunConfig) -> bool:
+        """Whether a run without adapter has a frozen copy of the model in memory."""
+        return self.compares_features(config)
 
     @abstractmethod
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:

@@ -22,6 +22,7 @@ class SFT(Method):
     tag = "continual-pretraining"
     rows = "tokens"
     runs_plain_model = True
+    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"

@@ -12,6 +12,10 @@ _TERMS = (
     ("cfm", "cfm_loss", ".3f", "v"),
     ("reward", "mean_reward", "+.3f", "^"),
 )
+_OF_PREFERENCES = (
+    ("accuracy", "rewards/accuracies", ".3f", "^"),
+    ("margin", "rewards/margins", "+.3f", "^"),
+)
 _TOKENS_PER_S = "throughput/generated_tokens_per_s"
 
 
@@ -43,15 +47,21 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
         losses, has_features = _losses(logs, loss_prefix), bool(terms)
+        compared = [(logs[loss_prefix + term[1]], *term) for term in _OF_PREFERENCES if loss_prefix + term[1] in logs]
+        terms += [_term(*term) for term in compared]
         if held_out and "eval_reward" in logs:
             # The policy loss is always about 0, so it is not informative.
             losses = [loss for loss in losses if not loss.startswith("loss ")]
         terms += _rewards(logs, loss_prefix)
         if terms or losses:
             # Not titled reward: held-out features are not whitened, and the feature-matching loss is unbiased.
-            title = "held out" if held_out else "ebft reward" if has_features else "reward" if terms else "loss"
+            title = "held out" if held_out else "ebft reward" if has_features else _title(terms, bool(compared))
             return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
     return None
+
+
+def _title(terms: list[str], compares: bool) -> str:
+    return "preference" if compares else "reward" if terms else "loss"
 
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:

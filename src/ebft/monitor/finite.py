@@ -45,7 +45,8 @@ def _describe(inputs: dict[str, Any]) -> str:
     """Describe the documents of a batch by length and first tokens, so that they can be identified."""
     if isinstance(inputs, list):  # rows of prompts
         return "prompts that start with " + ", ".join(repr(str(row["prompt"])[:60]) for row in inputs[:3])
-    ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
+    side = "" if "input_ids" in inputs else "chosen_"  # of pairs
+    ids = inputs[f"{side}input_ids"]
+    mask = inputs.get(f"{side}attention_mask")
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
     return f"documents with {lengths} tokens that start with token ids {ids[:, :8].tolist()}"

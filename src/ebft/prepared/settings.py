@@ -70,6 +70,8 @@ _REASONS = {
         evaluation.per_document""",
     "it only affects rollouts, rewards and losses": """
         center_rewards_coefficient
+        rl_beta precompute_ref_log_probs dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting
+        kto_desirable_weight kto_undesirable_weight orpo_alpha simpo_gamma cpo_alpha
         ebft.shared_prefix ebft.disable_dropout ebft.feature_layers ebft.embed_method ebft.use_whitening
         ebft.whitening_space ebft.alignment_coef ebft.diversity_coef ebft.feature_device ebft.ce_coef
         ebft.advantage_estimator ebft.rloo_baseline ebft.stride ebft.n_samples_per_prompt ebft.temperature ebft.top_p

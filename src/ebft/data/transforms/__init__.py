@@ -10,10 +10,10 @@ add a module with such functions to this folder and their names to `ebft.data.ke
 import importlib
 from collections.abc import Callable
 
-from ebft.data.transform_names import built_in, own_transform
+from ebft.data.transform_names import Type, built_in, is_format, own_transform
 
 
-def find_transform(name: str) -> Callable:
+def find_transform(name: Type) -> Callable:
     """The function for a dataset `type`: a built-in transform, or a custom `module.function`.
 
     Raises DataError for an unknown name.
@@ -21,5 +21,7 @@ def find_transform(name: str) -> Callable:
     found = built_in(name)
     if found is None:
         return own_transform(name)
+    if is_format(name):
+        return importlib.import_module("ebft.data.preferences.formats").format_transform(name)
     module, function = found
     return vars(importlib.import_module(f"{__name__}.{module}"))[function]

@@ -1,0 +1,124 @@
+"""Rows of preference data as token ids: the prompt, and each completion with the token that ends it.
+
+Prompt and completion are tokenised separately, so that no token spans the boundary, and so that the completion follows
+the same tokens as in sampling. Only the tokens of completions are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Features, List, Value
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.keys import DataSettings
+from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
+from ebft.data.messages import Message, messages_of
+from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.rows import encode
+from ebft.errors import DataError
+
+Text = str | list[Message]
+
+_IDS = List(Value("int32"))
+_OTHERS = {"reason": Value("string"), "document": Value("int64")}  # an empty reason if the row is kept
+FEATURES = {
+    "preferences": Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, **_OTHERS}),
+    "labelled": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "label": Value("bool"), **_OTHERS}),
+}
+COMPLETIONS = {"preferences": ("chosen", "rejected"), "labelled": ("completion",)}
+
+
+class PreferenceRow:
+    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
+
+    def __init__(self, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.sequence_len = tokenizer, config.sequence_len
+        self.kind = config.required_rows.kind
+        self.hint = wanted_rows(config.required_rows)
+        self.template = config.chat_template or "of the tokenizer"
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        try:
+            return self._tokenised(row)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _tokenised(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        names = COMPLETIONS[self.kind]
+        missing = [name for name in ("prompt", *names, *self._others()) if name not in row]
+        if missing:
+            raise DataError(
+                f"the field {missing[0]!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
+            )
+        prompt, *completions = (_text(row[name], name) for name in ("prompt", *names))
+        if len({type(text) for text in (prompt, *completions) if not _is_empty(text)}) > 1:
+            raise DataError(f"prompt, {' and '.join(names)} must all be text, or all lists of messages")
+        others = {name: _label(row[name]) for name in self._others()}
+        reason = NO_PROMPT if _is_empty(prompt) else NO_COMPLETION if any(map(_is_empty, completions)) else ""
+        prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(prompt, completions)
+        if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
+            reason = COMPLETION_TOO_LONG
+        columns = {f"{name}_ids": ids for name, ids in zip(names, completion_ids, strict=True)}
+        return {"prompt_ids": prompt_ids, **columns, **others, "reason": reason}
+
+    def _others(self) -> tuple[str, ...]:
+        return ("label",) if self.kind == "labelled" else ()
+
+    def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
+        if isinstance(prompt, str):
+            return self._prompt_ids(prompt), [self._ended(text) for text in completions]
+        start = self._render(prompt, add_generation_prompt=True)
+        ids = []
+        for completion in completions:
+            full = self._render([*prompt, *completion])
+            if not full.startswith(start):
+                raise DataError(
+                    f"chat template {self.template} renders the messages before a completion differently than with "
+                    "it, so the prompt cannot be separated from the completion. Use another chat_template"
+                )
+            ids.append(encode(self.tokenizer, full[len(start) :], special=False))
+        return encode(self.tokenizer, start, special=False), ids
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        ids = encode(self.tokenizer, prompt, special=True)
+        eos = self.tokenizer.eos_token
+        # Some tokenizers end every text with EOS, but a prompt is continued.
+        return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] and not prompt.endswith(eos) else ids
+
+    def _ended(self, text: str) -> list[int]:
+        """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
+        ids = encode(self.tokenizer, text, special=False)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
+        return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        if self.tokenizer.chat_template is None:
+            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text)")
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"chat template {self.template} cannot render these messages: {error}") from error
+
+
+def _text(value: Any, name: str) -> Text:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return messages_of(value, name)
+
+
+def _is_empty(text: Text) -> bool:
+    if isinstance(text, str):
+        return not text.strip()
+    return not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in text)
+
+
+def _label(value: Any) -> bool:
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise DataError(f"label must be true (desirable) or false, got {value!r:.60}. Convert the column to booleans")

@@ -1,0 +1,63 @@
+"""KTO (`rl: kto`): TRL's KTOTrainer on single completions that are labelled desirable or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from ebft.methods.preferences import PreferenceMethod, ReferenceKeys
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+
+class KTOKeys(ReferenceKeys):
+    """Keys of `rl: kto`."""
+
+    kto_desirable_weight: float | None = Field(
+        None, ge=0, description="Weight of the losses of desirable completions. If unset, 1."
+    )
+    kto_undesirable_weight: float | None = Field(
+        None, ge=0, description="Weight of the losses of undesirable completions. If unset, 1."
+    )
+
+
+class KTO(PreferenceMethod):
+    """KTOTrainer. Batches have the same rows in every epoch, since the KL term pairs rows of a batch."""
+
+    name = "rl: kto"
+    tag = "kto"
+    rows = "labelled"
+    keys = KTOKeys
+    metrics = ("loss", "rewards/margins")
+    data = "completions with a label"
+
+    def summary(self, config: RunConfig) -> str:
+        return "Kahneman-Tversky optimization (KTO)"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        for key in ("micro_batch_size", "eval_batch_size"):
+            if getattr(config, key) == 1:
+                yield (
+                    f"{key}: 1 is not supported by rl: kto, which estimates its KL term with completions of other rows "
+                    "of the batch. Set at least 2."
+                )
+
+    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+        return super().own_arguments(config) | {
+            "desirable_weight": config.kto_desirable_weight,
+            "undesirable_weight": config.kto_undesirable_weight,
+        }
+
+    def arguments_class(self) -> type:
+        from trl import KTOConfig
+
+        return KTOConfig
+
+    def trainer_class(self) -> type:
+        from ebft.preferences.trainers import KTOTrainer
+
+        return KTOTrainer

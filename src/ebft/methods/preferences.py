@@ -1,0 +1,146 @@
+"""What the preference methods share: keys, rows, checks and metrics. TRL computes the losses."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ebft.config.section import Section
+from ebft.data.keys import PreferenceColumns
+from ebft.methods.method import Method
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+    from ebft.data.load import LoadedRows
+    from ebft.preview.view import RowView
+    from ebft.run.checks import Machine
+
+
+class BetaKeys(Section):
+    """The key of all preference methods."""
+
+    rl_beta: float | None = Field(
+        None,
+        gt=0,
+        description="Preference methods: strength of the reference model in the loss (tau of IPO), or the factor of "
+        "the log-probabilities with simpo, whose paper uses 2 to 10. If unset, TRL's default, 0.1.",
+    )
+
+
+class ReferenceKeys(BetaKeys):
+    """Keys of the methods with a reference model."""
+
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="dpo, ipo, kto: compute the log-probabilities of the reference model before training, which "
+        "saves the memory of the reference model.",
+    )
+
+
+# Columns of a mapping that only one kind of rows has.
+_OF_KIND = {
+    "preferences": ("field_chosen", "field_rejected", "chosen_format", "rejected_format"),
+    "labelled": ("field_completion", "field_label", "completion_format"),
+}
+
+
+class PreferenceMethod(Method):
+    """A loss that compares completions that are part of the data."""
+
+    rows = "preferences"
+    can_be_compared = False
+    has_reference: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
+    data: ClassVar[str] = "pairs of a chosen and a rejected completion"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        for key, value, reason in (
+            ("sample_packing", config.sample_packing, "chosen and rejected completions are separate sequences"),
+            ("group_by_length", config.group_by_length, "a row has several sequences"),
+            ("train_on_inputs", config.train_on_inputs, "only completions are compared"),
+            ("torch_compile", config.torch_compile, "it is not tested with TRL's losses"),
+        ):
+            if value:
+                yield f"{key}: true is not supported by {self.name}: {reason}. Remove it."
+        for key in ("fsdp", "deepspeed"):
+            if getattr(config, key):
+                yield f"{key} is not supported by {self.name}, where it is not tested. Remove it: DDP is used instead."
+        others = next(names for kind, names in _OF_KIND.items() if kind != self.rows)
+        for entry in (*config.datasets, *config.test_datasets):
+            given = entry.type.model_fields_set if isinstance(entry.type, PreferenceColumns) else ()
+            for name in (name for name in others if name in given):
+                yield f"datasets.type.{name} is not read by {self.name}, which trains on {self.data}. Remove it."
+        if self.has_reference:
+            yield from self._adapter_conflicts(config)
+
+    def _adapter_conflicts(self, config: RunConfig) -> Iterator[str]:
+        """TRL multiplies with the weight of the head itself, without its adapter."""
+        targets = config.lora_target_modules or []
+        if config.adapter and any("lm_head" in name for name in ([targets] if isinstance(targets, str) else targets)):
+            yield f"lora_target_modules: lm_head is not supported by {self.name}: TRL uses its weight without adapter."
+        if config.adapter and config.lora_modules_to_save:
+            yield (
+                f"lora_modules_to_save is not supported by {self.name}, whose reference model shares all weights with "
+                "the policy. Remove it, or train without an adapter."
+            )
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
+            yield "precompute_ref_log_probs: true is not supported with several processes. Remove it."
+
+    def resolve(self, config: RunConfig) -> None:
+        idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]
+        if idle:
+            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
+        if config.budget.generated_tokens is not None:
+            warnings.warn(
+                f"budget.generated_tokens: no effect with {self.name}, which does not sample tokens.", stacklevel=2
+            )
+        if config.adapter and config.lora_dropout:
+            warnings.warn(
+                f"lora_dropout: no effect with {self.name}: TRL disables dropout, so that log-probabilities of the "
+                "same weights are equal.",
+                stacklevel=2,
+            )
+
+    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return self.metrics
+
+    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+        from ebft.data.preferences.load import load_preference_rows
+
+        return load_preference_rows(config, tokenizer)
+
+    def copies_model(self, config: RunConfig) -> bool:
+        return self.has_reference and not config.precompute_ref_log_probs
+
+    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.preview.preferences import PreferenceView
+
+        return PreferenceView(tokenizer)
+
+    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+        """Rows fit into `sequence_len`, so TRL cuts nothing."""
+        arguments = {"beta": config.rl_beta, "max_length": config.sequence_len}
+        if self.has_reference:
+            arguments["precompute_ref_log_probs"] = config.precompute_ref_log_probs
+        return arguments
+
+    @abstractmethod
+    def trainer_class(self) -> type:
+        """The trainer, of `ebft.preferences`."""
+
+    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        if not self.has_reference:
+            return self.trainer_class()(model, **common)
+        from ebft.preferences.reference import reference_model
+
+        is_new_adapter = config.adapter is not None and config.lora_model_dir is None
+        needs_copy = config.adapter is None and not config.precompute_ref_log_probs
+        reference = reference_model(model) if needs_copy else None
+        return self.trainer_class()(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)

@@ -1,0 +1,78 @@
+"""TRL's DPOTrainer and KTOTrainer on rows of token ids, with the reference model that a run has.
+
+Full models are compared with a frozen copy, adapters with the disabled adapter, or with the weights that they were
+loaded with if they continue an earlier run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from torch import Tensor, nn
+
+from ebft.preferences.over_trl.metrics import KeepsMetrics, Logged
+
+_REFERENCE = "ref"  # TRL's name for its copy of an adapter
+
+
+class HasReference(KeepsMetrics):
+    """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
+
+    ref_model: nn.Module | None
+
+    def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        if is_new_adapter:  # equal to no adapter, so that a second one is not needed
+            self.model.delete_adapter(_REFERENCE)
+
+    def logged(self, mode: str) -> Logged:
+        return self._metrics[mode]
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {"tokens": self._total_train_tokens}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._total_train_tokens = state.get("tokens", 0)
+
+
+class PreparedPairs(HasReference):
+    """Mixin for DPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+
+    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
+        return len(inputs["input_ids"]) // 2  # chosen, then rejected
+
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, name: str) -> Dataset:
+        # TRL would store precomputed log-probabilities in the folder of prepared rows.
+        return Dataset(dataset.with_format("arrow")[:]) if args.precompute_ref_log_probs else dataset
+
+
+class PreparedRows(HasReference):
+    """Mixin for KTOTrainer with rows `prompt_ids`, `completion_ids` and `label`."""
+
+    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
+        desirable = int(inputs["label"].sum())
+        if name.endswith("/chosen"):
+            return desirable
+        return len(inputs["label"]) - desirable if name.endswith("/rejected") else len(inputs["label"])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; the margin of an evaluation is that of the means over all rows, not the mean over batches."""
+        found = self.logged("eval")
+        chosen, rejected = (found.get(f"rewards/{side}") for side in ("chosen", "rejected"))
+        if not self.model.training and chosen and rejected:
+            found["rewards/margins"] = [sum(chosen) / len(chosen) - sum(rejected) / len(rejected)]
+        super().log(logs, start_time)
+
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, name: str) -> Dataset:
+        """Add the completion of another row of the same batch, with which TRL estimates the KL term."""
+        is_training = name == "train"
+        size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+        # In memory, since `map` would write into the folder of prepared rows.
+        return dataset.map(with_other_completions, batched=True, batch_size=size, keep_in_memory=True)
+
+
+def with_other_completions(rows: dict[str, list]) -> dict[str, list]:
+    """Return the completions of a batch, each moved to the next row and the last one to the first."""
+    return {"KL_completion_ids": [*rows["completion_ids"][-1:], *rows["completion_ids"][:-1]]}

@@ -1,0 +1,86 @@
+"""Commands on configs of preference methods."""
+
+import pytest
+import yaml
+
+from ebft.doctor.rows import longest_rows, row_lengths
+from ebft.errors import ConfigError
+from ebft.evaluation.rows import load_held_out
+from ebft.evaluation.run import evaluate
+from ebft.models.tokenizer import load_tokenizer
+from tests.cli.conftest import ebft, plain
+from tests.preferences.runs import METHODS, config_of, write_inputs
+
+__all__ = ["ebft"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_are_not_compared_on_pairs(method, tmp_path):
+    config = config_of(method, tmp_path, base_model="does/not-exist", val_set_size=2)
+    message = f"ebft evaluate and ebft quantize read documents or prompts, but rl: {method} trains on preference data"
+    with pytest.raises(ConfigError, match=message):
+        evaluate(config)
+    with pytest.raises(ConfigError, match=message):
+        load_held_out(config, None)
+
+
+@pytest.mark.parametrize(("method", "sequences"), [("dpo", 2), ("kto", 1)])
+def test_doctor_counts_the_tokens_of_a_batch(method, sequences, tmp_path):
+    config = config_of(method, write_inputs(tmp_path))
+    rows = config.method.load_rows(config, load_tokenizer(config)).train
+    lengths = row_lengths(config, None, rows)
+    names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
+    assert lengths == [len(row["prompt_ids"]) + max(len(row[name]) for name in names) for row in rows]
+    longest = longest_rows(config, rows, lengths)
+    assert longest.longest == max(lengths)
+    assert longest.step_tokens(config).loss == config.micro_batch_size * sequences * max(lengths)
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    keys = {"base_model": "model", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+    keys |= {"sequence_len": 64, "val_set_size": 2, "eval_steps": 2, "micro_batch_size": 2, "max_steps": 2}
+    keys |= {"logging_steps": 1, "torch_dtype": "float32", "save_strategy": "no", "output_dir": "out"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
+    return tmp_path / "run.yaml"
+
+
+def test_preprocess_shows_both_completions(ebft, run_file):
+    result = ebft("preprocess", run_file, "--debug", "--count", "1", "--html", "rows.html")
+    text = plain(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert "chosen" in text and "rejected" in text and "scored" in text
+    assert "rejected" in run_file.with_name("rows.html").read_text()
+    result = ebft("preprocess", run_file, "rl=kto", "--debug", "--count", "1")
+    assert result.exit_code == 0 and "label" in plain(result.stdout) and "rejected" not in plain(result.stdout)
+
+
+@pytest.mark.slow
+def test_train_reports_margins_and_suggests_no_evaluation(ebft, run_file):
+    result = ebft("train", run_file)
+    text = plain(result.output)
+    assert result.exit_code == 0, text
+    assert "Method: dpo" in text and "preference | accuracy" in text and "held out | accuracy" in text
+    assert "Outcome: " in text and "ebft evaluate" not in text
+    assert (
+        "direct preference optimization (loss sigmoid)" in run_file.with_name("out").joinpath("README.md").read_text()
+    )
+    result = ebft("evaluate", run_file)
+    assert result.exit_code == 2 and "rl: dpo trains on preference data" in plain(result.output)
+
+
+def test_config_lists_the_keys(ebft, run_file):
+    assert ebft("config", "--check", run_file).exit_code == 0
+    result = ebft("config", "--check", run_file, "dpo_loss_type=sigmoyd")
+    assert result.exit_code == 2 and "dpo_loss_type" in plain(result.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_doctor_measures_a_step(ebft, run_file, method):
+    result = ebft("doctor", run_file, f"rl={method}")
+    text = plain(result.output)
+    assert result.exit_code == 0, text
+    assert "tokens" in text

@@ -1,0 +1,161 @@
+"""Keys of the preference methods: what they become, and what is refused before a model is loaded."""
+
+import warnings
+
+import pytest
+
+from ebft.errors import ConfigError, DataError
+from ebft.run.building import training_arguments
+from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.training import train
+from tests.preferences.runs import METHODS, PAIRED, WITH_REFERENCE, config_of
+
+
+def arguments(method, tmp_path, **changes):
+    return training_arguments(config_of(method, tmp_path, **changes), rows=12, has_eval=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_strength_and_the_length(method, tmp_path):
+    args = arguments(method, tmp_path, rl_beta=0.3)
+    assert (args.beta, args.max_length) == (0.3, 256)
+    assert arguments(method, tmp_path).beta == 0.1
+
+
+def test_keys_of_each_method(tmp_path):
+    weights = {"dpo_loss_type": ["robust", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_label_smoothing": 0.1}
+    args = arguments("dpo", tmp_path, **weights, dpo_use_weighting=True)
+    assert (args.loss_type, args.loss_weights, args.label_smoothing) == (["robust", "sft"], [1.0, 0.5], 0.1)
+    assert args.use_weighting and arguments("dpo", tmp_path).loss_type == ["sigmoid"]
+    assert arguments("ipo", tmp_path).loss_type == ["ipo"]
+    args = arguments("kto", tmp_path, kto_desirable_weight=2.0, kto_undesirable_weight=0.5)
+    assert (args.desirable_weight, args.undesirable_weight) == (2.0, 0.5)
+    assert arguments("orpo", tmp_path, orpo_alpha=0.4).beta == 0.4
+    args = arguments("simpo", tmp_path, simpo_gamma=1.5)
+    assert (args.loss_type, args.simpo_gamma, args.cpo_alpha) == ("simpo", 1.5, 0.0)
+    assert arguments("simpo", tmp_path, cpo_alpha=0.2).cpo_alpha == 0.2
+    for method in WITH_REFERENCE:
+        assert arguments(method, tmp_path, precompute_ref_log_probs=True).precompute_ref_log_probs
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_packing": True}, "sample_packing: true is not supported by rl: {method}"),
+        ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
+        ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
+        ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
+        ({"fsdp": True}, "fsdp is not supported by rl: {method}"),
+        ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
+        ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
+    ],
+)
+def test_what_no_method_supports(method, changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message.format(method=method)):
+        config_of(method, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("dpo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing has no effect with dpo_loss_type: sigmoid"),
+        ("dpo", {"dpo_loss_weights": [1.0, 2.0]}, "dpo_loss_weights has 2 weights for 1 losses"),
+        ("dpo", {"dpo_loss_type": "exo_pair"}, "exo_pair needs dpo_label_smoothing above 0"),
+        ("dpo", {"dpo_loss_type": "aot", "dpo_use_weighting": True}, "dpo_use_weighting is not supported with"),
+        ("dpo", {"dpo_loss_type": "sigmoyd"}, "dpo_loss_type"),
+        ("dpo", {"dpo_label_smoothing": 0.5}, "dpo_label_smoothing: .*expected a value below 0.5"),
+        ("ipo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing is incompatible with rl: ipo"),
+        ("ipo", {"dpo_loss_type": "hinge"}, "dpo_loss_type is incompatible with rl: ipo"),
+        ("kto", {"micro_batch_size": 1}, "micro_batch_size: 1 is not supported by rl: kto"),
+        ("kto", {"eval_batch_size": 1, "val_set_size": 2}, "eval_batch_size: 1 is not supported by rl: kto"),
+        ("orpo", {"orpo_alpha": 0.1, "rl_beta": 0.2}, "two names of the same weight"),
+        ("dpo", {"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save is not supported by rl: dpo"),
+        ("kto", {"lora_target_modules": ["lm_head"], "lora_target_linear": False}, "lora_target_modules: lm_head"),
+        ("dpo", {"max_prompt_len": 3}, "max_prompt_len.*rows whose prompt and completions do not fit"),
+        ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),
+        ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
+        ("dpo", {"dpo_generate_during_eval": True}, "dpo_generate_during_eval.*do not sample"),
+        ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*Liger kernels are not used"),
+        ("dpo", {"dpo_beta": 0.1}, "rl_beta"),
+    ],
+)
+def test_what_one_method_does_not_support(method, changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config_of(method, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "given", [{"field_completion": "a"}, {"field_label": "a"}, {"completion_format": "{completion}"}]
+)
+def test_columns_of_other_rows(given, tmp_path):
+    name = next(iter(given))
+    with pytest.raises(ConfigError, match=f"datasets.type.{name} is not read by rl: dpo, which trains on pairs"):
+        config_of("dpo", tmp_path, datasets=[{"path": "x", "type": given}])
+    config_of("kto", tmp_path, datasets=[{"path": "x", "type": given}])
+    with pytest.raises(ConfigError, match="datasets.type.field_chosen is not read by rl: kto, which trains on compl"):
+        config_of("kto", tmp_path, datasets=[{"path": "x", "type": {"field_chosen": "a"}}])
+
+
+def test_columns_of_chats_need_a_format_that_reads_them(tmp_path):
+    with pytest.raises(ConfigError, match="field_chosen is only read with type: chat_template.default"):
+        config_of("dpo", tmp_path, datasets=[{"path": "x", "type": "chatml.intel", "field_chosen": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("method", "type", "message"),
+    [
+        (
+            "dpo",
+            "chat_template",
+            "'chat_template' returns rows of input_ids and labels, but rl: dpo trains on rows of pr",
+        ),
+        ("dpo", "chatml.argilla", "'chatml.argilla' returns rows of prompt, completion and label, but rl: dpo"),
+        ("kto", "chatml.icr", "'chatml.icr' returns rows of prompt, chosen and rejected, but rl: kto"),
+        (None, "chatml.intel", "returns rows of prompt, chosen and rejected or prompt, completion and label, but SFT"),
+        (None, {"field_prompt": "a"}, "the mapping of columns returns rows of"),
+        ("dpo", "chatml.intell", "intell"),
+        ("dpo", "zephyr.nectar", "'zephyr.nectar' is not supported: it samples pairs from a ranking"),
+    ],
+)
+def test_formats_of_other_rows(method, type, message, tmp_path):
+    changes = {} if method else {"rl": None}
+    config = config_of(method or "dpo", tmp_path, datasets=[{"path": "x", "type": type}], **changes)
+    with pytest.raises(DataError, match=message):
+        check_runnable(config)
+
+
+def test_keys_without_effect_give_one_warning(tmp_path):
+    with pytest.warns(UserWarning, match="ebft, trl: no effect with rl: dpo"):
+        config_of("dpo", tmp_path, ebft={"stride": 4}, trl={"temperature": 0.5})
+    with pytest.warns(UserWarning, match="lora_dropout: no effect with rl: kto"):
+        config_of("kto", tmp_path, lora_dropout=0.1)
+    with pytest.warns(UserWarning, match="orpo_alpha has no effect: rl: dpo does not read it"):
+        config_of("dpo", tmp_path, orpo_alpha=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in METHODS:
+            config_of(method, tmp_path, rl_beta=0.2)
+
+
+@pytest.mark.parametrize("method", [*PAIRED, "kto"])
+def test_no_model_is_loaded_for_rows_of_another_kind(method, tmp_path):
+    other = "chatml.icr" if method == "kto" else "chatml.argilla"
+    with pytest.raises(DataError, match="returns rows of"):
+        train(config_of(method, tmp_path, base_model="does/not-exist", datasets=[{"path": "x", "type": other}]))
+
+
+def test_reference_values_are_computed_by_one_process(tmp_path):
+    config = config_of("dpo", tmp_path, precompute_ref_log_probs=True)
+    with pytest.raises(ConfigError, match="precompute_ref_log_probs: true is not supported with several processes"):
+        check_machine(config, Machine(False, False, processes=2))
+    check_machine(config, Machine(False, False))
+
+
+def test_gdpo_is_grpo_with_another_aggregation(tmp_path):
+    trl = {"reward_funcs": ["feature_matching"], "num_generations": 2}
+    entry = [{"path": "x", "type": "ebft_opencode.transform"}]
+    config = config_of("gdpo", tmp_path, datasets=entry, trl=trl)
+    assert config.method.own_arguments(config)["multi_objective_aggregation"] == "normalize_then_sum"
+    with pytest.raises(ConfigError, match="multi_objective_aggregation: sum_then_normalize contradicts rl: gdpo"):
+        config_of("gdpo", tmp_path, datasets=entry, trl=trl | {"multi_objective_aggregation": "sum_then_normalize"})

@@ -1,0 +1,194 @@
+"""The losses and their metrics against formulas written out here, with one forward pass for each sequence.
+
+lp(x) is the sum of the log-probabilities of a completion's tokens after its prompt, n(x) their number.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from ebft.models.base import load_model
+from ebft.models.tokenizer import load_tokenizer
+from ebft.run.building import build_trainer, training_arguments
+from ebft.run.training import load_data
+from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, write_inputs
+
+BETA = 0.3
+
+
+def trainer_of(method, folder, adapter=True, **changes):
+    """A trainer whose policy is not its reference model, in eval mode."""
+    config = config_of(method, folder, adapter, rl_beta=BETA, micro_batch_size=4, **changes)
+    with warnings.catch_warnings(action="ignore"):
+        tokenizer = load_tokenizer(config)
+        rows, held_out = load_data(config, tokenizer)
+        args = training_arguments(config, rows=len(rows), has_eval=held_out is not None)
+        trainer = build_trainer(config, args, load_model(config, tokenizer), tokenizer, rows, held_out)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+    trainer.model.eval()
+    return trainer
+
+
+def logp(model, prompt, completion):
+    """The log-probabilities of the tokens of a completion, one after the other."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0].double()
+    at = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return torch.stack([logits[place].log_softmax(-1)[token] for place, token in zip(at, completion)])
+
+
+def models(trainer, folder):
+    """Plain forward passes of the policy and of the base model."""
+    return trainer.model, AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+
+
+def loss_of(trainer, rows):
+    inputs = trainer._prepare_inputs(trainer.data_collator(rows))
+    with torch.no_grad():
+        return trainer.compute_loss(trainer.model, inputs).item()
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("dpo", {}),
+        ("ipo", {}),
+        ("dpo", {"dpo_loss_type": ["sigmoid", "hinge"], "dpo_loss_weights": [1.0, 0.25]}),
+        ("dpo", {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
+        ("dpo", {"dpo_loss_type": "sigmoid_norm"}),
+        ("dpo", {"dpo_use_weighting": True}),
+        ("dpo", {"precompute_ref_log_probs": True}),
+    ],
+)
+def test_pairs_with_a_reference(method, changes, adapter, tmp_path):
+    trainer = trainer_of(method, write_inputs(tmp_path), adapter, **changes)
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    policy, base = models(trainer, tmp_path)
+    expected, margins = [], []
+    for row in rows:
+        sides = [row["chosen_ids"], row["rejected_ids"]]
+        chosen, rejected = (logp(policy, row["prompt_ids"], ids) - logp(base, row["prompt_ids"], ids) for ids in sides)
+        difference = chosen.sum() - rejected.sum()
+        means = chosen.mean() - rejected.mean()
+        one = -F.logsigmoid(BETA * difference)
+        if method == "ipo":
+            one = (means - 1 / (2 * BETA)) ** 2
+        elif changes.get("dpo_loss_type") == "sigmoid_norm":
+            one = -F.logsigmoid(BETA * means)
+        elif changes.get("dpo_loss_type") == "robust":
+            one = (0.8 * one + 0.2 * F.logsigmoid(-BETA * difference)) / 0.6
+        elif "dpo_loss_weights" in changes:
+            one = one + 0.25 * torch.relu(1 - BETA * difference)
+        elif "dpo_use_weighting" in changes:
+            one = one * torch.exp(sum(weight(policy, row["prompt_ids"], ids) for ids in sides))
+        expected.append(one)
+        margins.append(BETA * difference)
+    assert loss_of(trainer, rows) == pytest.approx(torch.stack(expected).mean().item(), rel=2e-4)
+    margins = torch.stack(margins)
+    assert margins.abs().min() > 1e-3
+    assert trainer.logged("eval")["rewards/margins"] == pytest.approx([margins.mean().item()], rel=1e-3)
+    assert trainer.logged("eval")["rewards/accuracies"] == pytest.approx([(margins > 0).double().mean().item()])
+
+
+def weight(model, prompt, completion):
+    """The mean over tokens of log p minus the log of the probability that two samples are equal."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double()
+    logps = logits.log_softmax(-1)
+    chosen = logps[range(len(completion)), completion]
+    return (chosen - (2 * logps).logsumexp(-1)).mean()
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_kto(adapter, tmp_path):
+    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5}
+    trainer = trainer_of("kto", write_inputs(tmp_path), adapter, **weights)
+    rows = [trainer.train_dataset[index] for index in range(4)]  # a batch of the first epoch
+    assert {row["label"] for row in rows} == {True, False}
+    policy, base = models(trainer, tmp_path)
+
+    def ratio(prompt, ids):
+        return (logp(policy, prompt, ids) - logp(base, prompt, ids)).sum()
+
+    others = [rows[index - 1]["completion_ids"] for index in range(4)]
+    divergence = torch.stack([ratio(row["prompt_ids"], ids) for row, ids in zip(rows, others)]).mean().clamp(min=0)
+    expected = []
+    for row in rows:
+        found = ratio(row["prompt_ids"], row["completion_ids"])
+        sign, scale = (1, 2.0) if row["label"] else (-1, 0.5)
+        expected.append(scale * (1 - torch.sigmoid(sign * BETA * (found - divergence))))
+    assert loss_of(trainer, rows) == pytest.approx(torch.stack(expected).mean().item(), rel=2e-4)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_orpo(adapter, tmp_path):
+    trainer = trainer_of("orpo", write_inputs(tmp_path), adapter)
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    policy, _ = models(trainer, tmp_path)
+    odds, texts = [], []
+    for row in rows:
+        means = [logp(policy, row["prompt_ids"], row[f"{side}_ids"]).mean() for side in ("chosen", "rejected")]
+        chosen, rejected = (mean - torch.log(1 - mean.exp()) for mean in means)
+        odds.append(F.logsigmoid(chosen - rejected))
+        whole = row["prompt_ids"] + row["chosen_ids"]
+        texts.append(-logp(policy, whole[:1], whole[1:]))
+    expected = torch.cat(texts).mean() - BETA * torch.stack(odds).mean()
+    assert loss_of(trainer, rows) == pytest.approx(expected.item(), rel=2e-4)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_simpo(adapter, tmp_path):
+    trainer = trainer_of("simpo", write_inputs(tmp_path), adapter, simpo_gamma=0.7, cpo_alpha=0.2)
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    policy, _ = models(trainer, tmp_path)
+    losses, chosen = [], []
+    for row in rows:
+        good, bad = (logp(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected"))
+        losses.append(-F.logsigmoid(BETA * (good.mean() - bad.mean()) - 0.7))
+        chosen.append(-good)
+    expected = torch.stack(losses).mean() + 0.2 * torch.cat(chosen).mean()
+    assert loss_of(trainer, rows) == pytest.approx(expected.item(), rel=2e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
+    """Three rows in batches of two: the last batch has one row."""
+    trainer = trainer_of(method, write_inputs(tmp_path), val_set_size=3, eval_batch_size=2)
+    found = trainer.evaluate()
+    rows = list(trainer.eval_dataset)
+    policy, base = models(trainer, tmp_path)
+
+    def reward(row, name):
+        logps = logp(policy, row["prompt_ids"], row[name])
+        if method in WITH_REFERENCE:
+            return BETA * (logps - logp(base, row["prompt_ids"], row[name])).sum()
+        return BETA * logps.mean()
+
+    if method == "kto":
+        by_label = {
+            label: [reward(row, "completion_ids") for row in rows if row["label"] is label] for label in (True, False)
+        }
+        assert by_label[True] and by_label[False]
+        margin = torch.stack(by_label[True]).mean() - torch.stack(by_label[False]).mean()
+    else:
+        margins = torch.stack([reward(row, "chosen_ids") - reward(row, "rejected_ids") for row in rows])
+        margin = margins.mean()
+        assert found["eval_rewards/accuracies"] == pytest.approx((margins > 0).double().mean().item())
+        if method in ("dpo", "simpo"):
+            gamma = 0.5 if method == "simpo" else 0.0
+            assert found["eval_loss"] == pytest.approx(-F.logsigmoid(margins - gamma).mean().item(), rel=2e-4)
+    assert found["eval_rewards/margins"] == pytest.approx(margin.item(), rel=1e-3, abs=1e-5)
+    assert all(f"eval_{name}" in found for name in trainer_metrics(method, tmp_path))
+
+
+def trainer_metrics(method, folder):
+    config = config_of(method, folder)
+    return config.method.held_out_metrics(config)

@@ -1,0 +1,187 @@
+"""Runs of the preference methods: checkpoints, the reference model, prepared rows, and continuing other runs."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ebft import RunConfig
+from ebft.errors import NonFiniteLossError
+from tests.golden.runs import LORA, is_of_the_machine
+from tests.preferences.runs import METHODS, WITH_REFERENCE, pairs, trained, write_inputs
+
+
+def logged(result):
+    """What a run logged, without times."""
+    return [
+        {name: value for name, value in entry.items() if not is_of_the_machine(name)}
+        for entry in result.trainer.state.log_history
+    ]
+
+
+def weights(folder):
+    (path,) = folder.glob("*model.safetensors")
+    return load_file(path)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_is_the_unbroken_one(method, adapter, tmp_path):
+    """A log in the middle of which the run is resumed, and an evaluation after it."""
+    write_inputs(tmp_path)
+    keys = {"max_steps": 5, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2, "val_set_size": 2}
+    whole = trained(method, tmp_path, adapter, **keys, eval_steps=5)
+    again = trained(
+        method,
+        tmp_path,
+        adapter,
+        **keys,
+        eval_steps=5,
+        output_dir=str(tmp_path / "again"),
+        resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"),
+    )
+    assert logged(again) == logged(whole)
+    first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", WITH_REFERENCE)
+def test_a_new_adapter_is_compared_with_the_base_model(method, tmp_path):
+    result = trained(method, write_inputs(tmp_path), max_steps=1)
+    assert list(result.model.peft_config) == ["default"] and result.trainer.ref_model is None
+    trainable = [name for name, weight in result.model.named_parameters() if weight.requires_grad]
+    assert trainable and all(".default." in name for name in trainable)
+    (first,) = [entry for entry in result.trainer.state.log_history if "rewards/margins" in entry]
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)  # both are the same before the first step
+    assert not (tmp_path / "out" / "ref").exists()
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("method", WITH_REFERENCE)
+def test_all_weights_are_compared_with_a_copy(method, precompute, tmp_path):
+    result = trained(method, write_inputs(tmp_path), adapter=False, precompute_ref_log_probs=precompute)
+    reference, base = result.trainer.ref_model, weights(tmp_path / "model")
+    assert (reference is None) == precompute
+    if reference is not None:
+        state = reference.state_dict()
+        assert all(torch.equal(base[name], state[name]) for name in base)
+        assert not any(weight.requires_grad for weight in reference.parameters())
+    assert not torch.equal(result.model.state_dict()["lm_head.weight"], base["lm_head.weight"])
+
+
+@pytest.mark.parametrize("method", WITH_REFERENCE)
+def test_precomputed_log_probabilities_are_those_of_training(method, tmp_path):
+    """Compared within the rounding of batches with other padding, in a run of several epochs."""
+    write_inputs(tmp_path)
+    runs = [
+        trained(
+            method,
+            tmp_path,
+            max_steps=7,
+            val_set_size=2,
+            eval_steps=7,
+            precompute_ref_log_probs=precompute,
+            dataset_prepared_path=str(tmp_path / "prepared"),
+        )
+        for precompute in (False, True)
+    ]
+    for plain, precomputed in zip(*map(logged, runs), strict=True):
+        for name, value in plain.items():
+            if not name.startswith("budget/"):
+                assert precomputed[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+    flops = [run.metrics["budget/flops"] for run in runs]
+    assert flops[1] < flops[0]
+    assert not list((tmp_path / "prepared").rglob("cache-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_it_learns(method, tmp_path):
+    """One pair, again and again: the margin grows."""
+    rows = pairs()[1:3]
+    keys = {"max_steps": 30, "learning_rate": 1e-2, "lr_scheduler": "constant", "logging_steps": 5}
+    result = trained(method, write_inputs(tmp_path, [rows[0], {**rows[1], "label": False}]), **keys)
+    margins = [entry["rewards/margins"] for entry in result.trainer.state.log_history if "rewards/margins" in entry]
+    assert margins[-1] > margins[0] + 0.1 and margins[-1] > 0
+    assert not (tmp_path / "out" / "health.jsonl").exists()
+    assert result.metrics["budget/documents"] == 60 and result.metrics["budget/generated_tokens"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_prepared_rows_are_left_as_they_are(method, tmp_path):
+    write_inputs(tmp_path)
+    prepared = tmp_path / "prepared"
+    keys = {"val_set_size": 2, "dataset_prepared_path": str(prepared), "max_steps": 2}
+    plain = trained(method, tmp_path, **{**keys, "dataset_prepared_path": None})
+    first = trained(method, tmp_path, **keys)
+    files = sorted(path for path in prepared.rglob("*") if path.is_file())
+    second = trained(method, tmp_path, **keys)
+    assert sorted(path for path in prepared.rglob("*") if path.is_file()) == files
+    assert logged(plain) == logged(first) == logged(second)
+
+
+def test_a_loss_that_is_not_finite_names_the_pair(tmp_path):
+    for method in ("dpo", "orpo"):
+        write_inputs(tmp_path)
+        with pytest.raises(NonFiniteLossError, match=r"documents with \[\d+, .*\] tokens"):
+            trained(method, tmp_path, learning_rate=1e18, max_grad_norm=1e18, max_steps=4, adapter=False)
+
+
+def ebft_config(folder, **changes):
+    return RunConfig.from_dict(
+        {
+            "base_model": str(folder / "model"),
+            "rl": "ebft",
+            "ebft": {
+                "mode": "strided",
+                "stride": 4,
+                "context_length": 4,
+                "generate_max_len": 4,
+                "n_samples_per_prompt": 2,
+            },
+            "datasets": [{"path": str(folder / "texts.jsonl"), "type": "completion"}],
+            "sequence_len": 64,
+            "micro_batch_size": 2,
+            "max_steps": 2,
+            "learning_rate": 2e-3,
+            "torch_dtype": "float32",
+            "save_strategy": "no",
+            **LORA,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_goes_from_ebft_to_preferences_and_back(method, tmp_path):
+    from ebft import train
+
+    write_inputs(tmp_path)
+    texts = [{"text": row["question"] + " " + row["chosen"]} for row in pairs()]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    train(ebft_config(tmp_path, output_dir=str(tmp_path / "first")))
+    keys = {"lora_model_dir": str(tmp_path / "first"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    second = trained(method, tmp_path, **keys)
+    start = weights(tmp_path / "first")
+    assert any(not torch.equal(start[name], weights(tmp_path / "out")[name]) for name in start)
+    if method in WITH_REFERENCE:  # the policy is compared with the adapter that it started from
+        reference = {n: w for n, w in second.model.named_parameters() if ".ref." in n}
+        assert len(reference) == len(start) and not any(weight.requires_grad for weight in reference.values())
+        for name, value in start.items():
+            key = name.replace(".lora_A.", ".lora_A.ref.").replace(".lora_B.", ".lora_B.ref.")
+            assert torch.equal(reference[key], value)
+        first = second.trainer.state.log_history[0]
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    again = trained(
+        method,
+        tmp_path,
+        **{**keys, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "out/checkpoint-2")},
+    )
+    assert logged(again) == logged(second)
+    third = train(ebft_config(tmp_path, output_dir=str(tmp_path / "third"), lora_model_dir=str(tmp_path / "out")))
+    assert third.trainer.state.global_step == 2
+    assert list(third.model.peft_config) == ["default"]

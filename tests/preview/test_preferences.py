@@ -1,0 +1,37 @@
+"""Rows of preference methods in the preview: each completion after its prompt, with what is scored."""
+
+import pytest
+
+from ebft.preview.preferences import PreferenceView
+from tests.preferences.runs import config_of, write_inputs
+from tests.structured.conftest import make_chat_tokenizer
+
+
+def shown(part):
+    """The text of a part, with the scored tokens in brackets."""
+    return "".join(f"[{token.text}]" if token.label != -100 else token.text for token in part.tokens)
+
+
+def test_chosen_and_rejected():
+    tokenizer = make_chat_tokenizer()
+    ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("chosen", "yo"))}
+    view = PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
+    assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
+    assert [shown(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
+    assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]
+
+
+def test_a_completion_with_its_label():
+    tokenizer = make_chat_tokenizer()
+    ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("completion", "yo"))}
+    view = PreferenceView(tokenizer)({**ids, "label": False})
+    assert [shown(part) for part in view.parts] == ["Hi[y][o]"] and view.columns == [("label", "false")]
+
+
+@pytest.mark.parametrize(("method", "titles"), [("dpo", ["chosen", "rejected"]), ("kto", ["completion"])])
+def test_the_view_of_a_method(method, titles, tmp_path):
+    config, tokenizer = config_of(method, write_inputs(tmp_path)), make_chat_tokenizer()
+    rows = config.method.load_rows(config, tokenizer)
+    view = config.method.row_view(config, tokenizer)(rows.train[0])
+    assert [part.title for part in view.parts] == titles
+    assert shown(view.parts[0]).startswith("<|im_start|>user\\n")
