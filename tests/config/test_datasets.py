@@ -103,7 +103,18 @@ def test_editors_accept_a_mapping_as_type():
     from ebft.config.schema import RunConfig
 
     schema = RunConfig.model_json_schema()["$defs"]["DatasetEntry"]["properties"]["type"]
-    assert [choice["type"] for choice in schema["anyOf"]] == ["string", "object"] and "type" not in schema
+    kinds = [choice.get("type") or choice["$ref"].rpartition("/")[2] for choice in schema["anyOf"]]
+    assert kinds == ["string", "PreferenceColumns", "object"] and "type" not in schema
+
+
+@pytest.mark.parametrize("key", ["field_prompt", "field_chosen", "prompt_format", "field_label"])
+def test_a_mapping_with_columns_of_preferences_stays_the_type(key):
+    from ebft.data.keys import DatasetEntry, PreferenceColumns
+
+    text = "{prompt}" if key == "prompt_format" else "a"
+    found = DatasetEntry(path="x", type={key: text, "field_system": "s"})
+    assert isinstance(found.type, PreferenceColumns) and found.user_defined is None
+    assert DatasetEntry(path="x", type={"field_system": "s"}).type == "user_defined"
 
 
 @pytest.mark.parametrize("method", [{}, PROMPTS, STRIDED])

@@ -119,7 +119,11 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("micro_batch_size: true\n", "micro_batch_size: invalid value True; expected an integer."),
         ("bf16: maybe\n", "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
         ("seed: 5000000000\n", "seed: invalid value 5000000000; expected a value of at most 4294967295."),
-        ("rl: sft\n", "rl: invalid value 'sft'; expected 'ebft' or 'grpo' (leave it out for SFT)."),
+        (
+            "rl: sft\n",
+            "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or 'simpo' (leave it "
+            "out for SFT).",
+        ),
         ("rl: ebft\nebft: {stride: 1e23}\n", "ebft.stride: invalid value 1e+23"),
         ("rl: ebft\nebft: {stride: 3000000}\n", "at most 1000000"),
         ("wandb_name: 7\n", "put it in quotes"),

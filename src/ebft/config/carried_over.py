@@ -110,6 +110,9 @@ _NO_SAMPLING = "remove it; preference methods do not sample"
 
 UNSUPPORTED = {
     **REFUSED,
+    "eot_tokens": "remove it; the end of a turn is what the chat template writes after its content",
+    "dataset_shard_num": "set shards of the datasets",
+    "dataset_shard_idx": "set shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
     "dpo_generate_during_eval": _NO_SAMPLING,
     "generate_during_eval": _NO_SAMPLING,

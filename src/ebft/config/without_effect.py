@@ -71,8 +71,6 @@ WITHOUT_EFFECT: dict[str, Ignored] = {
     # Data
     "remove_unused_columns": Ignored((True, False), "each method selects the columns that it reads"),
     "dataset_keep_in_memory": Ignored((False,), "datasets maps its files into memory"),
-    "dataset_shard_num": Ignored((), "rows are prepared as a whole"),
-    "dataset_shard_idx": Ignored((), "rows are prepared as a whole"),
     "shuffle_before_merging_datasets": Ignored((False,), "see shuffle_merged_datasets"),
     "group_by_modality": Ignored((False,), "all rows are text"),
     "sample_packing_group_size": Ignored((), "documents are packed in the order of the shuffled rows"),

@@ -63,6 +63,8 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
 def check_comparable(config: RunConfig) -> None:
     """Raise ConfigError for methods whose rows are neither documents nor prompts."""
     method = config.method
+    if not method.generates_text:
+        method.sampling(config)  # raises the error
     if not method.can_be_compared:
         metrics = ", ".join(f"eval_{name}" for name in method.held_out_metrics(config))
         raise ConfigError(

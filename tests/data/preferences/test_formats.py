@@ -4,7 +4,7 @@ import pytest
 
 from ebft.data.keys import DatasetEntry
 from ebft.data.transforms import find_transform
-from ebft.errors import DataError
+from ebft.errors import ConfigError, DataError
 from tests.preferences.runs import config_of
 
 ASKED = {"role": "user", "content": "2 + 2?"}
@@ -77,6 +77,22 @@ def test_names_of_columns_and_of_the_keys_of_messages(tmp_path):
     properties = {"role": "from", "content": "value"}
     found = converted(row, tmp_path, type="chat_template.default", message_property_mappings=properties, **entry)
     assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
+
+
+def test_shapes_of_messages_are_those_of_other_chats(tmp_path):
+    """ShareGPT without a mapping, other names of roles, and a system message from a column."""
+    row = {
+        "messages": [{"from": "customer", "value": ASKED["content"]}],
+        "chosen": {"from": "gpt", "value": RIGHT["content"]},
+        "rejected": [{"from": "gpt", "value": WRONG["content"]}],
+        "rule": "Be brief.",
+    }
+    roles = {"user": ["customer"], "assistant": ["gpt"]}
+    found = converted(row, tmp_path, type="chat_template.default", roles=roles, field_system="rule")
+    system = {"role": "system", "content": "Be brief."}
+    assert found == {"prompt": [system, ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
+    with pytest.raises(ConfigError, match="roles has no effect with type: chatml.intel"):
+        converted(row, tmp_path, type="chatml.intel", roles=roles)
 
 
 @pytest.mark.parametrize("name", ["argilla_chat", "argilla"])
