@@ -67,6 +67,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transform, keys)
     "structured LoRA": ("ebft_opencode.transform", {**STRUCTURED, **LORA}),
     "GRPO LoRA": ("ebft_opencode.transform", {**GRPO, **LORA}),
     "SFT": ("chat_template", {}),
+    "DPO LoRA": ("chatml.intel", {"rl": "dpo", **LORA}),
+    "reward model": ("bradley_terry.chat_template", {"reward_model": True}),
 }
 
 
@@ -164,7 +166,8 @@ def write_inputs(folder: Path, transform: str) -> dict[str, Any]:
 def pair(prompt: str, answer: str) -> dict[str, Any]:
     """A row that every transform in use here understands."""
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return {"input": prompt, "output": answer, "messages": messages}
+    pair = {"question": prompt, "chosen": answer, "rejected": " ".join(reversed(answer.split()))}
+    return {"input": prompt, "output": answer, "messages": messages, **pair}
 
 
 def sentence(number: int, length: int) -> str:

@@ -121,8 +121,8 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("seed: 5000000000\n", "seed: invalid value 5000000000; expected a value of at most 4294967295."),
         (
             "rl: sft\n",
-            "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or 'simpo' (leave it "
-            "out for SFT).",
+            "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or 'simpo' (leave "
+            "it out for SFT).",
         ),
         ("rl: ebft\nebft: {stride: 1e23}\n", "ebft.stride: invalid value 1e+23"),
         ("rl: ebft\nebft: {stride: 3000000}\n", "at most 1000000"),
