@@ -12,6 +12,7 @@ from ebft.serving.devices import server_gpus
 ACCELERATE, TORCHRUN, PYTHON = "accelerate", "torchrun", "python"
 LAUNCHERS = (ACCELERATE, TORCHRUN, PYTHON)
 PORT = 29500  # the default of accelerate and torchrun for several machines
+_MOST = 4096  # processes on one machine
 _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
 
@@ -160,7 +161,7 @@ def _check_machines(options: LaunchOptions) -> None:
             if value:  # rank 0 is the only machine
                 raise ConfigError(f"{name} is for several machines. Set --num-machines, or remove it.")
         return
-    if options.main_process_ip is None:
+    if not (options.main_process_ip or "").strip():
         raise ConfigError(
             f"--num-machines {machines} requires --main-process-ip: the address of the machine with --machine-rank 0, "
             "the same on every machine."
@@ -196,6 +197,8 @@ def _check_count(processes: int, options: LaunchOptions, gpus: int) -> None:
             f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
         )
     here = processes // machines
+    if here > _MOST:
+        raise ConfigError(f"--num-processes {processes}: one machine can run at most {_MOST} processes.")
     if 0 < gpus < here:
         each = "" if machines == 1 else f" ({here} per machine)"
         raise ConfigError(
