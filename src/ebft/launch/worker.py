@@ -50,30 +50,6 @@ def join_launch() -> None:
         sys.exit(_ENDED)
 
 
-def watch_parent() -> None:
-    """Stop this process, as SIGTERM does, when the command that started it is gone: SIGKILL cannot be passed on."""
-    value = os.environ.pop(PARENT, None)  # processes that this one starts have another parent
-    if value is not None:
-        threading.Thread(target=_watch, args=(int(value), os.getppid()), name="parent", daemon=True).start()
-
-
-def _watch(command: int, parent: int) -> None:
-    """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
-    while os.getppid() == parent and _exists(command):
-        time.sleep(_POLL)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
-
-
 def launch_command(words: Sequence[str]) -> list[str] | None:
     """The words of the command that started this process: `words`, or those of the `ebft train` that launched it.
 
@@ -124,6 +100,30 @@ def leave_traceback(text: str) -> bool:
 def has_failed() -> bool:
     """Whether a process of this launch has reported an error, so that training cannot go on."""
     return _folder is not None and (_folder / FAILED).exists()
+
+
+def watch_parent() -> None:
+    """Stop this process, as SIGTERM does, when the command that started it is gone: SIGKILL cannot be passed on."""
+    value = os.environ.pop(PARENT, None)  # processes that this one starts have another parent
+    if value is not None:
+        threading.Thread(target=_watch, args=(int(value), os.getppid()), name="parent", daemon=True).start()
+
+
+def _watch(command: int, parent: int) -> None:
+    """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
+    while os.getppid() == parent and _exists(command):
+        time.sleep(_POLL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 def _rank() -> str:
