@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ebft import cli
 from ebft.errors import LaunchError
 from ebft.launch import agent, worker
 from ebft.launch.plan import LaunchOptions, Plan
@@ -146,3 +147,11 @@ def test_without_a_launch_every_process_reports(monkeypatch):
     monkeypatch.delenv(worker.FOLDER, raising=False)
     worker.join_launch()
     assert worker.reports_failure() and not worker.has_failed() and not worker.leave_traceback("text")
+
+
+def test_every_command_watches_its_parent(monkeypatch):
+    called = []
+    for name in ("watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"):
+        monkeypatch.setattr(f"ebft.cli.{name}", lambda name=name: called.append(name))
+    cli.main()
+    assert called == ["watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"]
