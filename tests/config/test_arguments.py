@@ -2,6 +2,7 @@ import pytest
 
 from ebft.config.options import StridedOptions
 from ebft.config.section import option_names
+from ebft.errors import ConfigError
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
 
@@ -45,6 +46,29 @@ def test_unset_keys_are_left_to_transformers(make):
 )
 def test_bf16(make, keys, machine, expected):
     assert kwargs(make(**keys), machine)["bf16"] is expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "keys", "machine", "message"),
+    [
+        (
+            "bf16",
+            {"bf16": False},
+            GPU,
+            "ACCELERATE_MIXED_PRECISION is bf16, which contradicts bf16: false of the config",
+        ),
+        ("bf16", {}, CPU, "contradicts bf16: auto .* Set bf16: true in the config, or unset"),
+        ("fp16", {"bf16": True}, GPU, "contradicts fp16: false .* Set fp16: true"),
+        ("fp8", {}, CPU, "ACCELERATE_MIXED_PRECISION is fp8"),
+    ],
+)
+def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, machine, message):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
+    with pytest.raises(ConfigError, match=message):
+        kwargs(make(**keys), machine)
+    for same in ("no", "bf16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", same)
+        assert kwargs(make(bf16=True))["bf16"] is True
 
 
 def test_cpu_without_an_accelerator(make):

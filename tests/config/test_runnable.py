@@ -1,7 +1,7 @@
 import pytest
 
 from ebft.errors import ConfigError, EBFTError
-from ebft.run.checks import check_runnable
+from ebft.run.checks import check_runnable, launched_processes
 from ebft.run.deepspeed import check_deepspeed
 
 
@@ -64,6 +64,54 @@ def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
             check_deepspeed(make(**method, **reward, deepspeed=given))
         check_deepspeed(make(deepspeed=given))
     check_deepspeed(make(**method, **reward, deepspeed="zero2"))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("none.json", "none.json cannot be read as JSON"),
+        ("nested.json", "nested.json cannot be read as JSON .RecursionError"),
+        ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
+        ("zero2", "pip install deepspeed"),
+    ],
+)
+def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, monkeypatch, tmp_path, given, message):
+    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: None)
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=message):
+        check_deepspeed(make(deepspeed=str(tmp_path / given) if str(given).endswith(".json") else given))
+
+
+LAUNCHED = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'; expected a number. Start training with ebft train"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; expected a number"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set, as launchers do, but RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, as launchers do, but LOCAL_RANK, RANK, MASTER_ADDR, MASTER_PORT are"),
+        ({**LAUNCHED, "RANK": "one"}, "RANK is 'one'"),
+    ],
+)
+def test_variables_of_launchers(make, monkeypatch, variables, message):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make())
+
+
+def test_the_number_of_launched_processes(monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert launched_processes() == 2
+    for name in LAUNCHED.keys() - {"WORLD_SIZE"}:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of a job scheduler
+    assert launched_processes() == 1
 
 
 def test_an_output_folder_that_cannot_be(make, tmp_path):

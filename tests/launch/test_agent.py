@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ebft import cli
 from ebft.errors import LaunchError
 from ebft.launch import agent, worker
 from ebft.launch.plan import LaunchOptions, Plan
+from tests.launch.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,8 +107,51 @@ def test_a_process_that_starts_after_the_launch_ended(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 130
 
 
+def test_processes_know_the_command_that_started_them(launched, tmp_path):
+    assert launched("parent") == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
+    assert worker.PARENT not in os.environ
+
+
+@pytest.fixture
+def orphan_words(monkeypatch, tmp_path):
+    """The command of a process that watches its parent, and writes the signal that stops it."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    return [sys.executable, "-m", "tests.launch.worker_stub", "orphan", str(tmp_path)]
+
+
+def test_a_process_stops_when_the_command_that_started_it_is_killed(orphan_words, tmp_path):
+    code = (
+        "import os, subprocess, sys\n"
+        "subprocess.run(sys.argv[1:], env={**os.environ, 'EBFT_PARENT': str(os.getpid())})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, *orphan_words])
+    wait_until((tmp_path / "started").exists)
+    assert not (tmp_path / "stopped").exists()
+    parent.kill()
+    parent.wait()
+    wait_until((tmp_path / "stopped").exists)
+    assert (tmp_path / "stopped").read_text() == "15"
+
+
+def test_a_process_stops_when_that_command_was_killed_before_it_started(orphan_words, monkeypatch, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setenv(worker.PARENT, str(ended.pid))
+    assert subprocess.run(orphan_words).returncode == 0
+    assert (tmp_path / "stopped").read_text() == "15"
+
+
 def test_without_a_launch_every_process_reports(monkeypatch):
     monkeypatch.setattr(worker, "_folder", None)
     monkeypatch.delenv(worker.FOLDER, raising=False)
     worker.join_launch()
     assert worker.reports_failure() and not worker.has_failed() and not worker.leave_traceback("text")
+
+
+def test_every_command_watches_its_parent(monkeypatch):
+    called = []
+    for name in ("watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"):
+        monkeypatch.setattr(f"ebft.cli.{name}", lambda name=name: called.append(name))
+    cli.main()
+    assert called == ["watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"]

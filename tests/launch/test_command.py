@@ -98,11 +98,25 @@ def test_the_file_for_accelerate_is_one_that_it_reads():
         (["--num-processes", "2", "--", "--no-such-option"], "Options after --: accelerate does not accept them: unr"),
         (["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc-per-nod"], "torchrun does not accept them"),
         (["--tui", "--sweep", "nowhere.yaml"], "--tui shows one run"),
+        (["--num-processes", "2", "--", "--help"], "accelerate would print its help instead"),
+        (["--num-processes", "2", "--", "foo.py"], "'foo.py' is not an option of accelerate"),
+        (["--num-processes", "2", "--", "--tee", "3", "foo.py"], "'foo.py' is not an option of accelerate"),
+        (["--num-processes", "2", "--", "--num_processes", "3"], "--num_processes of accelerate itself"),
+        (["--num-processes", "2", "--", "--num-processes=3"], "--num_processes of accelerate itself"),
+        (["--num-processes", "2", "--", "--mixed_precision", "bf16"], "set bf16 or fp16 in the config"),
+        (
+            ["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc-per-node", "4"],
+            "--nproc_per_node of torch",
+        ),
+        (["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc_per_node=4"], "--nproc_per_node of torch"),
+        (["--num-processes", "2", "--launcher", "torchrun", "--", "--nnodes", "2"], "use --num-machines"),
+        (["--num-processes", "2", "--launcher", "torchrun", "--", "--standalone"], "--standalone of torchrun itself"),
     ],
 )
 def test_errors_of_options(ebft, run_file, words, message):
-    result = ebft("train", run_file, *words)
-    assert result.exit_code == 2 and message in plain(result.stderr), result.stderr
+    for more in ([], ["--dry-run"]):
+        result = ebft("train", run_file, *more, *words)
+        assert result.exit_code == 2 and message in plain(result.stderr), result.stderr
 
 
 def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):

@@ -93,6 +93,8 @@ def test_one_line_says_how_the_run_is_started(planned, gpus, keys, options, note
         (0, {"main_process_port": 70000}, "expected a port from 1 to 65535"),
         (0, {"num_machines": 2, "machine_rank": 0}, "--num-machines 2 requires --main-process-ip"),
         (0, {"num_machines": 2, "main_process_ip": "a"}, "requires --machine-rank: 0 to 1"),
+        (0, {**MACHINES, "main_process_ip": ""}, "--num-machines 2 requires --main-process-ip"),
+        (0, {"num_processes": 99999999}, "--num-processes 99999999: one machine can run at most 4096 processes"),
         (0, {**MACHINES, "machine_rank": 2}, "--machine-rank 2 is out of range: expected 0 to 1"),
         (0, {**MACHINES, "machine_rank": -1}, "--machine-rank -1 is out of range"),
         (0, {"machine_rank": 1}, "--machine-rank is for several machines. Set --num-machines"),

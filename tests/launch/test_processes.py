@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import ENVIRONMENT, ebft, plain
 from tests.launch.plugins import STEP
+from tests.serving.processes import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +58,39 @@ def train(run_file, out, *words):
         text=True,
         timeout=600,
     )
+
+
+def test_processes_with_different_configs_are_refused(run_file, tmp_path):
+    rank = {
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-m", "ebft.cli", "train", str(run_file), f"output_dir={tmp_path / 'out'}"]
+    started = [
+        subprocess.Popen(
+            [*command, f"learning_rate={rate}"],
+            env={**ENVIRONMENT, **rank, "PYTHONPATH": path, "RANK": str(place), "LOCAL_RANK": str(place)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place, rate in enumerate((0.01, 0.1))
+    ]
+    for process in started:
+        printed = plain(process.communicate(timeout=300)[1])
+        assert process.returncode == 2 and "rank 1 differs from rank 0 in learning_rate." in printed, printed
+
+
+def test_modules_that_fsdp_cannot_shard_are_one_error(run_file, tmp_path):
+    key = "fsdp_config.transformer_layer_cls_to_wrap=Bogus"
+    failed = train(run_file, tmp_path / "out", "fsdp=true", key)
+    printed = plain(failed.stderr)
+    assert failed.returncode == 2 and "Traceback" not in printed, printed
+    assert printed.count("Error: fsdp_config.transformer_layer_cls_to_wrap: the model has no module of") == 1, printed
 
 
 def logged(out):

@@ -1,10 +1,13 @@
 """Sweeps: the file, the folders of the runs, and their results."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from ebft.launch import sweep_runs
 from ebft.launch.plan import LaunchOptions
 from ebft.launch.sweep import read_sweep
 from ebft.launch.sweep_runs import RESULTS, SweepRun, _command
+from ebft.run.record import data_digests, description
 from tests.cli.conftest import ebft, plain
 
 __all__ = ["ebft"]
@@ -71,6 +75,11 @@ def test_names_are_unique_and_short(read):
         ("1: [1]", "1 is not a config key"),
         ("a..b: [1]", "'a..b' is not a config key"),
         ("a: [", "invalid YAML"),
+        ("' ebft.stride': [1]", "' ebft.stride' is not a config key, because it contains a space"),
+        ("'output_dir ': [a]", "'output_dir ' is not a config key, because it contains a space"),
+        ("[{' learning_rate': 1}]", "' learning_rate' is not a config key, because it contains a space"),
+        ("seed: [!!binary aGVsbG8=]", r"seed: \[b'hello'\] cannot be the value of a key .*without a YAML tag"),
+        ("[{seed: [1, !!set {a, b}]}]", "seed: .* cannot be the value of a key"),
     ],
 )
 def test_files_that_are_no_sweep(read, text, message):
@@ -208,6 +217,58 @@ def test_a_command_is_a_process_that_gets_the_signals(tmp_path, monkeypatch):
     (tmp_path / "sleeps").chmod(0o755)
     threading.Timer(0.2, received.append, [signal.SIGTERM]).start()
     assert _command(["train"], received) == 143
+
+
+def test_a_command_knows_its_parent(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "writes"))
+    (tmp_path / "writes").write_text(f'#!/bin/sh\necho "$EBFT_PARENT" > {tmp_path / "parent"}\n')
+    (tmp_path / "writes").chmod(0o755)
+    assert _command(["train"], []) == 0
+    assert (tmp_path / "parent").read_text() == f"{os.getpid()}\n"
+
+
+@pytest.fixture
+def sweep(run_file, tmp_path):
+    (tmp_path / "sweep.yaml").write_text("seed: [1]")
+    return sweep_runs.Sweep(
+        run_file,
+        [],
+        read_sweep(tmp_path / "sweep.yaml"),
+        LaunchOptions(),
+        lambda words: sweep_runs.load_config(run_file, words),
+    )
+
+
+def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, tiny_llama_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model)
+    words = [f"base_model={model}", f"output_dir={tmp_path / 'out'}"]
+
+    def identity():
+        return sweep_runs._identity(sweep_runs.load_config(run_file, words), tmp_path / "out")
+
+    first = identity()
+    assert identity() == first
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("question 3", "question three"))
+    second = identity()
+    assert second != first
+    (model / "model.safetensors").write_bytes(b"other weights")
+    assert identity() != second
+
+
+def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tmp_path):
+    (run,) = sweep.runs
+    folder = Path(run.output_dir)
+    config = sweep_runs.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
+    folder.mkdir(parents=True)
+    recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
+    (folder / "run.json").write_text(json.dumps(recorded))
+    monkeypatch.setattr("ebft.run.final.final_step", lambda folder: 2)
+    assert sweep.is_finished(run) and "auto_resume_from_checkpoints=true" in sweep.words(run)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("question 3", "question three"))
+    assert not sweep.is_finished(run) and "auto_resume_from_checkpoints=false" in sweep.words(run)
 
 
 def test_a_run_is_stored_without_secrets(tmp_path):

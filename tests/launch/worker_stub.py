@@ -3,18 +3,10 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from ebft.launch import worker
-
-LONGEST = 60  # seconds
-
-
-def wait_until(happened):
-    end = time.monotonic() + LONGEST
-    while not happened() and time.monotonic() < end:
-        time.sleep(0.01)
+from tests.launch.waiting import wait_until
 
 
 def main(act, folder):
@@ -22,6 +14,18 @@ def main(act, folder):
     if act == "signals":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
+    if act == "orphan":
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        worker.watch_parent()
+        assert worker.PARENT not in os.environ
+        Path(folder, "started").touch()
+        wait_until(lambda: received)
+        written = Path(folder, "writing")
+        written.write_text(" ".join(str(int(number)) for number in received))
+        written.rename(Path(folder, "stopped"))
+        sys.exit()
+    if act == "parent":
+        Path(folder, rank).write_text(os.environ[worker.PARENT])
     worker.join_launch()
     if act == "signals":
         for place, number in enumerate((signal.SIGINT, signal.SIGHUP)):

@@ -271,7 +271,14 @@ def test_what_cannot_be_trained_is_refused_early(make, keys, message):
 
 
 def test_ddp_false_refuses_several_processes(make, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="2 processes were launched"):
         train(make(ddp=False))
 

@@ -22,6 +22,7 @@ from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import show_progress_bars_in_terminals_only, show_warnings
+from ebft.launch.worker import watch_parent
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -67,6 +68,7 @@ def options(
 
 def main() -> None:
     """Run the command line."""
+    watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()
     app()

@@ -117,10 +117,18 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     with warnings.catch_warnings(record=True) as found:
         run_config = load_config(config, overrides)
         plan = plan_launch(options, run_config)
+        _check_passed_on(plan)
         check_runnable(run_config, plan.processes if plan.launcher else None)
     for warning in found if plan.launcher is None else ():
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     return run_config, plan
+
+
+def _check_passed_on(plan: Plan) -> None:
+    if plan.options.passed_on:
+        from ebft.launch.passed_on import check_passed_on  # imports the launcher, which is slow
+
+        check_passed_on(plan)
 
 
 def announce(plan: Plan) -> None:

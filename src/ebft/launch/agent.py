@@ -8,7 +8,6 @@ the main thread sends each signal to the processes and waits for as long as they
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -23,11 +22,12 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
 
-from ebft.errors import ConfigError, LaunchError, cause
+from ebft.errors import LaunchError, cause
 from ebft.launch.command import environment, launcher_arguments
+from ebft.launch.passed_on import parsed_arguments
 from ebft.launch.plan import ACCELERATE, Plan
 from ebft.launch.signals import SIGNALS, passed_on, received_signals
-from ebft.launch.worker import COMMAND, FAILED, FOLDER, TRACEBACK, typed_command
+from ebft.launch.worker import COMMAND, FAILED, FOLDER, PARENT, TRACEBACK, typed_command
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _KILLING = 3  # so many times Ctrl-C kills processes that do not end
@@ -44,7 +44,11 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
     accept, KeyboardInterrupt if a signal arrives before they have started.
     """
     start = _prepared(plan.launcher, launcher_arguments(plan, words))
-    with _launch_folder() as folder, _variables(environment(plan) | {FOLDER: str(folder)}), _quiet():
+    with (
+        _launch_folder() as folder,
+        _variables(environment(plan) | {FOLDER: str(folder), PARENT: str(os.getpid())}),
+        _quiet(),
+    ):
         command = typed_command(["ebft", *words, *plan.options.words()])
         (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
         with received_signals() as received:
@@ -54,20 +58,11 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
 
 def _prepared(launcher: str, arguments: list[str]) -> Callable[[], None]:
     """The call of the launcher with its parsed arguments."""
+    parsed = parsed_arguments(launcher, arguments)
     if launcher == ACCELERATE:
-        from accelerate.commands.launch import launch_command, launch_command_parser
-
-        parse, run = launch_command_parser().parse_args, launch_command
+        from accelerate.commands.launch import launch_command as run
     else:
-        from torch.distributed.run import parse_args as parse
         from torch.distributed.run import run
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written):
-            parsed = parse(arguments)
-    except SystemExit:  # of argparse, which has written its usage and the problem
-        problem = written.getvalue().strip().rpartition("error: ")[2]
-        raise ConfigError(f"Options after --: {launcher} does not accept them: {problem}.") from None
     return lambda: run(parsed)
 
 

@@ -11,13 +11,18 @@ from ebft.launch.plan import ACCELERATE, PORT, RAY, Plan
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
 THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
+PROGRAM = "ebft.cli"  # the module that each process runs
 _LOCAL = "127.0.0.1"
 
 
 def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
     """The arguments of the plan's launcher that start `ebft WORDS` in each process."""
-    build = _accelerate if plan.launcher == ACCELERATE else _torchrun
-    return [*build(plan), *plan.options.passed_on, "--module", "ebft.cli", *words]
+    return [*own_options(plan), *plan.options.passed_on, "--module", PROGRAM, *words]
+
+
+def own_options(plan: Plan) -> list[str]:
+    """The options of the plan's launcher that follow from the options of `ebft train`."""
+    return (_accelerate if plan.launcher == ACCELERATE else _torchrun)(plan)
 
 
 def environment(plan: Plan) -> dict[str, str]:

@@ -16,6 +16,7 @@ LAUNCHERS = (ACCELERATE, TORCHRUN, PYTHON)
 RAY = "ray"  # the launcher of a plan with use_ray: true, which is not an option
 RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the Ray cluster that the command connects to
 PORT = 29500  # the default of accelerate and torchrun for several machines
+_MOST = 4096  # processes on one machine
 _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
 
@@ -212,7 +213,7 @@ def _check_machines(options: LaunchOptions) -> None:
             if value:  # rank 0 is the only machine
                 raise ConfigError(f"{name} is for several machines. Set --num-machines, or remove it.")
         return
-    if options.main_process_ip is None:
+    if not (options.main_process_ip or "").strip():
         raise ConfigError(
             f"--num-machines {machines} requires --main-process-ip: the address of the machine with --machine-rank 0, "
             "the same on every machine."
@@ -248,6 +249,8 @@ def _check_count(processes: int, options: LaunchOptions, gpus: int) -> None:
             f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
         )
     here = processes // machines
+    if here > _MOST:
+        raise ConfigError(f"--num-processes {processes}: one machine can run at most {_MOST} processes.")
     if 0 < gpus < here:
         each = "" if machines == 1 else f" ({here} per machine)"
         raise ConfigError(

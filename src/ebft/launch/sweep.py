@@ -19,6 +19,7 @@ from ebft.paths import check_regular
 
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
 _LONGEST = 120  # characters of a name, which is the name of a folder
+_SPACE = re.compile(r"\s")
 _OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
 
 
@@ -78,6 +79,7 @@ def _grid(path: Path, lists: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}. Use [{values!s:.60}].")
         if not values:
             raise ConfigError(f"{path}: {key}: the list is empty. Give at least one value, or remove the key.")
+        _check_values(path, {key: values})
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values))
 
@@ -87,16 +89,30 @@ def _explicit(path: Path, place: int, entry: Any) -> dict[str, Any]:
         raise ConfigError(f"{path}: entry {place + 1}: expected a mapping of keys to values, got {entry!r:.60}.")
     for key in entry:
         _check_key(path, key)
+    _check_values(path, entry)
     return entry
 
 
 def _check_key(path: Path, key: Any) -> None:
     if not isinstance(key, str) or not all(key.split(".")) or "=" in key:
         raise ConfigError(f"{path}: {key!r:.60} is not a config key.")
+    if _SPACE.search(key):
+        raise ConfigError(f"{path}: {key!r:.60} is not a config key, because it contains a space. Remove the space.")
     if key in _OWN:
         raise ConfigError(
             f"{path}: {key} cannot be swept: each run has a folder in output_dir, and resumes from its own checkpoints."
         )
+
+
+def _check_values(path: Path, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:  # of the YAML tags !!binary and !!set, for example
+            raise ConfigError(
+                f"{path}: {key}: {value!r:.60} cannot be the value of a key ({error}). Use numbers, text, true, false, "
+                "null, lists or mappings, without a YAML tag such as !!binary or !!set."
+            ) from None
 
 
 def _canonical(values: dict[str, Any]) -> str:

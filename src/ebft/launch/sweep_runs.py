@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from ebft.errors import ConfigError, EBFTError
 from ebft.launch.plan import LaunchOptions
 from ebft.launch.signals import passed_on, received_signals
 from ebft.launch.sweep import Combination
+from ebft.launch.worker import PARENT
 from ebft.secrets import without_secrets
 
 RESULTS = "sweep.json"
@@ -32,6 +34,7 @@ EVALUATION = "evaluation.json"
 # Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
 _MEASURE = ("rl", "ebft", "trl", "evaluation")
 _METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
+_RESUMING = {"auto_resume_from_checkpoints": None}  # differs between the commands of a run
 _POLL = 0.1  # seconds
 _FAILED = 1
 
@@ -81,21 +84,33 @@ class Sweep:
 
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
-        own = [f"output_dir={json.dumps(run.output_dir)}", "auto_resume_from_checkpoints=true"]
+        resumes = "false" if self._has_other_rows(run) else "true"
+        own = [f"output_dir={json.dumps(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
         return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
 
     def is_finished(self, run: SweepRun) -> bool:
         """Whether the run has ended before with the same config, and its model is there."""
         found = read_run(Path(run.output_dir))
-        if found.get("state") != "finished":
+        if found.get("state") != "finished" or self._has_other_rows(run):
             return False
         from ebft.run.final import final_step  # imports transformers, which is not needed by a new sweep
         from ebft.run.record import description
 
-        words = self.words(run)
-        config = load_config(self.config, words[2 : len(words) - len(self.options.words())])
+        config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
         now = json.loads(json.dumps(description(config)["config"]))
-        return found.get("config") == now and final_step(Path(run.output_dir)) is not None
+        before = found.get("config")
+        is_same = isinstance(before, dict) and now | _RESUMING == before | _RESUMING
+        return is_same and final_step(Path(run.output_dir)) is not None
+
+    def _has_other_rows(self, run: SweepRun) -> bool:
+        """Whether the files of `datasets` have changed since the run began, so that it must not be resumed."""
+        recorded = read_run(Path(run.output_dir)).get("data_digests")
+        if recorded is None:
+            return False
+        from ebft.run.record import data_digests  # imports datasets
+
+        now = data_digests(load_config(self.config, self._overrides(run)))
+        return len(now) == len(recorded) and any(None not in (a, b) and a != b for a, b in zip(now, recorded))
 
     def train_all(self, say: Callable[[str], None]) -> int:
         """Train and evaluate all runs, and store the results; returns the exit status.
@@ -204,16 +219,30 @@ def _check_overrides(overrides: Sequence[str], combinations: Sequence[Combinatio
 
 
 def _identity(config: RunConfig, folder: Path) -> str:
-    """What an evaluation depends on: its settings, and the trained model."""
+    """What an evaluation depends on: its settings, the held-out rows, the base model, and the trained model.
+
+    The rows are known by the contents of their files, the models by the sizes and times of their files.
+    """
+    from ebft.data.fingerprint import content_digest  # imports datasets
+    from ebft.data.locate import lasting_name
+
     settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    changed = [str(path.stat().st_mtime_ns) for path in sorted(folder.glob("ebft_final.json"))]
-    return hashlib.sha256("\n".join([settings, *changed]).encode()).hexdigest()
+    rows = [content_digest(entry) for entry in config.test_datasets or config.datasets]
+    base = Path(lasting_name(config.base_model))
+    files = [*sorted(folder.glob("ebft_final.json")), *(sorted(base.iterdir()) if base.is_dir() else ())]
+    changed = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    return hashlib.sha256(json.dumps([settings, rows, changed]).encode()).hexdigest()
 
 
 def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:
     """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
     output = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen([sys.executable, "-m", "ebft.cli", *words], stdout=output, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ebft.cli", *words],
+        env={**os.environ, PARENT: str(os.getpid())},
+        stdout=output,
+        start_new_session=True,
+    )
     sent = 0
     while process.poll() is None:
         for number in received[sent:]:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +13,15 @@ FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the proce
 TYPED = (
     "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if they are not those of the process
 )
+PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error
 TRACEBACK = "traceback"  # file in it: the traceback of that process, if its error has no message for users
 # Variables that launchers set; the last one by accelerate's launcher, which sets no others for a single process.
 _OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")
 _ENDED = 130  # exit status of a process that starts after the launch was interrupted
+
+_POLL = 1.0  # seconds between two looks at the parent
 
 _folder: Path | None = None
 _typed: list[str] | None = None
@@ -106,6 +112,30 @@ def leave_traceback(text: str) -> bool:
 def has_failed() -> bool:
     """Whether a process of this launch has reported an error, so that training cannot go on."""
     return _folder is not None and (_folder / FAILED).exists()
+
+
+def watch_parent() -> None:
+    """Stop this process, as SIGTERM does, when the command that started it is gone: SIGKILL cannot be passed on."""
+    value = os.environ.pop(PARENT, None)  # processes that this one starts have another parent
+    if value is not None:
+        threading.Thread(target=_watch, args=(int(value), os.getppid()), name="parent", daemon=True).start()
+
+
+def _watch(command: int, parent: int) -> None:
+    """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
+    while os.getppid() == parent and _exists(command):
+        time.sleep(_POLL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 def _rank() -> str:

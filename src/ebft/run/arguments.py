@@ -4,14 +4,17 @@ The tables contain keys with the same or another name in transformers; the funct
 """
 
 import math
+import os
 from typing import Any
 
 from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
 from ebft.run.checks import Machine
 from ebft.run.deepspeed import deepspeed_settings
 from ebft.run.fsdp import fsdp_arguments
 from ebft.run.trackers import trackers
 
+_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable of accelerate
 _SAME_NAME = (
     "learning_rate",
     "weight_decay",
@@ -63,7 +66,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs |= {
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
-        "bf16": use_bf16(config, machine),
+        "bf16": _precision_of_config(config, machine) == "bf16",
         "deepspeed": deepspeed_settings(config.deepspeed),
         "use_cpu": not machine.has_accelerator,
         "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
@@ -96,6 +99,25 @@ def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
     if config.cosine_min_lr_ratio is None:
         return config.lr_scheduler, config.lr_scheduler_kwargs
     return "cosine_with_min_lr", {**(config.lr_scheduler_kwargs or {}), "min_lr_rate": config.cosine_min_lr_ratio}
+
+
+def _precision_of_config(config: RunConfig, machine: Machine) -> str:
+    """The precision of the config, as accelerate names it.
+
+    transformers reads it from the environment, where accelerate's launcher puts the value of its own config file, if
+    neither bf16 nor fp16 is used. Raises ConfigError if the two contradict each other.
+    """
+    ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
+    theirs = os.environ.get(_PRECISION, "no").lower()
+    if theirs not in ("no", ours):
+        key = "bf16: true" if theirs == "bf16" else "fp16: true" if theirs == "fp16" else "bf16 or fp16"
+        given = f"fp16: {str(config.fp16).lower()}" if theirs == "fp16" else f"bf16: {str(config.bf16).lower()}"
+        raise ConfigError(
+            f"The environment variable {_PRECISION} is {theirs:.60}, which contradicts {given} of the config, with "
+            f"which the precision is {ours} here. It is set by hand, or by accelerate launch from its own config file. "
+            f"Set {key} in the config, or unset the variable (accelerate launch --mixed_precision no)."
+        )
+    return ours
 
 
 def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:

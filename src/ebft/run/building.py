@@ -1,6 +1,5 @@
 """The trainer of a config, with its arguments and callbacks, for this machine."""
 
-import os
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from ebft.health.callback import HealthCallback
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.over_transformers import use_one_gpu
 from ebft.run.arguments import training_kwargs
-from ebft.run.checks import Machine
+from ebft.run.checks import Machine, launched_processes
 from ebft.run.learning_rates import rates_of
 from ebft.run.plugins import add_plugins
 from ebft.run.stopping import stopping_callbacks
+from ebft.run.wrapping import check_wrapping
 from ebft.serving.server import VLLMServer
 
 
@@ -45,6 +45,7 @@ def build_trainer(
     server: VLLMServer | None = None,
 ) -> Trainer:
     """The trainer of the config's method."""
+    check_wrapping(config, model)
     trainer = config.method.build_trainer(
         config,
         model,
@@ -75,7 +76,7 @@ def this_machine() -> Machine:
     return Machine(
         has_accelerator=torch.accelerator.is_available(),
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
+        processes=launched_processes(),
         devices=_devices(),
     )
 

@@ -16,6 +16,9 @@ from ebft.run.fsdp import offloads
 from ebft.run.optimizer import check_optimizer
 from ebft.run.trackers import check_report_to
 
+_OF_LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # read by PyTorch
+_UNSET = f"Start training with ebft train or a launcher such as torchrun, or unset {', '.join(_OF_LAUNCHERS)}."
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -62,7 +65,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     check_types(config)
-    _check_processes(config, int(os.environ.get("WORLD_SIZE", 1)) if processes is None else processes)
+    _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
     _check_not_overwritten(config)
     check_deepspeed(config)
@@ -72,6 +75,26 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
         from ebft.run.plugins import check_plugins  # imports transformers
 
         check_plugins(config.plugins)
+
+
+def launched_processes() -> int:
+    """The number of processes of the launch to which this process belongs; 1 without a launcher.
+
+    Raises ConfigError if the environment variables of launchers are incomplete or no numbers.
+    """
+    found = {name: os.environ[name] for name in _OF_LAUNCHERS if name in os.environ}
+    for name, value in found.items():
+        if name != "MASTER_ADDR" and (not value.isdecimal() or (name == "WORLD_SIZE" and int(value) == 0)):
+            raise ConfigError(f"The environment variable {name} is {value!r:.60}; expected a number. {_UNSET}")
+    processes = int(found.get("WORLD_SIZE", 1))
+    missing = [name for name in _OF_LAUNCHERS if name not in found]
+    if missing and ("LOCAL_RANK" in found or processes > 1):
+        given = "LOCAL_RANK" if "LOCAL_RANK" in found else "WORLD_SIZE"
+        raise ConfigError(
+            f"The environment variable {given} is set, as launchers do, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not. {_UNSET}"
+        )
+    return processes
 
 
 def imported_names(config: RunConfig) -> list[str]:

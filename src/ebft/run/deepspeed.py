@@ -29,7 +29,7 @@ def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any]
     path = shipped_configs().get(deepspeed, Path(deepspeed))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"deepspeed: {deepspeed} cannot be read as JSON ({cause(error)}). Give the path to a JSON file, or one of "
             f"{', '.join(shipped_configs())}, which `ebft fetch {FETCH}` copies."
@@ -43,16 +43,16 @@ def check_deepspeed(config: RunConfig) -> None:
     """Raise ConfigError for a DeepSpeed config that cannot be used by the run."""
     if config.deepspeed is None:
         return
-    if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
     for problem in _problems(deepspeed_settings(config.deepspeed), config):
         raise ConfigError(problem)
+    if find_spec("deepspeed") is None:
+        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
 
 
 def _problems(settings: dict[str, Any], config: RunConfig) -> Iterator[str]:
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):  # true is equal to 1
         yield f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r:.60}."
     if stage == 3 and not config.method.runs_plain_model:
         yield (

@@ -38,9 +38,11 @@ from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
 from ebft.run.record import recorded
+from ebft.run.replicas import check_same_everywhere
 from ebft.run.same_run import optimizer_keys, write_run_keys
 from ebft.run.start_summary import start_summary
 from ebft.run.trackers import tracker_environment
+from ebft.run.wrapping import check_wrapping_of
 from ebft.serving.managed import await_ready, managed_server
 from ebft.serving.server import VLLMServer
 
@@ -139,7 +141,11 @@ def _train_with(
     optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
     if files is not None and finished is None:
         files.describe(optimizer=optimizer)
-    check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
+    if this_machine().processes > 1:
+        check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
+    model_config = load_model_config(config)
+    check_sequence_len(config.sequence_len, model_config, config.base_model)
+    check_wrapping_of(config, model_config)
     load_on_first_process(args)
     model = load_model(
         config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=config.method.head(config)
