@@ -10,7 +10,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.health.callback import HealthCallback
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.over_transformers import use_one_gpu
+from ebft.over_transformers import is_torch_tf32_available, use_one_gpu
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
 from ebft.run.plugins import add_plugins
@@ -72,6 +72,7 @@ def this_machine() -> Machine:
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         processes=int(os.environ.get("WORLD_SIZE", 1)),
         devices=_devices(),
+        supports_tf32=is_torch_tf32_available(),
     )
 
 
