@@ -105,6 +105,17 @@ class HardwareKeys(PrecisionKeys):
     gradient_checkpointing_kwargs: CheckpointingKwargs | None = Field(
         None, description="Arguments of gradient checkpointing."
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _does_not_offload(cls, value: Any) -> Any:
+        if value in ("offload", "offload_disk"):
+            raise ValueError(
+                f"gradient_checkpointing: {value} is not supported: activations are recomputed, and not offloaded. Use "
+                "gradient_checkpointing: true."
+            )
+        return value
+
     torch_compile: bool = Field(False, description="Compile the model with torch.compile (SFT only).")
     ddp: bool | None = Field(
         None,
