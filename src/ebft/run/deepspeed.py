@@ -43,10 +43,12 @@ def check_deepspeed(config: RunConfig) -> None:
     """Raise ConfigError for a DeepSpeed config that cannot be used by the run."""
     if config.deepspeed is None:
         return
-    if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
     for problem in _problems(deepspeed_settings(config.deepspeed), config):
         raise ConfigError(problem)
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'. Or remove it to use DDP."
+        )
 
 
 def _problems(settings: dict[str, Any], config: RunConfig) -> Iterator[str]:
