@@ -214,7 +214,7 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
         words = shlex.split(command)[1:]
         done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
         assert done.exit_code == 0, (command, done.stderr)
-    command = said.partition("confidence intervals: ")[2].splitlines()[0]
+    command = said.partition("confidence intervals:\n  ")[2].splitlines()[0]
     assert command.startswith(f"ebft evaluate {run_file} adapter=lora")
     assert ebft(*shlex.split(command)[1:]).exit_code == 0
     ebft("report", out)
