@@ -30,7 +30,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import ModelOutput, is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import (
+    ModelOutput,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_torch_tf32_available,
+)
 from transformers.utils.quantization_config import QuantizationMethod
 
 __all__ = [
@@ -51,6 +56,7 @@ __all__ = [
     "has_running_state",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",
+    "is_torch_tf32_available",
     "load_weights",
     "override_attn_implementation",
     "read_gguf_metadata",

@@ -207,14 +207,14 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
     ended = ebft("train", run_file, *keys)
     assert ended.exit_code == 0, ended.stderr
     said = plain(ended.stderr)
-    assert "(steps 1 and 2): " in said and f"Report: {out / 'report.html'}" in said
+    assert "(steps 1 and 2):\n  eval_" in said and f"Report: {out / 'report.html'}" in said
     (line,) = [line for line in said.splitlines() if line.startswith("Next: ")]
     assert line == f"Next: ebft show '{out}'; ebft inference '{out}'; ebft merge-lora '{out}'"
     for command in line.removeprefix("Next: ").split("; "):
         words = shlex.split(command)[1:]
         done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
         assert done.exit_code == 0, (command, done.stderr)
-    command = said.partition("confidence intervals: ")[2].splitlines()[0]
+    command = said.partition("confidence intervals:\n  ")[2].splitlines()[0]
     assert command.startswith(f"ebft evaluate {run_file} adapter=lora")
     assert ebft(*shlex.split(command)[1:]).exit_code == 0
     ebft("report", out)

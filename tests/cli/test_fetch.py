@@ -1,6 +1,7 @@
 """`ebft fetch` as a user runs it."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -30,9 +31,12 @@ def test_without_a_name_everything_is_listed(ebft, tiny_model):  # noqa: F811
 def test_examples_go_where_they_are_wanted(ebft, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ebft("fetch", "examples").stdout == "examples\n"
-    assert ebft("fetch", "examples", *place).stdout == "mine\n"
-    result = ebft("config", "--check", "mine/strided_text_lora.yaml")
-    assert result.exit_code == 0, result.output
+    copied = ebft("fetch", "examples", *place)
+    assert copied.stdout == "mine\n"
+    fetch, train = [shlex.split(line) for line in copied.stderr.splitlines()[1:]]
+    assert fetch == ["ebft", "fetch", "smollm2-135m"] and train[:3] == ["ebft", "train", "mine/strided_text_lora.yaml"]
+    result = ebft("config", "--check", *train[2:])
+    assert result.exit_code == 0 and "smollm2-135m" in result.output, result.output
     (tmp_path / "mine" / "verifier.py").write_text("mine")
     assert ebft("fetch", "examples", *place).exit_code == 2
     assert ebft("fetch", "examples", *place, "--force").exit_code == 0

@@ -117,6 +117,11 @@ def test_an_unknown_key_in_a_list_entry(write):
         ("learning_rate: high\n", "learning_rate: invalid value 'high'; expected a number."),
         ("micro_batch_size: 0\n", "micro_batch_size: invalid value 0; expected a value of at least 1."),
         ("micro_batch_size: true\n", "micro_batch_size: invalid value True; expected an integer."),
+        (
+            "gradient_checkpointing: offload_disk\n",
+            "gradient_checkpointing: offload_disk is not supported: activations are recomputed, and not offloaded. Use "
+            "gradient_checkpointing: true.",
+        ),
         ("bf16: maybe\n", "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
         ("seed: 5000000000\n", "seed: invalid value 5000000000; expected a value of at most 4294967295."),
         (

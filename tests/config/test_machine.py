@@ -1,6 +1,10 @@
+import warnings
+from dataclasses import replace
+
 import pytest
 
 from ebft.errors import ConfigError
+from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine, check_machine
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
@@ -30,6 +34,18 @@ def test_what_the_machine_lacks_is_refused(make, machine, keys, message):
 def test_sharding_on_cpu_gives_a_warning(make):
     with pytest.warns(UserWarning, match="fsdp on CPU is slow"):
         check_machine(make(fsdp=True), Machine(has_accelerator=False, supports_bf16=False, processes=2))
+
+
+def test_tf32_without_its_hardware_has_no_effect(make):
+    config = make(tf32=True)
+    with pytest.warns(UserWarning, match="tf32: true has no effect: it requires an Ampere or newer GPU"):
+        check_machine(config, GPU)
+    assert "tf32" not in training_kwargs(config, GPU, rows=1, has_eval=False)
+    able = replace(GPU, supports_tf32=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_machine(config, able)
+    assert training_kwargs(config, able, rows=1, has_eval=False)["tf32"] is True
 
 
 def test_what_is_there_may_be_used(make):

@@ -28,7 +28,8 @@ from ebft.run.deepspeed import check_deepspeed
             {"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
             "SFT .* trains on rows of input_ids and labels",
         ),
-        ({"deepspeed": {}}, "pip install deepspeed"),
+        ({"deepspeed": {}}, r"pip install 'ebft\[deepspeed\]'"),
+        ({"deepspeed": "zero4"}, "deepspeed: zero4 cannot be read .* one of zero1"),
         (
             {"sample_packing": True, "group_by_length": True},
             "group_by_length groups rows by length, but sample_packing",

@@ -47,7 +47,10 @@ def structured(tmp_path=None, rl="ebft", **keys):
             "1 weights for 2 rewards: feature_",
         ),
         ({"trl": {"reward_funcs": ["feature_matching"]}}, "feature_matching, feature_matching contains a duplicate"),
-        ({"trl": {"reward_funcs": ["nomodule.f"]}}, "trl.reward_funcs: 'nomodule.f' refers to function 'f'"),
+        (
+            {"trl": {"reward_funcs": ["nomodule.f"]}},
+            "'nomodule.f' refers to function 'f'.* Run the command in the folder of nomodule, or add ",
+        ),
         ({"trl": {"vllm_guided_decoding_regex": "a"}}, "vllm_guided_decoding_regex requires vLLM"),
         ({"trl": {"sync_ref_model": True}}, "sync_ref_model requires a reference model"),
         ({**LORA, "trl": {"use_vllm": True}, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),

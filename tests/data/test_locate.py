@@ -79,6 +79,12 @@ def test_name_like_one_to_fetch_is_told(hub):
         locate("smollm2-135", "model", "base_model")
 
 
+def test_a_model_that_can_be_fetched_without_the_hub(hub):
+    hub(OSError("no route"))
+    with pytest.raises(ModelError, match=r"provides smollm2-135m\).* base_model=smollm2-135m after `ebft fetch smoll"):
+        locate("HuggingFaceTB/SmolLM2-135M-Instruct", "model", "base_model")
+
+
 def test_offline_mode_leaves_the_cache_to_the_library(hub, monkeypatch):
     asked = hub(None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

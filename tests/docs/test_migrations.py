@@ -143,7 +143,7 @@ def test_from_trl_as_a_config(chat_model_dir, tmp_path):
     results = run_all([[*command[:3], *small, *command[3:]] for command in commands], tmp_path)
     assert "Model saved in outputs/config" in results[0]
     assert "Model saved in outputs/config-grpo" in results[1]
-    assert "cfm_loss" in results[2]
+    assert "cfm_loss" in results[2] and "is_correct_pass@1" in results[2] and "is_correct_greedy" in results[2]
 
 
 def _logged(state: Path) -> set[str]:

@@ -113,7 +113,7 @@ def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
         (["base_model=/no/model"], "model", "'/no/model' does not exist"),
         (["datasets.0.path=/no/data.jsonl"], "data", "'/no/data.jsonl' does not exist"),
         (["sequence_len=100000"], "model", "positions"),
-        (["deepspeed=zero2"], "settings", "pip install deepspeed"),
+        (["deepspeed=zero2"], "settings", "pip install 'ebft[deepspeed]'"),
         (["deepspeed=zero3.json"], "settings", "zero3.json cannot be read as JSON"),
         (["resume_from_checkpoint=/no/checkpoint"], "checkpoint", "is not a folder"),
         (["optimizer=adamm"], "settings", "not known to transformers"),

@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_example_config_is_copied(tmp_path):
     copies = copy_examples(tmp_path / "examples")
-    in_repository = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".yaml", ".py")}
-    assert {path.name for path in copies} == in_repository and len(in_repository) > 5
-    for copy in copies:
-        assert copy.read_bytes() == (ROOT / "examples" / copy.name).read_bytes()
+    places = {copy.relative_to(tmp_path / "examples") for copy in copies}
+    source = ROOT / "examples"
+    in_repository = {path.relative_to(source) for path in source.rglob("*") if path.suffix in (".yaml", ".py")}
+    assert places == in_repository and Path("quickstart/smollm2.yaml") in places
+    for place in places:
+        assert (tmp_path / "examples" / place).read_bytes() == (source / place).read_bytes()
 
 
 def test_changed_files_are_kept_unless_forced(tmp_path):
@@ -51,5 +53,4 @@ def test_built_package_has_the_examples(tmp_path):
     subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(source)], check=True)
     with zipfile.ZipFile(next(tmp_path.glob("ebft-*.whl"))) as wheel:
         packed = {name.rpartition("/")[2] for name in wheel.namelist() if name.startswith("ebft/examples/")}
-    quickstart = {path.name for path in (ROOT / "examples" / "quickstart").iterdir()}
-    assert packed == {path.name for path in example_files()} | quickstart
+    assert packed == {path.name for path in example_files()}

@@ -62,14 +62,14 @@ def test_evaluations_come_first():
 def test_the_steps_of_the_evaluations_and_the_command_that_compares_the_models():
     log = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4]) + [{"step": 33, "train_loss": 1.0}]
     text = training_outcome(log, "ebft evaluate 'my run.yaml'")
-    assert "First and last evaluation (steps 0 and 20): eval_cfm_loss" in text
-    assert text.endswith("confidence intervals: ebft evaluate 'my run.yaml'")
+    assert "First and last evaluation (steps 0 and 20):\n  eval_cfm_loss" in text
+    assert text.endswith("confidence intervals:\n  ebft evaluate 'my run.yaml'")
 
 
 def test_unresolved_health_conditions_are_said_first():
     for log in ([], evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2])):
         text = training_outcome(log, unresolved=["no signal", "low alignment"])
-        assert ". Reported in health.jsonl and still so at the end: no signal, low alignment." in text
+        assert "\nReported in health.jsonl and still so at the end: no signal, low alignment." in text
         assert "health.jsonl" not in training_outcome(log)
 
 

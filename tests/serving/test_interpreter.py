@@ -30,7 +30,7 @@ def test_no_package(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()  # a folder of the user's own is not the package
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install vllm.*set vllm.python"):
+    with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install 'ebft.vllm.'.*set vllm.python"):
         find_interpreter(None)
     with pytest.raises(ConfigError, match=f"vllm.python: the package vllm is not installed in {sys.executable}"):
         find_interpreter(sys.executable)

@@ -1,6 +1,7 @@
 """`ebft fetch [NAME]`: download a pretrained model, or copy the configs of the package."""
 
 import difflib
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,13 @@ ebft fetch deepspeed_configs
 ebft fetch models/some-model.gguf --output models/some-model
 """
 EXAMPLES = "examples"
+SMALL = "smollm2-135m"
+# The config and the overrides that `ebft fetch examples` suggests: they need no access to the Hub, and fit a CPU.
+OWN_TEXT = (
+    "strided_text_lora.yaml",
+    *(f"base_model={SMALL}", "special_tokens=", "sequence_len=256", "max_steps=20"),
+    *("datasets.0.path=my_texts/", "datasets.0.split=train", "val_set_size=0.1"),
+)
 COPIED = {EXAMPLES: "example configs to start from", FETCH: "DeepSpeed configs"}
 
 
@@ -107,15 +115,17 @@ def _copy_examples(to: Path, force: bool) -> None:
     from ebft.fetch.examples import copy_examples
 
     copies = copy_examples(to, force)
-    first = next(path for path in copies if path.suffix == ".yaml")
-    typer.echo(f"{len(copies)} files are in {to}. Run one with: ebft train {first}", err=True)
+    config = next(path for path in copies if path.name == OWN_TEXT[0])
+    typer.echo(f"{len(copies)} files are in {to}. To train on a folder of text files, with a small model:", err=True)
+    for command in (f"ebft fetch {SMALL}", shlex.join(["ebft", "train", str(config), *OWN_TEXT[1:]])):
+        typer.echo(f"  {command}", err=True)
     typer.echo(to)
 
 
 def _copy_deepspeed(to: Path, force: bool) -> None:
     from ebft.fetch.examples import copy_files
 
-    copies = copy_files(list(shipped_configs().values()), to, force, FETCH)
+    copies = copy_files({path: Path(path.name) for path in shipped_configs().values()}, to, force, FETCH)
     typer.echo(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
     typer.echo(to)
 

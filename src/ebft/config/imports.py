@@ -28,7 +28,8 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
             raise error(f"{key}: importing {module!r} for {name!r} failed: {what_happened(failure)}.") from failure
         raise error(
             f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
-            f"{os.getcwd()} or in the installed packages.{hint}"
+            f"{os.getcwd()} or in the installed packages. Run the command in the folder of {module.partition('.')[0]}, "
+            f"or add that folder to PYTHONPATH.{hint}"
         ) from failure
     if not callable(vars(found).get(function)):
         raise no_function(key, name, module, function, _functions(found), error)

@@ -78,7 +78,8 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     assumed = f"{key}: {shortened(name)!r} is not a local path, so it was interpreted as a Hub id"
-    if kind == "model" and (near := nearest_model(name)) is not None:
+    near = nearest_model(name) if kind == "model" else None
+    if near is not None:
         assumed += f" (`ebft fetch` provides {near})"
     if constants.HF_HUB_OFFLINE:
         return  # the library reads its cache, or immediately reports what is missing in it
@@ -92,7 +93,8 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     except (RepositoryNotFoundError, HFValidationError) as unknown:
         raise error(f"{assumed}, but there is no such {kind} on the Hub. Correct the id or the path.") from unknown
     except Exception as unreachable:  # the client's transport errors have no common public base class
+        fetched = "" if near is None else f", {key}={near} after `ebft fetch {near}`"
         raise error(
-            f"{assumed}, but the Hub cannot be reached ({cause(unreachable)}). Use a local path, or set "
+            f"{assumed}, but the Hub cannot be reached ({cause(unreachable)}). Use a local path{fetched}, or set "
             "HF_HUB_OFFLINE=1 if the files are in the local cache."
         ) from unreachable

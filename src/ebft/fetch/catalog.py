@@ -89,5 +89,6 @@ def require_gguf(what: str) -> None:
 
 
 def nearest_model(name: str) -> str | None:
-    """The known model whose name is most similar to `name`, if any."""
-    return next(iter(difflib.get_close_matches(name.lower(), MODELS, n=1)), None)
+    """The known model that has the hub id `name`, or else the most similar name, if any."""
+    made_from = next((known for known, model in MODELS.items() if model.hub_id.lower() == name.lower()), None)
+    return made_from or next(iter(difflib.get_close_matches(name.lower(), MODELS, n=1)), None)

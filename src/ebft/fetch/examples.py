@@ -8,32 +8,42 @@ from pathlib import Path
 from ebft.errors import FetchError
 
 
+def examples_folder() -> Path:
+    """The folder of the examples in the package."""
+    return Path(str(files("ebft") / "examples"))
+
+
 def example_files() -> list[Path]:
     """The configs, and the modules with the functions that some of them name."""
-    folder = Path(str(files("ebft") / "examples"))
-    return sorted([*folder.glob("*.yaml"), *folder.glob("*.py")])
+    folder = examples_folder()
+    return sorted([*folder.glob("*.yaml"), *folder.glob("*.py"), *folder.glob("quickstart/*.yaml")])
 
 
 def copy_examples(to: Path, force: bool = False) -> list[Path]:
     """Copy every example into the folder `to` and return the copies. Raises FetchError, see `copy_files`."""
-    return copy_files(example_files(), to, force, "examples")
+    folder = examples_folder()
+    return copy_files({path: path.relative_to(folder) for path in example_files()}, to, force, "examples")
 
 
-def copy_files(sources: list[Path], to: Path, force: bool, name: str) -> list[Path]:
+def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> list[Path]:
     """Copy files of the package, `name` in `ebft fetch`, into the folder `to` and return the copies.
+
+    `sources` maps each file to the path of its copy in `to`.
 
     Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
     """
-    copies = {to / source.name: source.read_bytes() for source in sources}
-    changed = [path.name for path, content in copies.items() if path.exists() and path.read_bytes() != content]
+    copies = {to / path: source.read_bytes() for source, path in sources.items()}
+    changed = [
+        str(path.relative_to(to)) for path, content in copies.items() if path.exists() and path.read_bytes() != content
+    ]
     if changed and not force:
         raise FetchError(
             f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
             f"(`ebft fetch {name} DIR`), or overwrite them with --force."
         )
     try:
-        to.mkdir(parents=True, exist_ok=True)
         for path, content in copies.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     except OSError as error:
         raise FetchError(f"Cannot write {name} to {to}: {error.strerror}. Choose another folder.") from error

@@ -1,4 +1,4 @@
-"""What a run learned, in one paragraph, from its log history."""
+"""What a run learned, in a few lines, from its log history."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def training_outcome(
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
 ) -> str:
-    """Return one paragraph on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
+    """Return a few lines on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
     `evaluate` is the command that compares the trained model with the base model, None if there is none, and
     `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
@@ -82,13 +82,13 @@ def training_outcome(
     is_known = bool(held_out) and all(change.error is not None for change in held_out)
     training = [] if is_known else list(_training_changes(log_history))
     if not held_out and not training:
-        return " ".join(_with_unresolved(_unknown(log_history, evaluate, has_held_out), unresolved))
+        return "\n".join(_with_unresolved(_unknown(log_history, evaluate, has_held_out), unresolved))
     parts = [f"Outcome: {_conclusion(training, held_out)}."]
     if training:
-        parts.append(f"First and last fifth of the training logs: {_listed(training)}.")
+        parts.append(f"First and last fifth of the training logs:{_listed(training)}")
     if held_out:
         first, last = _evaluation_steps(log_history, held_out)
-        parts.append(f"First and last evaluation (steps {first} and {last}): {_listed(held_out)}.")
+        parts.append(f"First and last evaluation (steps {first} and {last}):{_listed(held_out)}")
         if first:
             parts.append(
                 f"The first evaluation already followed {_steps(first)} of training, so it is not one of the base "
@@ -101,7 +101,7 @@ def training_outcome(
             "The standard error is unknown with fewer than four evaluations, or if they have only two different values."
         )
         parts += _comparison(evaluate)
-    return " ".join(_with_unresolved(parts, unresolved))
+    return "\n".join(_with_unresolved(parts, unresolved))
 
 
 def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_out: bool | None) -> list[str]:
@@ -122,7 +122,7 @@ def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_o
 def _comparison(evaluate: str | None) -> list[str]:
     if evaluate is None:
         return []
-    return [f"This compares the trained model with the base model and gives confidence intervals: {evaluate}"]
+    return [f"This compares the trained model with the base model and gives confidence intervals:\n  {evaluate}"]
 
 
 def _steps(count: Any) -> str:
@@ -193,7 +193,7 @@ def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def _listed(changes: list[Change]) -> str:
-    return "; ".join(map(str, changes))
+    return "".join(f"\n  {change}" for change in changes)
 
 
 def _and(names: list[str]) -> str:

@@ -116,8 +116,8 @@ def rollouts(config: RunConfig) -> Iterator[str]:
         )
     if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
         yield (
-            "trl.vllm_mode: colocate needs vLLM in this environment: pip install vllm. Or set vllm_mode: server or "
-            "managed, which can use vLLM from a separate environment (vllm.python)."
+            "trl.vllm_mode: colocate needs vLLM in this environment: pip install 'ebft[vllm]'. Or set vllm_mode: "
+            "server or managed, which can use vLLM from a separate environment (vllm.python)."
         )
     if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
         yield (

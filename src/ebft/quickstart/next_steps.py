@@ -21,7 +21,8 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
     """Print the files of the run, and what to do with one's own text and with the adapter."""
     console.print()
     for what, file in FILES:
-        console.print(f"{what + ':':26}{output / file}", highlight=False)
+        if (output / file).exists():  # there are no curves without matplotlib
+            console.print(f"{what + ':':26}{output / file}", highlight=False)
     if shutil.which("ebft") is None:
         _show("\nTo have the command `ebft` in this shell:", activate_line())
     _show("\nTrain on your own rows {input, output}:", train_line(run, "my_rows.jsonl", ROWS))

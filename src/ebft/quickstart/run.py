@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,12 @@ class Run:
     overrides: list[str]
     groups: int
     earlier: dict[str, RunConfig] = field(default_factory=dict)
+
+
+def own_copy(config_file: Path, output: Path) -> Path:
+    """A copy of a config of the package next to the results, for commands that the user repeats and changes."""
+    output.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(config_file, output / config_file.name))
 
 
 def command_line(command: str, config_file: Path, overrides: list[str]) -> str:

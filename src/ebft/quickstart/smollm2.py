@@ -19,7 +19,7 @@ from ebft.quickstart.corpus import number_of, part_of, standard_library
 from ebft.quickstart.functions import Function, functions, unique, within_tokens
 from ebft.quickstart.hardware import bfloat16_is_fast
 from ebft.quickstart.phases import Phases, console, make_once
-from ebft.quickstart.run import CONFIGS, Run
+from ebft.quickstart.run import CONFIGS, Run, own_copy
 
 NAME = "smollm2"
 OUTPUT = Path("outputs/quickstart")  # what smollm2.yaml names
@@ -55,7 +55,7 @@ def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> 
         data, max_files = output / "data", None if full else TEST["max_files"]
         made_from = [sys.version, config.base_model, PARTS, MOST_OF_A_FILE, MOST_PROMPT, BODY, max_files]
         make_once(data, made_from, lambda: write_functions(data, tokenizer, max_files))
-    return Run(CONFIG, overrides, GROUPS if full else TEST["groups"])
+    return Run(own_copy(CONFIG, output), overrides, GROUPS if full else TEST["groups"])
 
 
 def fetch(name: str) -> None:

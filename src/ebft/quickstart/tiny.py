@@ -12,7 +12,7 @@ from ebft.config.reference import changed_keys
 from ebft.quickstart.base_model import save_random_model
 from ebft.quickstart.corpus import PARTS, write_corpus
 from ebft.quickstart.phases import Phases, make_once
-from ebft.quickstart.run import CONFIGS, Run, show_command
+from ebft.quickstart.run import CONFIGS, Run, own_copy, show_command
 from ebft.quickstart.scale import SCALES, Scale
 from ebft.run.training import train
 
@@ -36,10 +36,11 @@ def prepare(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
 
     with phases.phase("base", "Base model: plain pretraining on source code"):
         made_from += [dict(changed_keys(config))]
-        show_command(base_file, overrides)
+        show_command(own_copy(base_file, output), overrides)
         make_once(base, made_from, lambda: train(config))
 
-    return Run(CONFIGS / "tiny.yaml", ebft_overrides(output, seed, scale), scale.groups, earlier={"base": config})
+    config_file = own_copy(CONFIGS / "tiny.yaml", output)
+    return Run(config_file, ebft_overrides(output, seed, scale), scale.groups, earlier={"base": config})
 
 
 def base_overrides(output: Path, scale: Scale) -> list[str]:

@@ -9,7 +9,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.health.callback import HealthCallback
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.over_transformers import use_one_gpu
+from ebft.over_transformers import is_torch_tf32_available, use_one_gpu
 from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine, launched_processes
 from ebft.run.learning_rates import rates_of
@@ -78,6 +78,7 @@ def this_machine() -> Machine:
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         processes=launched_processes(),
         devices=_devices(),
+        supports_tf32=is_torch_tf32_available(),
     )
 
 

@@ -28,6 +28,7 @@ class Machine:
     supports_bf16: bool
     processes: int = 1
     devices: tuple[str, ...] = ("cpu",)
+    supports_tf32: bool = False
 
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
@@ -48,6 +49,11 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
         warnings.warn("fsdp on CPU is slow, and only useful for tests: DDP is faster if the model fits.", stacklevel=2)
     if config.fp16 and not machine.has_accelerator:
         raise ConfigError("fp16: true requires a GPU, but none is available. Remove it, or set bf16: true.")
+    if config.tf32 and not machine.supports_tf32:
+        warnings.warn(
+            "tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.",
+            stacklevel=2,
+        )
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
 

@@ -46,7 +46,9 @@ def check_deepspeed(config: RunConfig) -> None:
     for problem in _problems(deepspeed_settings(config.deepspeed), config):
         raise ConfigError(problem)
     if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed requires the package deepspeed: pip install deepspeed. Or remove it to use DDP.")
+        raise ConfigError(
+            "deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'. Or remove it to use DDP."
+        )
 
 
 def _problems(settings: dict[str, Any], config: RunConfig) -> Iterator[str]:

@@ -154,6 +154,17 @@ class HardwareKeys(PrecisionKeys):
     torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = Field(
         None, description="Mode of torch.compile. If unset, PyTorch's default."
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _does_not_offload(cls, value: Any) -> Any:
+        if value in ("offload", "offload_disk"):
+            raise ValueError(
+                f"gradient_checkpointing: {value} is not supported: activations are recomputed, and not offloaded. Use "
+                "gradient_checkpointing: true."
+            )
+        return value
+
     ddp: bool | None = Field(
         None,
         description="true requires several processes, false a single process. If unset, either is accepted.",

