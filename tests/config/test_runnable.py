@@ -73,7 +73,7 @@ def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
         ("none.json", "none.json cannot be read as JSON"),
         ("nested.json", "nested.json cannot be read as JSON .RecursionError"),
         ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
-        ("zero2", "pip install deepspeed"),
+        ("zero2", "pip install 'ebft.deepspeed.'"),
     ],
 )
 def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, monkeypatch, tmp_path, given, message):

@@ -118,8 +118,13 @@ def resolve_carried(config: "RunConfig") -> None:
     """Replace the text of a chat template and the plugins of axolotl by the settings that they stand for."""
     if config.chat_template_jinja is not None:
         config.chat_template, config.chat_template_jinja = config.chat_template_jinja, None
-    for name in config.plugins:
-        if name.startswith(_FOREIGN):
-            reason = _PLUGINS[name.removeprefix(_FOREIGN)]
-            warnings.warn(f"plugins: {name} has no effect: {reason}.", stacklevel=2)
-    config.plugins = [name for name in config.plugins if not name.startswith(_FOREIGN)]
+    replaced = [name for name in config.plugins if name.startswith(_FOREIGN) and not _is_of_method(name, config)]
+    for name in replaced:
+        reason = _PLUGINS[name.removeprefix(_FOREIGN)]
+        warnings.warn(f"plugins: {name} has no effect: {reason}.", stacklevel=2)
+    config.plugins = [name for name in config.plugins if name not in replaced]
+
+
+def _is_of_method(name: str, config: "RunConfig") -> bool:
+    """NeMo Gym's plugin belongs to the methods with NeMo Gym's keys, which replace it."""
+    return name == f"{_FOREIGN}nemo_gym.NemoGymPlugin" and "nemo_gym_enabled" in config.method.keys.model_fields
