@@ -147,8 +147,9 @@ def test_a_log_that_cannot_be_written(tmp_path):
         Training([], tmp_path)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", ["2", "many"])
+def test_several_processes_are_refused(tmp_path, monkeypatch, count):
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(RunError, match="--tui starts the processes itself"):
         tui.train_with_dashboard([], tmp_path)

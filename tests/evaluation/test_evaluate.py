@@ -350,8 +350,9 @@ def test_a_path_is_no_config(write_config):
         evaluate(str(write_config("strided")))
 
 
-def test_several_processes_are_refused(write_config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("count", ["2", "many"])
+def test_several_processes_are_refused(write_config, monkeypatch, count):
+    monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(ConfigError, match="single process"):
         evaluate(load_config(write_config("strided")))
 

@@ -59,7 +59,7 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     If the dashboard fails, this waits for the training process instead, and passes Ctrl-C on to it.
     """
     check_terminal("ebft train --tui")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise RunError(
             "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
             "--tui and run `ebft tui` in another terminal."

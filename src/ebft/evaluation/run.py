@@ -42,8 +42,8 @@ def evaluate(
     """
     if not isinstance(config, RunConfig):
         raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("ebft evaluate supports a single process only. Start it without torchrun.")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     check_comparable(config)
     settings = Settings.of(config)
     metrics = load_metrics(config.evaluation.metrics)
