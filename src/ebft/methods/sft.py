@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from ebft.config.options import ThinkingOption
-from ebft.config.section import option_names
+from ebft.config.section import Section, option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.preview.view import RowView
+
+
+class SFTKeys(Section):
+    """Keys of SFT."""
+
+    eval_sample_packing: bool | None = Field(
+        None,
+        description="SFT: also pack held-out documents. ce_loss and ce_loss_all are the same; loss, a mean over "
+        "batches, is not. If unset, sample_packing.",
+    )
+    batch_flattening: bool | Literal["auto"] = Field(
+        False,
+        description="SFT: join the rows of each batch into one row without padding, in which documents do not attend "
+        "to each other. auto: only with flash attention. Other implementations compute the attention of all tokens of "
+        "the batch with a mask, so they are faster only if documents are short.",
+    )
 
 
 class SFT(Method):
@@ -21,11 +39,20 @@ class SFT(Method):
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
+    keys = SFTKeys
     runs_plain_model = True
     keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        if config.sample_packing and config.batch_flattening is True:
+            yield (
+                "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
+                "Remove one of them."
+            )
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
@@ -46,11 +73,9 @@ class SFT(Method):
         return ("loss", *CROSS_ENTROPY)
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
-        if config.sample_packing:
-            warnings.warn(
-                "sample_packing has no effect without `rl: ebft`: each document is a separate row", stacklevel=3
-            )
-        return train
+        from ebft.data.packing import pack_and_report
+
+        return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.sft import SFTView
@@ -58,7 +83,8 @@ class SFT(Method):
         return SFTView(tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        return {"prediction_loss_only": True}
+        # The collator selects the columns; transformers would also remove the documents of packed rows.
+        return {"prediction_loss_only": True, "remove_unused_columns": False}
 
     def arguments_class(self) -> type:
         from transformers import TrainingArguments
@@ -66,7 +92,15 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.collator import DocumentCollator
+        from ebft.data.joining import JoiningCollator
+        from ebft.data.packing import pack_rows
         from ebft.sft import SFTTrainer
 
-        return SFTTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)
+        if _packs_held_out(config) and common["eval_dataset"] is not None:
+            common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
+        collator = JoiningCollator(tokenizer.pad_token_id)
+        return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
+
+
+def _packs_held_out(config: RunConfig) -> bool:
+    return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
