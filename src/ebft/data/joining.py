@@ -13,14 +13,17 @@ from ebft.data.transforms.rows import IGNORE
 class JoiningCollator:
     """`DocumentCollator` for a plain causal LM: a packed row (`documents`) stays one row.
 
-    The batch then contains `position_ids`, which start at 0 in every document.
+    The batch then contains `position_ids`, which start at 0 in every document. The first token of a row has no label,
+    because there is nothing to predict it from: transformers counts it for models that are not in its table of losses.
     """
 
     def __init__(self, pad_token_id: int) -> None:
         self._collate = DocumentCollator(pad_token_id, with_prompt_length=False)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return self._collate([joined(row["documents"]) if "documents" in row else row for row in rows])
+        batch = self._collate([joined(row["documents"]) if "documents" in row else row for row in rows])
+        batch["labels"][:, 0] = IGNORE
+        return batch
 
 
 def joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
