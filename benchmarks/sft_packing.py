@@ -64,7 +64,7 @@ class Way:
     @property
     def padding(self) -> float:
         """The share of padding in the tokens that the model computes."""
-        if self.trainer.padding_free:
+        if self.trainer.is_padding_free(self.batches[0]):
             return 0.0
         masks = [batch["attention_mask"] for batch in self.batches]
         return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)

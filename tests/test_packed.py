@@ -107,8 +107,8 @@ def test_the_routers_loss_counts_no_padding(tmp_path):
     model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     packed = pack_rows(documents(), 16)
     trainer = make_trainer(tmp_path, model, packed)
-    assert trainer.padding_free
     batch = trainer.data_collator([packed[0], packed[3]])
+    assert trainer.is_padding_free(batch)
     inputs = model_inputs(batch, True)
     assert inputs["input_ids"].shape == (1, 25) and "attention_mask" not in inputs
     loss, _, _ = step(trainer, [[packed[0], packed[3]]])
@@ -135,8 +135,9 @@ def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
     """Its kernels read the boundaries of documents from the positions of a single row."""
     packed = pack_rows(documents(), 16)
     monkeypatch.setattr("ebft.packed.has_flash_attention", lambda model: True)
-    assert make_trainer(tmp_path, tiny_model("llama"), packed).padding_free
-    assert not make_trainer(tmp_path, tiny_model("llama"), documents()).padding_free
+    trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
+    assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
+    assert not trainer.is_padding_free(trainer.data_collator(documents()))
     inputs = model_inputs(JoiningCollator(0)([packed[0], packed[3]]), padding_free=True)
     lengths = [len(row["input_ids"]) for index in (0, 3) for row in packed[index]["documents"]]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]]
@@ -147,7 +148,26 @@ def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
 def test_automatic_flattening_depends_on_the_attention(flash, tmp_path, monkeypatch):
     monkeypatch.setattr("ebft.sft.has_flash_attention", lambda model: flash)
     trainer = make_trainer(tmp_path, tiny_model("llama"), documents(), batch_flattening="auto")
-    assert trainer.padding_free == flash
+    assert trainer.is_padding_free(trainer.data_collator(documents())) == flash
+
+
+def test_rows_that_come_packed_are_trained_as_such(tmp_path):
+    """With the lengths of their documents, as a stream has them."""
+    model, rows = tiny_model("llama"), documents()
+    expected, _ = oracle(model, rows)
+    row = {
+        "input_ids": [token for each in rows for token in each["input_ids"]],
+        "labels": [label for each in rows for label in (-100, *each["labels"][1:])],
+        "seq_lengths": LENGTHS,
+    }
+    assert step(make_trainer(tmp_path, model, [row]), [[row]])[0] == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ModelError, match="state passes from one document of a row to the next"):
+        step(make_trainer(tmp_path, tiny_model("lfm2"), [row]), [[row]])
+
+
+def test_mixed_precision_passes_the_comparison(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_model("llama"), pack_rows(documents(), 16), bf16=True)
+    assert trainer.train().metrics["train_loss"] > 0
 
 
 def test_documents_that_see_one_another_are_noticed(tmp_path, monkeypatch):
