@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from ebft.preferences.over_trl.metrics import KeepsMetrics, Logged
+from ebft.preferences.over_trl.scoring import score_in_chunks
 
 _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 
@@ -20,11 +21,29 @@ class HasReference(KeepsMetrics):
     """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
 
     ref_model: nn.Module | None
+    aux_loss_enabled: bool
 
     def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         if is_new_adapter:  # equal to no adapter, so that a second one is not needed
             self.model.delete_adapter(_REFERENCE)
+        self.replace_forwards()
+
+    def replace_forwards(self) -> None:
+        """Score in chunks. The loss of mixture-of-experts models has another term, for which TRL's forward is kept."""
+        if self.aux_loss_enabled:
+            return
+        score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *self.more_statistics()))
+        if self.ref_model is not None:
+            score_in_chunks(self.ref_model)
+
+    def more_statistics(self) -> tuple[str, ...]:
+        """What the loss needs of the policy in addition to log-probabilities."""
+        return ()
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self.replace_forwards()
+        return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def logged(self, mode: str) -> Logged:
         return self._metrics[mode]
@@ -39,6 +58,11 @@ class HasReference(KeepsMetrics):
 
 class PreparedPairs(HasReference):
     """Mixin for DPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+
+    use_weighting: bool
+
+    def more_statistics(self) -> tuple[str, ...]:
+        return ("log_sum_sq_probs",) if self.use_weighting else ()
 
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected
