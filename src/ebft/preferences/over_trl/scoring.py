@@ -1,7 +1,7 @@
 """Log-probabilities of completions without the logits of a batch, in place of the forward that TRL's trainers call.
 
-The head is applied to scored tokens only, a chunk of them at a time, and no logits are kept for the backward pass. TRL's
-own forward scores every token on CPU, and its trainers in trl.experimental keep all logits.
+The head is applied to scored tokens only, a chunk of them at a time, and no logits are kept for the backward pass.
+TRL's own forward scores every token on CPU, and its trainers in trl.experimental keep all logits.
 
 B  rows   S  tokens   R  scored tokens   D  hidden size   V  vocabulary
 """

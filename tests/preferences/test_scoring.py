@@ -1,0 +1,75 @@
+"""The loss, its gradients and its metrics with the head in chunks, and with TRL's own forward passes."""
+
+import pytest
+import torch
+
+from ebft.preferences.over_trl import scoring, with_reference
+from ebft.preferences.over_trl.without_reference import PreparedBatches
+from tests.preferences.runs import write_inputs
+from tests.preferences.test_losses import trainer_of
+
+LOSSES = [
+    ("dpo", {}),
+    ("dpo", {"dpo_use_weighting": True}),
+    ("dpo", {"dpo_loss_type": ["sigmoid", "sft"]}),
+    ("ipo", {}),
+    ("kto", {}),
+    ("orpo", {}),
+    ("simpo", {}),
+    ("simpo", {"cpo_alpha": 0.3}),
+]
+
+
+def step(*args, **changes):
+    """The loss of four rows, its gradients, and what it logs."""
+    torch.manual_seed(0)  # of the adapter
+    trainer = trainer_of(*args, **changes)
+    trainer.model.train()
+    inputs = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[index] for index in range(4)]))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in trainer.model.named_parameters() if weight.grad is not None}
+    return loss.detach(), gradients, dict(trainer.logged("train"))
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize(("method", "changes"), LOSSES)
+def test_they_are_those_of_trl(method, changes, adapter, tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    chunks = []
+    choose = scoring.choose_tokens
+    monkeypatch.setattr(scoring, "choose_tokens", lambda *args: chunks.append(1) or choose(*args))
+    loss, gradients, logs = step(method, tmp_path, adapter, **changes)
+    assert chunks
+    chunks.clear()
+    monkeypatch.setattr(with_reference, "score_in_chunks", lambda *args: None)
+    monkeypatch.delattr(PreparedBatches, "concatenated_forward")
+    expected_loss, expected_gradients, expected_logs = step(method, tmp_path, adapter, **changes)
+    assert not chunks
+    torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
+    assert gradients.keys() == expected_gradients.keys() and len(gradients) > 10
+    for name, gradient in expected_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 3e-6 * max(1, gradient.norm()), name  # float32
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
+    of_scored_tokens = {"logits/chosen", "logits/rejected", "nll_loss"} if method in ("orpo", "simpo") else set()
+    for name in expected_logs.keys() - of_scored_tokens:
+        assert logs[name] == pytest.approx(expected_logs[name], rel=1e-4, abs=1e-5), name
+    assert logs.keys() == expected_logs.keys()
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_no_tensor_of_a_step_has_the_logits_of_a_batch(method, tmp_path, monkeypatch):
+    """The head gets the scored tokens alone, at most 16 at a time here."""
+    monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1, "other": 1})
+    trainer = trainer_of(method, write_inputs(tmp_path))
+    sizes = []
+    head = trainer.model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[-2]))
+    inputs = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[index] for index in range(4)]))
+    trainer.compute_loss(trainer.model, inputs).backward()
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    scored = sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows)
+    if method == "orpo":  # whose cross-entropy includes prompts
+        scored += sum(len(row["prompt_ids"]) - 1 for row in rows)
+    passes = 2 if method == "dpo" else 1  # of the policy and of the reference
+    assert max(sizes) == 16 and sum(sizes) == passes * scored
