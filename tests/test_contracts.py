@@ -64,7 +64,7 @@ MEANINGS = {
     "_get_num_items_in_batch": "(batches, device) -> what the loss is normalised by",
     "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",
     "_get_per_token_logps_and_entropies": "(model, ids, mask, length, ...) -> what the loss needs",
-    "_get_train_sampler": "(dataset) -> a RepeatSampler",
+    "_get_train_sampler": "(dataset) -> the order of the rows of an epoch",
     "_globalstep_last_logged": "the step of the last log",
     "_init_training_state": "(...) sets the trainer state, from a checkpoint if there is one",
     "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
@@ -124,7 +124,7 @@ OF_TRAINERS = {
     SFTTrainer: {"_prepare_inputs"},
     HasReference: {"_metrics", "_precompute_ref_logps", "_total_train_tokens"},
     PreparedPairs: {"_prepare_dataset"},
-    PreparedRows: {"_prepare_dataset"},
+    PreparedRows: {"_get_train_sampler", "_prepare_dataset"},
     PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
     HasHooks: {
@@ -158,6 +158,7 @@ SEAM = ROOT / "over_transformers.py"
 OF_TRL = {
     "trl.experimental": ("cpo", "orpo"),
     "trl.models": ("unwrap_model_for_generation",),
+    "trl.trainer.kto_trainer": ("DataCollatorForUnpairedPreference",),
     "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }
 OTHERS = [  # (owner, private name, meaning), used in over_transformers.py

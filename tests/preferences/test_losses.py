@@ -107,11 +107,11 @@ def weight(model, prompt, completion):
     return (chosen - (2 * logps).logsumexp(-1)).mean()
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_kto(adapter, tmp_path):
-    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5}
+@pytest.mark.parametrize(("adapter", "precompute"), [(True, False), (False, False), (True, True)])
+def test_kto(adapter, precompute, tmp_path):
+    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, "precompute_ref_log_probs": precompute}
     trainer = trainer_of("kto", write_inputs(tmp_path), adapter, **weights)
-    rows = [trainer.train_dataset[index] for index in range(4)]  # a batch of the first epoch
+    rows = [trainer.train_dataset[index] for index in range(4)]
     assert {row["label"] for row in rows} == {True, False}
     policy, base = models(trainer, tmp_path)
 
