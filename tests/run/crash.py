@@ -68,6 +68,7 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "kto": ("judged", "chatml.intel", {**LORA, "rl": "kto", "logging_steps": 2}),
     "orpo": ("comparisons", "chatml.icr", {**LORA, "rl": "orpo", "logging_steps": 2}),
+    "simpo": ("comparisons", "chatml.icr", {"rl": "simpo", "cpo_alpha": 0.2}),
     "process_reward_model": (
         "steps",
         "stepwise_supervised",

@@ -67,9 +67,8 @@ class PreferenceMethod(Method):
         ):
             if value:
                 yield f"{key}: true is not supported by {self.name}: {reason}. Remove it."
-        for key in ("fsdp", "deepspeed"):
-            if getattr(config, key):
-                yield f"{key} is not supported by {self.name}, where it is not tested. Remove it: DDP is used instead."
+        if config.deepspeed:
+            yield f"deepspeed is not supported by {self.name}, where it is not tested. Set fsdp, or remove it for DDP."
         others = next(names for kind, names in _OF_KIND.items() if kind != self.rows)
         for entry in (*config.datasets, *config.test_datasets):
             given = entry.type.model_fields_set if isinstance(entry.type, PreferenceColumns) else ()

@@ -23,6 +23,7 @@ class PreparedBatches(KeepsMetrics):
     """Mixin for CPOTrainer and ORPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
     scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
+    loss_name = "eval_loss"
     use_dpo_data_collator: bool
     aux_loss_enabled: bool
 
@@ -57,9 +58,9 @@ class PreparedBatches(KeepsMetrics):
         return feature
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return mean log-probabilities (B,) and mean logits of scored tokens, by side, and the cross-entropy.
+        """Return mean log-probabilities (B,) and the mean logit of completions, by side, and the cross-entropy.
 
-        TRL keeps all logits, and returns them in the place of the mean logits, whose mean is logged. The loss of
+        TRL keeps all logits, and returns them in the place of the mean logit, since it logs their mean. The loss of
         mixture-of-experts models has another term, for which TRL's forward is kept.
         """
         if self.aux_loss_enabled:
@@ -76,10 +77,11 @@ class PreparedBatches(KeepsMetrics):
         output = run_wrapped(model, program)
         is_completion = labels[:, 1:].ne(IGNORE)
         means = (output.log_probs * is_completion).sum(-1) / is_completion.sum(-1)
-        logits = (x[of] for x, of in zip(output.mean_logits.chunk(2), is_completion.chunk(2)))
-        # The mean over the tokens of all processes, whose losses are averaged.
-        count = self.accelerator.reduce(texts[:, 1:].ne(IGNORE).sum().float(), reduction="mean")
-        cross_entropy = -output.log_probs.chunk(2)[0].sum() / count
+        # Means over the tokens of all processes, whose results are averaged.
+        counts = torch.stack([texts[:, 1:].ne(IGNORE).sum(), *(side.sum() for side in is_completion.chunk(2))])
+        of_text, *of_sides = self.accelerator.reduce(counts.float(), reduction="mean")
+        cross_entropy = -output.log_probs.chunk(2)[0].sum() / of_text
+        logits = (x.sum() / count for x, count in zip((output.mean_logits * is_completion).chunk(2), of_sides))
         return (*means.chunk(2), *logits, cross_entropy)
 
     def logged(self, mode: str) -> Logged:
