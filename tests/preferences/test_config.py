@@ -46,7 +46,6 @@ def test_keys_of_each_method(tmp_path):
         ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
         ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
         ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
-        ({"fsdp": True}, "fsdp is not supported by rl: {method}"),
         ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
         ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
     ],

@@ -4,13 +4,16 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from ebft.preferences.over_trl import with_reference
 from ebft.preferences.over_trl.metrics import held_out_batches
 from tests.golden.runs import ROWS
 from tests.run.crash import config_of, result, run_processes, write_inputs
+from tests.strided.test_distributed import launch
 
-FSDP = {"fsdp": True}
+KINDS = [{}, {"fsdp": True}, {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +37,18 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(method, inputs, out, count, **changes):
+def run(method, inputs, out, count, prepare=lambda: None, **changes):
     """What a run of two steps logs, and its weights."""
     common = {"max_steps": 2, "eval_steps": 2, "logging_steps": 1, "val_set_size": 3, "learning_rate": 1e-2}
-    common |= {"gradient_accumulation_steps": 1, "eval_batch_size": 2 // count, "micro_batch_size": 4 // count, "lora_dropout": 0.0}
+    common |= {
+        "gradient_accumulation_steps": 1,
+        "eval_batch_size": 2 // count,
+        "micro_batch_size": 4 // count,
+        "lora_dropout": 0.0,
+    }
     common |= {"adam_epsilon": 1e-4, "save_steps": 2, "lr_scheduler": "constant"}
     config = config_of(method, inputs, out, **common | changes)
-    ended = run_processes(config, count)
+    ended = run_processes(config, count, prepare)
     assert {process.code for process in ended} == {0}, ended[0].output + ended[-1].output
     (weights,) = out.glob("*model.safetensors")
     return [entry for entry in result(out)[1] if "train_loss" not in entry], load_file(weights)
@@ -53,13 +61,46 @@ def test_two_processes_train_as_one(method, inputs, tmp_path):
     assert any("eval_loss" in entry for entry in logs)
     before = load_file(inputs / "model" / "model.safetensors")
     assert all((value - before[name]).abs().max() > 1e-3 for name, value in weights.items() if name in before)
-    for kind in ({}, FSDP):
-        found, trained = run(method, inputs, tmp_path / f"two{len(kind)}", 2, **kind)
-        assert len(found) == len(logs)
-        for ours, theirs in zip(found, logs):
-            for numbers in (ours, theirs):
-                numbers.pop("budget/flops", None)  # batches of other sizes have other padding
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), kind
-        assert trained.keys() == weights.keys()
-        for name, value in weights.items():
-            torch.testing.assert_close(trained[name], value, atol=1e-5, rtol=0, msg=name)
+    for number, kind in enumerate(KINDS):
+        assert_same(run(method, inputs, tmp_path / f"two{number}", 2, **kind), (logs, weights))
+
+
+def assert_same(found, expected):
+    assert len(found[0]) == len(expected[0])
+    for ours, theirs in zip(found[0], expected[0]):
+        # Batches of other sizes have other padding.
+        ours, theirs = ({k: v for k, v in x.items() if k != "budget/flops"} for x in (ours, theirs))
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-5, rtol=0, msg=name)
+
+
+def pair_two_and_two():
+    """The pairs of the KL term in batches of two, within a batch of four."""
+    pairs = with_reference.with_other_completions
+
+    def of_halves(rows):
+        ids = rows["completion_ids"]
+        found = [pairs({"completion_ids": ids[:2]}), pairs({"completion_ids": ids[2:]})]
+        return {"KL_completion_ids": [other for half in found for other in half["KL_completion_ids"]]}
+
+    with_reference.with_other_completions = of_halves
+
+
+@pytest.mark.slow
+def test_kto_pairs_the_rows_of_each_process(inputs, tmp_path):
+    """Otherwise two processes train as one, with the KL term of all rows."""
+    keys = {"val_set_size": 4, "kto_desirable_weight": 2.0}
+    one = run("kto", inputs, tmp_path / "one", 1, pair_two_and_two, **keys, eval_batch_size=4)
+    assert any(entry.get("kl", 0) > 1e-4 for entry in one[0])
+    for number, kind in enumerate(KINDS):
+        assert_same(run("kto", inputs, tmp_path / f"two{number}", 2, **keys, **kind, eval_batch_size=2), one)
+
+
+@pytest.mark.slow
+def test_the_command(inputs, tmp_path):
+    config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
+    launch("ebft.cli", 2, "train", str(tmp_path / "run.yaml"))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -137,9 +137,9 @@ class PreferenceMethod(Method):
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         if not self.has_reference:
             return self.trainer_class()(model, **common)
-        from ebft.preferences.reference import reference_model
+        from ebft.models.frozen import frozen_copy
 
         is_new_adapter = config.adapter is not None and config.lora_model_dir is None
         needs_copy = config.adapter is None and not config.precompute_ref_log_probs
-        reference = reference_model(model) if needs_copy else None
+        reference = frozen_copy(model) if needs_copy else None  # before TRL changes the model's forward
         return self.trainer_class()(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)

@@ -11,6 +11,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ebft.models.sharding import keep_output_dtype
 from ebft.over_trainer import OverTrainer
 
 Logged = defaultdict[str, list[float]]
@@ -19,11 +20,18 @@ Logged = defaultdict[str, list[float]]
 class KeepsMetrics(OverTrainer):
     """Trainer whose metrics continue after a resume, and whose means of an evaluation count every row once.
 
-    TRL logs the mean over the rows of all processes for each batch. `loss_name`: the name of the loss in `logged("eval")`.
+    TRL logs the mean over the rows of all processes for each batch. `loss_name`: the name of the loss in
+    `logged("eval")`.
     """
 
     loss_name = "loss"
-    _copies: list[int]  # of each batch of an evaluation, in reverse: the number of processes that evaluate the same rows
+    _copies: list[
+        int
+    ]  # of each batch of an evaluation, in reverse: the number of processes that evaluate the same rows
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        keep_output_dtype(self.accelerator)  # before the reference model is sharded
 
     @abstractmethod
     def logged(self, mode: str) -> Logged:
