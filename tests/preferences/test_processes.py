@@ -99,6 +99,22 @@ def test_kto_pairs_the_rows_of_each_process(inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reference_adapter_and_resuming(inputs, tmp_path):
+    """The reference is the adapter that a run continues, also in checkpoints whose parts processes save."""
+    run("dpo", inputs, tmp_path / "before", 1)
+    keys = {"lora_model_dir": str(tmp_path / "before"), "auto_resume_from_checkpoints": False, "save_steps": 1}
+    logs, weights = run("dpo", inputs, tmp_path / "one", 1, **keys)
+    # The policy is the reference at first. Without the loaded adapter, its margin would not be 0.
+    assert logs[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and abs(logs[1]["rewards/margins"]) > 1e-3
+    parts = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    for number, kind in enumerate((*KINDS, parts)):
+        out = tmp_path / f"two{number}"
+        assert_same(run("dpo", inputs, out, 2, **keys, **kind), (logs, weights))
+        again = {**keys, **kind, "resume_from_checkpoint": str(out / "checkpoint-1")}
+        assert_same(run("dpo", inputs, tmp_path / f"again{number}", 2, **again), (logs, weights))
+
+
+@pytest.mark.slow
 def test_the_command(inputs, tmp_path):
     config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))

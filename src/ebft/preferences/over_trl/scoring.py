@@ -62,9 +62,8 @@ def score_tokens(
     """
     states = backbone_of(causal_lm)(**inputs | {"use_cache": False})[0][:, :-1]
     targets = labels[:, 1:].to(states.device)
-    index = targets.ne(IGNORE).flatten().nonzero().squeeze(-1)  # (R,)
-    scored = states.flatten(0, 1).index_select(0, index)  # (R, D)
-    tokens = targets.flatten().index_select(0, index).unsqueeze(-1)  # (R, 1)
+    is_scored = targets.ne(IGNORE)
+    scored, tokens = states[is_scored], targets[is_scored].unsqueeze(-1)  # (R, D), (R, 1)
     found: dict[str, list[Tensor]] = {name: [] for name in statistics}
 
     def choose(softmax: Softmax, rows: slice) -> Tensor:
@@ -78,10 +77,10 @@ def score_tokens(
     logps = with_gradient(scored, choices, head, 1.0) if has_gradient else choices.logps
 
     def by_token(values: Tensor) -> Tensor:
-        return values.new_zeros(targets.numel()).index_copy(0, index, values.squeeze(-1)).view(targets.shape)
+        return values.new_zeros(is_scored.shape).masked_scatter(is_scored, values.squeeze(-1))
 
     return FusedCausalLMOutput(
         log_probs=by_token(logps),
-        label_mask=targets.ne(IGNORE),
+        label_mask=is_scored,
         **{name: by_token(torch.cat(values)) for name, values in found.items()},
     )
