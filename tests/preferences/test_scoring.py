@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from ebft.data.transforms.rows import IGNORE
 from ebft.preferences.over_trl import scoring, with_reference
+from ebft.preferences.over_trl.scoring import STATISTICS, score_in_chunks
 from ebft.preferences.over_trl.without_reference import PreparedBatches
 from tests.preferences.runs import write_inputs
 from tests.preferences.test_losses import trainer_of
+from tests.strided.families import tiny_model
 
 LOSSES = [
     ("dpo", {}),
@@ -57,6 +61,35 @@ def test_they_are_those_of_trl(method, changes, adapter, tmp_path, monkeypatch):
     assert logs.keys() == expected_logs.keys()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "granite", "gpt2", "opt"])
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_every_output_is_that_of_the_logits(family, trains_head):
+    """Of models that scale or cap their logits, tie the head, or add a bias; and of a frozen head."""
+    model = tiny_model(family).eval()  # without dropout
+    if not trains_head:
+        model.requires_grad_(False).get_input_embeddings().register_forward_hook(
+            lambda module, args, output: output.detach().requires_grad_()
+        )
+    ids = torch.randint(3, 20, (3, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :3], labels[1, 5:] = IGNORE, IGNORE
+    logps = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    logits, mask, targets = model(input_ids=ids).logits[:, :-1], labels[:, 1:] != IGNORE, ids[:, 1:, None]
+    expected = {
+        "log_probs": logps.gather(-1, targets).squeeze(-1),
+        "entropy": -(logps.exp() * logps).sum(-1),
+        "mean_logits": logits.mean(-1),
+        "is_top1": logits.argmax(-1) == targets.squeeze(-1),
+        "log_sum_sq_probs": logps.exp().square().sum(-1).log(),
+    }
+    score_in_chunks(model, tuple(STATISTICS))
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values * mask if values.is_floating_point() else values & mask)
+    assert found.log_probs.requires_grad and not found.entropy.requires_grad
+    torch.testing.assert_close(model(input_ids=ids).logits[:, :-1], logits)
+
+
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_no_tensor_of_a_step_has_the_logits_of_a_batch(method, tmp_path, monkeypatch):
     """The head gets the scored tokens alone, at most 16 at a time here."""
@@ -73,3 +106,17 @@ def test_no_tensor_of_a_step_has_the_logits_of_a_batch(method, tmp_path, monkeyp
         scored += sum(len(row["prompt_ids"]) - 1 for row in rows)
     passes = 2 if method == "dpo" else 1  # of the policy and of the reference
     assert max(sizes) == 16 and sum(sizes) == passes * scored
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_models_with_an_auxiliary_loss_keep_the_forward_of_trl(method, tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "pad_token_id", "eos_token_id")}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    mixture = AutoConfig.for_model("mixtral", intermediate_size=16, output_router_logits=True, **sizes)
+    AutoModelForCausalLM.from_config(mixture).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(scoring, "choose_tokens", None)
+    loss, gradients, logs = step(method, tmp_path, adapter=False)
+    assert loss.isfinite() and len(gradients) > 10
+    assert method != "dpo" or logs["aux_loss"][0] > 0

@@ -90,7 +90,10 @@ class PreferenceMethod(Method):
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
-            yield "precompute_ref_log_probs: true is not supported with several processes. Remove it."
+            yield (
+                "precompute_ref_log_probs: true is not supported with several processes, since TRL writes the results "
+                "to a file of the first one. Remove it."
+            )
 
     def resolve(self, config: RunConfig) -> None:
         idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]
