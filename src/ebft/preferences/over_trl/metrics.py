@@ -56,8 +56,14 @@ class KeepsMetrics(OverTrainer):
         size, rank, processes = self.args.eval_batch_size, self.args.process_index, self.args.world_size
         batches, copies = held_out_batches(len(dataset), size, rank, processes)
         self._copies = copies[::-1]
-        loader = {"batch_sampler": batches, "collate_fn": self.data_collator}
-        return DataLoaderShard(dataset, device=self.accelerator.device, **loader)
+        return DataLoaderShard(
+            dataset,
+            device=self.accelerator.device,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
