@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.preferences.over_trl import scoring, with_reference
@@ -106,6 +107,23 @@ def test_no_tensor_of_a_step_has_the_logits_of_a_batch(method, tmp_path, monkeyp
         scored += sum(len(row["prompt_ids"]) - 1 for row in rows)
     passes = 2 if method == "dpo" else 1  # of the policy and of the reference
     assert max(sizes) == 16 and sum(sizes) == passes * scored
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo"])
+def test_fsdp_does_not_round_log_probabilities(method, tmp_path, monkeypatch):
+    """With bf16, its outputs would be rounded, unless its plugin is changed before a model is sharded."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16")
+    assert plugin.mixed_precision_policy.output_dtype is torch.bfloat16
+    create = Trainer.create_accelerator_and_postprocess
+
+    def with_plugin(trainer):
+        create(trainer)
+        trainer.accelerator.state.fsdp_plugin = plugin
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", with_plugin)
+    trainer_of(method, write_inputs(tmp_path)).accelerator.state.fsdp_plugin = None
+    assert plugin.mixed_precision_policy.output_dtype is None
+    assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
