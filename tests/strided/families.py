@@ -139,7 +139,9 @@ COUNTS_PADDING = {
 def tiny_model(family, seed=0, **changes):
     """A random float32 model with weights large enough that attention and logits are far from uniform."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family], **changes})
+    config = AutoConfig.for_model(
+        family, **{**_COMMON, **{**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family], **changes}
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -19,7 +19,9 @@ def compare(model):
     for method in ("last_token", "mean_pooling", "completion_mean", "concat"):
         network = FeatureNetwork(model, LAYERS, method)
         found = embed_continuations(network, prompt, continuations)
-        wanted = torch.stack([oracle.embedding(for_oracle(model), prompt, ids, LAYERS, method) for ids in continuations])
+        wanted = torch.stack(
+            [oracle.embedding(for_oracle(model), prompt, ids, LAYERS, method) for ids in continuations]
+        )
         assert (found - wanted).abs().max() < 1e-5
 
 

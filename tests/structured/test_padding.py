@@ -66,7 +66,7 @@ def test_padding_changes_nothing(family):
 
 @pytest.mark.parametrize("family", COUNTS_PADDING)
 def test_states_that_pass_over_padding_are_refused(family):
-    with pytest.raises(ModelError, match="padded.*SFT and preference methods .*which pad on the right"):
+    with pytest.raises(ModelError, match="padded.*cannot train this model; SFT, which pads on the right, can"):
         check_padding(tiny_model(family))
 
 

@@ -17,8 +17,8 @@ from ebft.structured.rollouts.hf import Generator
 
 _PROMPTS, _COMPLETION = (13, 4), 6  # tokens
 _HINT = (
-    "Structured EBFT and GRPO, which pad shorter prompts on the left, cannot train this model; SFT and preference "
-    "methods (rl: dpo, ...), which pad on the right, can"
+    "Structured EBFT and GRPO, which pad shorter prompts on the left, cannot train this model; SFT, which pads on the "
+    "right, can"
 )
 _CAUSE = f"Its layers do not skip padding. {_HINT}"
 
