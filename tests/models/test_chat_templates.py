@@ -40,7 +40,16 @@ Hello<end_of_turn>
 Bye<end_of_turn>
 <start_of_turn>model
 """
-PHI = "<|system|>\nBe brief<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n"
+PHI = """<|system|>
+Be brief<|end|>
+<|user|>
+Hi<|end|>
+<|assistant|>
+Hello<|end|>
+<|user|>
+Bye<|end|>
+<|assistant|>
+"""
 # The system prompt and three turns with the start of a reply, and what is trained on in all turns.
 FORMATS = {
     "alpaca": (
@@ -63,8 +72,8 @@ FORMATS = {
     "gemma3": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
     "gemma3n": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
     "llama3": (
-        "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "Hi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>user"
+        "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|><|start_header_id|>user<|end_header_id|>"
+        "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>user"
         "<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         "Hello<|eot_id|>See you<|eot_id|>",
     ),

@@ -43,7 +43,7 @@ def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: 
 
 
 def _logps(causal_lm: PreTrainedModel, rows: list[list[int]]) -> Tensor:
-    """Return the log-probabilities (completion tokens, V) of the last row's completion, with rows padded on the left."""
+    """Return the log-probabilities (tokens, V) of the last row's completion, with rows padded on the left."""
     width = max(map(len, rows))
     tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in rows], device=causal_lm.device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=causal_lm.device)

@@ -12,8 +12,7 @@ from ebft.data.chats import role_names
 from ebft.data.messages import Message, replies
 from ebft.errors import DataError
 
-
-_PLACEHOLDER = "EBFT-TURN-EBFT"
+_PLACEHOLDER = "EBFT-TURN-EBFT"  # content whose place in the rendered chat shows that of a turn
 
 
 class Piece(NamedTuple):
@@ -145,8 +144,8 @@ def _around_content(
 
     Spaces before a reply's content belong to it, unless the generation prompt has them.
     """
-    if not end or not isinstance(messages[index].get("content"), str):
-        return None
+    if not end or index == len(messages) - 1 or not isinstance(messages[index].get("content"), str):
+        return None  # a model that answers the last turn must be given the chat before it as it is rendered here
     other = _PLACEHOLDER
     while any(other in str(message) for message in messages):
         other += "-EBFT"
