@@ -26,6 +26,9 @@ from transformers.core_model_loading import (
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.masking_utils import causal_mask_function
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as apply_falcon_rotary
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_alibi
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import SchedulerType
@@ -48,6 +51,8 @@ __all__ = [
     "QuantizationMethod",
     "SchedulerType",
     "WeightGroup",
+    "apply_falcon_rotary",
+    "bloom_alibi",
     "causal_mask_function",
     "convert_weights",
     "end_progress_bars",
@@ -58,6 +63,7 @@ __all__ = [
     "is_flash_attn_3_available",
     "is_torch_tf32_available",
     "load_weights",
+    "mpt_alibi",
     "override_attn_implementation",
     "read_gguf_metadata",
     "revert_weights",

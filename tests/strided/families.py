@@ -38,6 +38,17 @@ FAMILIES = {
     "olmo3": {"sliding_window": 6},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "seed_oss": {"head_dim": 8},
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "bloom/6 heads": {"hidden_size": 48, "n_layer": 4, "n_head": 6},
+    "mpt": {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2},
+    "mpt/6 heads": {"d_model": 48, "n_layers": 4, "n_heads": 6, "max_seq_len": 128, "expansion_ratio": 2},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon/multi-query": {"multi_query": True, "new_decoder_architecture": False},
+    "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "codegen": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "stablelm": {"qk_layernorm": True},
+    "nemotron": {"head_dim": 8},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
@@ -139,9 +150,8 @@ COUNTS_PADDING = {
 def tiny_model(family, seed=0, **changes):
     """A random float32 model with weights large enough that attention and logits are far from uniform."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family, **{**_COMMON, **{**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family], **changes}
-    )
+    special = {**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family]
+    config = AutoConfig.for_model(family.partition("/")[0], **{**_COMMON, **special, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

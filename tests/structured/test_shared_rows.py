@@ -144,7 +144,9 @@ def drops_keywords(model):
     """A layer that does not pass keyword arguments on to its attention function."""
     attention = decoder_layers(model)[1].self_attn
     plain = attention.forward
-    attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
+    attention.forward = lambda *args, prefix_pass=None, attention_mask=None, **kwargs: plain(
+        *args, attention_mask=None, **kwargs
+    )
 
 
 @pytest.mark.slow
