@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.over_transformers import apply_falcon_rotary, bloom_alibi, mpt_alibi
+from ebft.over_transformers import (
+    apply_rotary_pos_emb,
+    bloom_heads,
+    build_alibi_tensor,
+    build_mpt_alibi_tensor,
+    falcon_heads,
+    plain_scores,
+    replace_scores,
+)
 from ebft.prefix.attention.passes import HINT, MaskPattern, pass_in, prefix_attention
 
 
@@ -28,8 +36,8 @@ def adapt(module: nn.Module) -> None:
     if name in _FORWARD and "forward_of_model" not in module.__dict__:
         module.forward_of_model = module.forward
         module.forward = MethodType(_forward, module)
-    if name in _SCORES:
-        module._attn = MethodType(_attn, module)
+    if name in _SCALES:
+        replace_scores(module, _scores)
 
 
 def check_adapted(causal_lm: PreTrainedModel) -> None:
@@ -50,10 +58,10 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None] 
     return _FORWARD[type(self).__name__](self, *args, **kwargs), None
 
 
-def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple:
+def _scores(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple:
     if not isinstance(attention_mask, MaskPattern):
-        return type(self)._attn(self, query, key, value, attention_mask)
-    scaling, pattern = _SCORES[type(self).__name__](self, attention_mask)
+        return plain_scores(self, query, key, value, attention_mask)
+    scaling, pattern = _SCALES[type(self).__name__](self, attention_mask)
     output = _attended(self, query, key, value, pattern, scaling, self.attn_dropout.p)
     return output.unflatten(2, (query.shape[1], -1)).transpose(1, 2), None
 
@@ -85,8 +93,8 @@ def _positions(pattern: MaskPattern) -> Tensor:
 
 
 def _bloom(self, hidden_states, residual, *, attention_mask, **kwargs) -> Tensor:
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    slopes = bloom_alibi(torch.ones(1, 2, device=query.device), self.num_heads, torch.float32).view(-1, 2)[:, 1:]
+    query, key, value = bloom_heads(self, self.query_key_value(hidden_states))
+    slopes = build_alibi_tensor(torch.ones(1, 2, device=query.device), self.num_heads, torch.float32).view(-1, 2)[:, 1:]
     bias = (slopes * _positions(attention_mask)).to(hidden_states.dtype).float()
     query, key = _with_bias(query, key, bias, self.inv_norm_factor)
     dropout = self.attention_dropout.p
@@ -99,14 +107,14 @@ def _mpt(self, hidden_states, *, attention_mask, **kwargs) -> Tensor:
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = mixed.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-    slopes = -mpt_alibi(self.n_heads, 2, device=query.device)[:, 0, :1]
+    slopes = -build_mpt_alibi_tensor(self.n_heads, 2, device=query.device)[:, 0, :1]
     query, key = _with_bias(query, key, slopes * _positions(attention_mask), self.softmax_scale)
     return self.out_proj(_attended(self, query, key, value, attention_mask, self.softmax_scale, self.attn_dropout_p))
 
 
 def _falcon(self, hidden_states, alibi, *, attention_mask, position_embeddings, **kwargs) -> Tensor:
-    query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-    query, key = apply_falcon_rotary(query, key, *position_embeddings)
+    query, key, value = (x.transpose(1, 2) for x in falcon_heads(self, self.query_key_value(hidden_states)))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     # Without dropout of the weights, as in the model.
     return self.dense(_attended(self, query, key, value, attention_mask, self.inv_norm_factor, dropout=0.0))
 
@@ -128,6 +136,6 @@ def _gpt_neo(self, pattern: MaskPattern) -> tuple[float, MaskPattern]:
 
 
 _FORWARD: dict[str, Callable] = {"BloomAttention": _bloom, "MptAttention": _mpt, "FalconAttention": _falcon}
-_SCORES: dict[str, Callable] = {"GPTJAttention": _gptj, "CodeGenAttention": _gptj, "GPTNeoSelfAttention": _gpt_neo}
+_SCALES: dict[str, Callable] = {"GPTJAttention": _gptj, "CodeGenAttention": _gptj, "GPTNeoSelfAttention": _gpt_neo}
 # StableLM uses the interface, but does not declare it.
-FAMILIES = {*_FORWARD, *_SCORES, "StableLmAttention"}
+FAMILIES = {*_FORWARD, *_SCALES, "StableLmAttention"}

@@ -165,7 +165,8 @@ class PrefixPass(ABC):
     def flex_mask(self, pattern: MaskPattern, device: torch.device):
         """Return the mask for flex_attention, or None if it is not used."""
         # The model was loaded with that implementation, which it uses outside of these passes.
-        if self.previous_implementation[0] != "flex_attention" or not flex.available(device):
+        # The list is empty in backward, where layers without a `config` (see families.py) are recomputed.
+        if "flex_attention" not in self.previous_implementation[:1] or not flex.available(device):
             return None
         tokens = self.tokens()
         return None if tokens is None else pattern.keep("flex", lambda: flex.pass_mask(tokens, pattern))
