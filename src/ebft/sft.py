@@ -1,4 +1,4 @@
-"""SFT with transformers' Trainer; evaluation reports the same cross-entropies as the other methods.
+"""SFT with transformers' Trainer, the loss in chunks; evaluation reports the same cross-entropies as other methods.
 
 B  rows   S  tokens   V  vocabulary
 """
@@ -12,18 +12,64 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebft.data.transforms.rows import IGNORE
+from ebft.errors import ModelError
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.sharding import keep_output_dtype
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_trainer import OverTrainer
+from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
+from ebft.prefix.policy import take_programs
 from ebft.scores import perplexities
 
 
 class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
-    """Supervised fine-tuning with the cross-entropy loss."""
+    """Supervised fine-tuning with the cross-entropy loss.
+
+    chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
+    all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
+    and the model's loss has.
+    """
+
+    def __init__(self, *args: Any, chunked_cross_entropy: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        why_not = why_not_in_chunks(unwrap_adapter(self.model))
+        if chunked_cross_entropy and why_not is not None:
+            raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
+        self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None
+        if self.is_in_chunks:
+            keep_output_dtype(self.accelerator)
+            take_programs(self.model)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]))
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss, computed in chunks. The outputs are the `token_losses` of all tokens instead of logits.
+
+        As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
+        counted, and else over those of the batch.
+        """
+        if not self.is_in_chunks:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"][:, 1:]
+        inputs, learned = {name: value for name, value in inputs.items() if name != "labels"}, labels.ne(IGNORE)
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        count = num_items_in_batch if counts else learned.sum()
+        outputs = None
+        if return_outputs:
+            real, tokens = inputs["attention_mask"][:, 1:].bool(), inputs["input_ids"][:, 1:]
+            targets = torch.stack([labels.where(learned, tokens), tokens], dim=-1)
+            losses = token_cross_entropies(model, inputs, targets, real | learned)
+            loss, outputs = (losses[..., 0] * learned).sum() / count, losses[..., 1]
+        else:
+            loss = summed_cross_entropy(model, inputs, labels, learned) / count
+        if counts and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss, "token_losses": outputs}) if return_outputs else loss
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None
@@ -37,9 +83,9 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
-        loss, logits, _ = super().prediction_step(model, inputs, False, ignore_keys)
+        loss, found, _ = super().prediction_step(model, inputs, False, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        nll = token_losses(logits, inputs["input_ids"])
+        nll = found if self.is_in_chunks else token_losses(found, inputs["input_ids"])
         real = inputs["attention_mask"][:, 1:].bool()
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
         for name, mask in masks.items():

@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 
 from ebft.config.refused import REFUSED, without_unset
 from ebft.config.section import Section
-from ebft.config.without_effect import WITHOUT_EFFECT, Ignored
+from ebft.config.without_effect import IN_CHUNKS, WITHOUT_EFFECT, Ignored
 
 _PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
@@ -60,9 +60,7 @@ class CarriedOverKeys(KeysWithoutEffect):
     liger_rms_norm: bool = Field(False, description="No effect, see liger_rope.")
     liger_glu_activation: bool = Field(False, description="No effect, see liger_rope.")
     liger_layer_norm: bool = Field(False, description="No effect, see liger_rope.")
-    liger_fused_linear_cross_entropy: bool = Field(
-        False, description="No effect: strided mode already computes its losses in chunks."
-    )
+    liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
     profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
     @model_validator(mode="before")
@@ -98,10 +96,10 @@ IGNORED: dict[str, Ignored] = {
             "liger_rms_norm",
             "liger_glu_activation",
             "liger_layer_norm",
-            "liger_fused_linear_cross_entropy",
         ),
         Ignored((False,), _LIGER),
     ),
+    "liger_fused_linear_cross_entropy": Ignored((False,), IN_CHUNKS),
     "profiler_steps": Ignored((), "there is no built-in profiler; run the command under torch.profiler"),
 }
 

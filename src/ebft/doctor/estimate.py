@@ -149,7 +149,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
     layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
     factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
     activations = tokens.loss * layer * text.num_hidden_layers * factor
-    if config.method.keeps_logits:
+    if config.method.keeps_logits(config):
         activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
     is_single = _samples_with_gradient(config)
     cache = tokens.sampling * _cache_bytes(text, dtype)

@@ -56,7 +56,6 @@ class Method(ABC):
     can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
-    keeps_logits: ClassVar[bool] = False  # whether a step has the logits of all tokens in memory
 
     # Config
 
@@ -123,6 +122,10 @@ class Method(ABC):
     def copies_model(self, config: RunConfig) -> bool:
         """Whether a run without adapter has a frozen copy of the model in memory."""
         return self.compares_features(config)
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        """Whether a step has the logits of all tokens in memory."""
+        return False
 
     @abstractmethod
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:

@@ -28,7 +28,6 @@ class ORPO(PreferenceMethod):
     tag = "orpo"
     keys = ORPOKeys
     has_reference = False
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "odds ratio preference optimization (ORPO)"
@@ -37,6 +36,9 @@ class ORPO(PreferenceMethod):
         yield from super().conflicts(config)
         if config.orpo_alpha is not None and config.rl_beta not in (None, config.orpo_alpha):
             yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one of them."
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        return True
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         found = super().own_arguments(config)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from ebft.config.options import ThinkingOption
-from ebft.config.section import option_names
+from ebft.config.section import Section, option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
+from ebft.run.deepspeed import zero_stage
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.preview.view import RowView
+
+
+class SFTKeys(Section):
+    """The keys of SFT."""
+
+    chunked_cross_entropy: bool | None = Field(
+        None,
+        description="Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the "
+        "logits of all tokens are never in memory; values and gradients are the same. If unset, true, except with "
+        "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as that of a router.",
+    )
 
 
 class SFT(Method):
@@ -21,11 +35,29 @@ class SFT(Method):
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
+    keys = SFTKeys
     runs_plain_model = True
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        if config.chunked_cross_entropy and config.torch_compile:
+            yield (
+                "chunked_cross_entropy is incompatible with torch_compile, which compiles the model's own loss. Remove "
+                "one of them."
+            )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if config.chunked_cross_entropy and zero_stage(config) == 3:
+            yield (
+                "chunked_cross_entropy is incompatible with ZeRO-3, which gathers the output layer once in each pass. "
+                "Remove it, or set deepspeed: zero2 or fsdp: true."
+            )
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        return not self._may_be_in_chunks(config)
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
@@ -69,4 +101,9 @@ class SFT(Method):
         from ebft.data.collator import DocumentCollator
         from ebft.sft import SFTTrainer
 
-        return SFTTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)
+        chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
+        collator = DocumentCollator(tokenizer.pad_token_id)
+        return SFTTrainer(model=model, data_collator=collator, chunked_cross_entropy=chunked, **common)
+
+    def _may_be_in_chunks(self, config: RunConfig) -> bool:
+        return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3

@@ -28,10 +28,12 @@ class SimPO(PreferenceMethod):
     tag = "simpo"
     keys = SimPOKeys
     has_reference = False
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "simple preference optimization (SimPO)"
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        return True
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}

@@ -46,7 +46,8 @@ _REASONS = {
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """
         gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile
-        torch_compile_backend torch_compile_mode dp_shard_size dp_replicate_size context_parallel_size
+        torch_compile_backend torch_compile_mode chunked_cross_entropy dp_shard_size dp_replicate_size
+        context_parallel_size
         tensor_parallel_size expert_parallel_size
         ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank
         fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type
