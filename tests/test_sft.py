@@ -1,8 +1,12 @@
 """The SFT trainer with the cross-entropy in chunks logs what the model's own loss gives, in training and evaluation."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.models.activation_offloading import OffloadActivations
 
 from ebft.data.collator import DocumentCollator
 from ebft.errors import ModelError
@@ -84,3 +88,39 @@ def test_a_model_whose_loss_has_a_term_for_its_router_uses_its_own_loss_or_is_re
     assert not trainer.is_in_chunks
     with pytest.raises(ModelError, match="chunked_cross_entropy is not supported: the loss of Qwen2MoeForCausalLM has"):
         SFTTrainer(tiny_model("qwen2_moe", **router), args, collator, chunked_cross_entropy=True)
+
+
+@pytest.fixture
+def offloading_on_cpu(monkeypatch):
+    """TRL's hooks with the CPU as the accelerator, whose activations they copy; the copies that were made."""
+    copies = []
+    pack = OffloadActivations.__init__
+
+    def on_cpu(self, **settings):
+        with patch("torch.accelerator.current_accelerator", lambda: torch.device("cpu")):
+            pack(self, **{**settings, "use_streams": False, "use_pin_memory": False})
+        taken = self.pack_hook
+        self.pack_hook = lambda tensor: copies.append(tuple(tensor.shape)) or taken(tensor)
+
+    monkeypatch.setattr(OffloadActivations, "__init__", on_cpu)
+    return copies
+
+
+@pytest.mark.parametrize("chunked", [None, False])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_offloading_keeps_numbers_and_leaves_the_head_alone(chunked, adapter, offloading_on_cpu, tmp_path):
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = tiny_model(tie_word_embeddings=False)
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear")) if adapter else model
+        args = plain_trainer(tmp_path, tiny_model()).args
+        collator = DocumentCollator(0, with_prompt_length=False)
+        switches = {"chunked_cross_entropy": chunked, "activation_offloading": offloads}
+        trainer = SFTTrainer(model, args, collator, train_dataset=rows(12), **switches)
+        trainer.train()
+        assert bool(offloading_on_cpu) == offloads
+        found.append([(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history])
+    assert found[0] == found[1] and len(found[0]) == 4
+    if chunked is None:
+        assert all(shape[-1:] != (37,) for shape in offloading_on_cpu)

@@ -5,6 +5,7 @@ B  rows   S  tokens   V  vocabulary
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +30,14 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
     all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
     and the model's loss has.
+    activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
     """
 
-    def __init__(self, *args: Any, chunked_cross_entropy: bool | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, chunked_cross_entropy: bool | None = None, activation_offloading: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
         why_not = why_not_in_chunks(unwrap_adapter(self.model))
         if chunked_cross_entropy and why_not is not None:
             raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
@@ -43,7 +48,8 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]))
-        return super().training_step(model, inputs, num_items_in_batch)
+        with self.offloading:
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -92,6 +98,12 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             counts = mask.sum(-1)
             self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
         return loss, None, None
+
+
+def _offloading(model: nn.Module) -> AbstractContextManager[Any]:
+    from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
+
+    return get_act_offloading_ctx_manager(model)
 
 
 def token_losses(logits: Tensor, input_ids: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class CarriedOverKeys(KeysWithoutEffect):
     )
     pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
     skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
-    activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
     fsdp_version: int | None = Field(
         None, description="2, the only supported version. With fsdp_config, it enables fsdp."
@@ -80,7 +79,6 @@ IGNORED: dict[str, Ignored] = {
     "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
-    "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "fsdp_version": Ignored((2,), "fsdp is not set"),
     "strict": Ignored((True, False), "unknown keys are always errors"),

@@ -55,6 +55,7 @@ class Method(ABC):
     pipeline_tag: ClassVar[str] = "text-generation"  # of the model card
     can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
+    offloads_activations: ClassVar[bool] = False  # whether its trainer reads activation_offloading
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
 
     # Config
@@ -69,6 +70,11 @@ class Method(ABC):
             yield (
                 "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
                 "Remove one of them."
+            )
+        if self.offloads_activations and config.activation_offloading and config.torch_compile:
+            yield (
+                "activation_offloading is incompatible with torch_compile, which chooses itself what is kept for the "
+                "backward pass. Remove one of them."
             )
 
     def resolve(self, config: RunConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)

@@ -36,6 +36,7 @@ class SFT(Method):
     tag = "continual-pretraining"
     rows = "tokens"
     keys = SFTKeys
+    offloads_activations = True
     runs_plain_model = True
 
     def summary(self, config: RunConfig) -> str:
@@ -103,7 +104,14 @@ class SFT(Method):
 
         chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         collator = DocumentCollator(tokenizer.pad_token_id)
-        return SFTTrainer(model=model, data_collator=collator, chunked_cross_entropy=chunked, **common)
+        offloads = config.activation_offloading and not common["args"].use_cpu
+        return SFTTrainer(
+            model=model,
+            data_collator=collator,
+            chunked_cross_entropy=chunked,
+            activation_offloading=offloads,
+            **common,
+        )
 
     def _may_be_in_chunks(self, config: RunConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3

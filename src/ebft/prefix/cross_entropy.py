@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
@@ -55,9 +56,10 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Tensor], targets: T
 
     def forward(causal_lm: PreTrainedModel) -> Tensor:
         states, head = _states(causal_lm, inputs)[:, : scored.shape[1]][scored], head_of(causal_lm)
-        if not (torch.is_grad_enabled() and head.trained) or is_sharded(causal_lm):
-            return -token_logps(states, targets[scored][:, None], head, 1.0).sum()
-        return SumInForward.apply(states, targets[scored][:, None], head, *head.trained)
+        with saved_tensors_hooks(_unchanged, _unchanged):  # those of offloading are for what backward needs
+            if not (torch.is_grad_enabled() and head.trained) or is_sharded(causal_lm):
+                return -token_logps(states, targets[scored][:, None], head, 1.0).sum()
+            return SumInForward.apply(states, targets[scored][:, None], head, *head.trained)
 
     return run_wrapped(model, forward)
 
@@ -72,6 +74,10 @@ def token_cross_entropies(model: nn.Module, inputs: dict[str, Tensor], targets: 
         return torch.zeros(targets.shape, device=losses.device).masked_scatter_(scored[..., None], losses)
 
     return run_wrapped(model, forward)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _states(causal_lm: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:

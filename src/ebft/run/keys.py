@@ -147,6 +147,11 @@ class HardwareKeys(PrecisionKeys):
     gradient_checkpointing_kwargs: CheckpointingKwargs | None = Field(
         None, description="Arguments of gradient checkpointing."
     )
+    activation_offloading: bool = Field(
+        False,
+        description="Keep activations in main memory between the forward and the backward pass, with TRL's hooks (GPU; "
+        "SFT, dpo, ipo, kto and reward_model). Results are the same.",
+    )
     torch_compile: bool | Literal["auto"] = Field(
         False, description="Compile the model with torch.compile (SFT only). auto is the same as false."
     )
@@ -162,6 +167,16 @@ class HardwareKeys(PrecisionKeys):
             raise ValueError(
                 f"gradient_checkpointing: {value} is not supported: activations are recomputed, and not offloaded. Use "
                 "gradient_checkpointing: true."
+            )
+        return value
+
+    @field_validator("activation_offloading", mode="before")
+    @classmethod
+    def _offloads_to_main_memory(cls, value: Any) -> Any:
+        if value in ("legacy", "disk", "hidden_states"):
+            raise ValueError(
+                f"activation_offloading: {value} is not supported: TRL's hooks copy all activations to main memory. Use "
+                "activation_offloading: true."
             )
         return value
 
