@@ -190,8 +190,10 @@ def _adapter_size(model: Any, config: RunConfig) -> int:
 
 def _optimizer_bytes(name: str, trained_bytes: int) -> int:
     """Bytes of optimizer state per trained weight."""
+    if "4bit" in name:
+        return 1
     if "8bit" in name:
-        return 2
+        return 1 if "lion" in name or "rmsprop" in name else 2
     known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
     return known * trained_bytes
 

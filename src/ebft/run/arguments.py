@@ -12,6 +12,7 @@ from ebft.errors import ConfigError
 from ebft.run.checks import Machine
 from ebft.run.deepspeed import deepspeed_settings
 from ebft.run.fsdp import fsdp_arguments
+from ebft.run.optimizer import optimizer_arguments
 from ebft.run.trackers import trackers
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable of accelerate
@@ -30,6 +31,7 @@ _SAME_NAME = (
     "dataloader_pin_memory",
     "dataloader_prefetch_factor",
     "neftune_noise_alpha",
+    "optim_target_modules",
     "torch_compile_backend",
     "torch_compile_mode",
     "trackio_space_id",
@@ -63,6 +65,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
     kwargs |= {
+        "optim_args": optimizer_arguments(config.optim_args),
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
         "bf16": _precision_of_config(config, machine) == "bf16",
