@@ -67,6 +67,16 @@ def test_a_run_logs_the_same_with_the_loss_in_chunks(changes, tmp_path, monkeypa
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance / 10)
 
 
+@pytest.mark.slow
+def test_a_compiled_run_logs_the_same_with_the_models_own_loss(tmp_path):
+    found, trainer = logged(tmp_path, None, torch_compile=True, torch_compile_backend="aot_eager")
+    whole, _ = logged(tmp_path, False)
+    assert not trainer.is_in_chunks and len(found) == len(whole) == 7
+    for ours, expected in zip(found, whole):
+        expected.pop("budget/flops", None)  # those of a compiled model are not counted
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
 def test_evaluation_does_not_compute_the_logits_of_padding(tmp_path):
     trainer = SFTTrainer(
         tiny_model(),

@@ -39,6 +39,8 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         super().__init__(*args, **kwargs)
         self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
         why_not = why_not_in_chunks(unwrap_adapter(self.model))
+        if self.args.torch_compile:
+            why_not = "torch_compile would compile it again in every step"
         if chunked_cross_entropy and why_not is not None:
             raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
         self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None

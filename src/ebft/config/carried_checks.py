@@ -27,7 +27,7 @@ _BITSANDBYTES = {
 }
 # Plugins of axolotl by the end of their names, and what takes their place.
 _PLUGINS = {
-    "liger.LigerPlugin": "Liger kernels are not used; the model's own layers give the same results",
+    "liger.LigerPlugin": "liger_rope, liger_rms_norm, liger_glu_activation and liger_layer_norm are enough in SFT",
     "cut_cross_entropy.CutCrossEntropyPlugin": IN_CHUNKS,
     "kernels.KernelsPlugin": "experts are computed with transformers' own kernels; see experts_implementation",
     "nemo_gym.NemoGymPlugin": "nemo_gym_enabled: true is enough",

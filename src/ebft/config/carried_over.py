@@ -13,7 +13,6 @@ from ebft.config.without_effect import IN_CHUNKS, WITHOUT_EFFECT, Ignored
 
 _PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
-_LIGER = "Liger kernels are not used; the model's own layers give the same results"
 # Those that a method trains; others are refused.
 _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
@@ -55,10 +54,6 @@ class CarriedOverKeys(KeysWithoutEffect):
     lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
     lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
     lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    liger_rope: bool = Field(False, description="No effect: Liger kernels are not used.")
-    liger_rms_norm: bool = Field(False, description="No effect, see liger_rope.")
-    liger_glu_activation: bool = Field(False, description="No effect, see liger_rope.")
-    liger_layer_norm: bool = Field(False, description="No effect, see liger_rope.")
     liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
     profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
@@ -88,15 +83,6 @@ IGNORED: dict[str, Ignored] = {
     "local_rank": Ignored((), "the launcher sets the rank of each process"),
     "is_llama_derived_model": Ignored((), "the model family is determined by the model's config"),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),
-    **dict.fromkeys(
-        (
-            "liger_rope",
-            "liger_rms_norm",
-            "liger_glu_activation",
-            "liger_layer_norm",
-        ),
-        Ignored((False,), _LIGER),
-    ),
     "liger_fused_linear_cross_entropy": Ignored((False,), IN_CHUNKS),
     "profiler_steps": Ignored((), "there is no built-in profiler; run the command under torch.profiler"),
 }
@@ -114,7 +100,7 @@ UNSUPPORTED = {
     "generate_during_eval": _NO_SAMPLING,
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
-    "dpo_use_liger_kernel": f"remove it; {_LIGER}",
+    "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
     "dpo_use_logits_to_keep": "remove it; TRL only scores the tokens of completions",
 }

@@ -236,7 +236,8 @@ def _warn_ignored(config: "RunConfig") -> None:
 
 def _warn_of_other_methods(config: "RunConfig") -> None:
     foreign = {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
-    for key in sorted(foreign & config.model_fields_set):
+    given = {key for key in foreign & config.model_fields_set if getattr(config, key) not in (None, False)}
+    for key in sorted(given):
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
 
 

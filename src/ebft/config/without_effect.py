@@ -21,7 +21,7 @@ def _off(reason: str, *names: str) -> dict[str, Ignored]:
 WITHOUT_EFFECT: dict[str, Ignored] = {
     # Kernels and layers
     **_off(
-        "Liger kernels are not used; the model's own layers give the same results",
+        "this kernel of Liger is not used; the model's own layers give the same results",
         "liger_rms_norm_gated",
         "liger_use_token_scaling",
     ),

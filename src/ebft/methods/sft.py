@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -11,11 +12,13 @@ from pydantic import Field
 from ebft.config.options import ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
+from ebft.models.liger import KERNELS, check_kernels, liger_arguments
 from ebft.run.deepspeed import zero_stage
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.preview.view import RowView
+    from ebft.run.checks import Machine
 
 
 class SFTKeys(Section):
@@ -27,6 +30,12 @@ class SFTKeys(Section):
         "logits of all tokens are never in memory; values and gradients are the same. If unset, true, except with "
         "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as that of a router.",
     )
+    liger_rope: bool = Field(
+        False, description="Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."
+    )
+    liger_rms_norm: bool = Field(False, description="Use Liger's kernel for RMSNorm, see liger_rope.")
+    liger_glu_activation: bool = Field(False, description="Use Liger's kernel for gated layers, see liger_rope.")
+    liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
 
 
 class SFT(Method):
@@ -46,8 +55,8 @@ class SFT(Method):
         yield from super().conflicts(config)
         if config.chunked_cross_entropy and config.torch_compile:
             yield (
-                "chunked_cross_entropy is incompatible with torch_compile, which compiles the model's own loss. Remove "
-                "one of them."
+                "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step. "
+                "Remove one of them."
             )
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -55,6 +64,18 @@ class SFT(Method):
             yield (
                 "chunked_cross_entropy is incompatible with ZeRO-3, which gathers the output layer once in each pass. "
                 "Remove it, or set deepspeed: zero2 or fsdp: true."
+            )
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        asked = self._kernels(config)
+        if not asked:
+            return
+        if not machine.has_accelerator:
+            warnings.warn(f"{', '.join(asked)}: no effect on CPU, where Liger's kernels do not run.", stacklevel=3)
+        elif find_spec("liger_kernel") is None:
+            yield (
+                f"{asked[0]} requires the package liger-kernel: pip install liger-kernel. Or remove it: the model's "
+                "own layers give the same results."
             )
 
     def keeps_logits(self, config: RunConfig) -> bool:
@@ -91,7 +112,7 @@ class SFT(Method):
         return SFTView(tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        return {"prediction_loss_only": True}
+        return {"prediction_loss_only": True, **liger_arguments(self._kernels(config))}
 
     def arguments_class(self) -> type:
         from transformers import TrainingArguments
@@ -100,8 +121,11 @@ class SFT(Method):
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.collator import DocumentCollator
+        from ebft.models.causal_lm import unwrap_adapter
         from ebft.sft import SFTTrainer
 
+        if common["args"].use_liger_kernel:
+            check_kernels(unwrap_adapter(model).config.model_type, self._kernels(config))
         chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         collator = DocumentCollator(tokenizer.pad_token_id)
         offloads = config.activation_offloading and not common["args"].use_cpu
@@ -112,6 +136,10 @@ class SFT(Method):
             activation_offloading=offloads,
             **common,
         )
+
+    def _kernels(self, config: RunConfig) -> list[str]:
+        """The keys that ask for a kernel of Liger."""
+        return [key for key in KERNELS if getattr(config, key)]
 
     def _may_be_in_chunks(self, config: RunConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3

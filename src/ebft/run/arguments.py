@@ -87,8 +87,9 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
-    if not machine.has_accelerator:
-        kwargs.pop("activation_offloading", None)  # TRL's hooks need one, and there is nothing to offload
+    if not machine.has_accelerator:  # as check_machine warns
+        for name in ("activation_offloading", "use_liger_kernel", "liger_kernel_config"):
+            kwargs.pop(name, None)
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
