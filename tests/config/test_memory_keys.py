@@ -87,7 +87,7 @@ def test_offloading_has_no_effect_with_other_methods(make, method):
 
 
 def test_arguments_of_the_optimizer_are_those_of_transformers(make):
-    config = make(optimizer="galore_adamw", optim_args={"rank": 4, "scale": 0.5}, optim_target_modules=["mlp"])
+    config = make(optimizer="sgd", optim_args={"momentum": 0.9, "dampening": 0.1})
     kwargs = training_kwargs(config, CPU, rows=4, has_eval=False)
-    assert (kwargs["optim_args"], kwargs["optim_target_modules"]) == ("rank=4,scale=0.5", ["mlp"])
+    assert kwargs["optim_args"] == "momentum=0.9,dampening=0.1"
     assert "optim_args" not in training_kwargs(make(), CPU, rows=4, has_eval=False)

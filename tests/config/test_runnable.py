@@ -13,29 +13,17 @@ from ebft.run.deepspeed import check_deepspeed
             "optimizer: 'adamw_torch_fusd' is not known to transformers. Did you mean adamw_torch",
         ),
         ({"optimizer": "quick"}, "'quick' is not known to transformers"),
-        ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw cannot be used without optim_target_modules"),
+        ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw is not supported: its projections cannot be read"),
         (
-            {"optimizer": "galore_adamw", "optim_target_modules": "all-linear"},
-            "optimizer: galore_adamw cannot be used: .*galore_torch.* Install its dependencies",
+            {"optimizer": "schedule_free_adamw"},
+            "schedule_free_adamw cannot be used: .*Install its dependencies, or leave",
         ),
-        (
-            {
-                "optimizer": "apollo_adamw",
-                "optim_target_modules": ["mlp"],
-                "adapter": "lora",
-                "lora_target_linear": True,
-                "lora_r": 4,
-                "lora_alpha": 4,
-            },
-            "projects gradients of whole weights, which excludes adapter",
-        ),
-        ({"optim_target_modules": ["mlp"]}, "optim_target_modules has no effect with optimizer: adamw_torch_fused"),
         ({"optimizer": "adalomo"}, "optimizer: adalomo is not supported: it updates weights during the backward pass"),
         ({"optimizer": "galore_adamw_layerwise"}, "neither accumulated, clipped nor checked"),
-        ({"optimizer": "adamw_bnb_8bit"}, r"cannot be used: .*bitsandbytes.*Run `pip install 'ebft\[qlora\]'`"),
         ({"optimizer": "ao_adamw_8bit"}, "ao_adamw_8bit is called adamw_torch_8bit in transformers"),
         ({"optimizer": "ao_adamw_fp8"}, "8 and 4 bits only. Use adamw_torch_8bit"),
-        ({"optimizer": "muon"}, "optimizer: muon is not available: transformers has no optimizer that treats matrices"),
+        ({"optimizer": "muon"}, "optimizer: muon is not supported: transformers has no optimizer that treats matrices"),
+        ({"optimizer": "grokadamw"}, "its state is not part of checkpoints"),
         ({"optim_args": {"beta3": 0.9}}, "optim_args.beta3 is not read by optimizer: adamw_torch_fused. Remove it"),
         (
             {"optimizer": "sgd", "optim_args": {"momentum": 0.9, "rank": 4}},
@@ -79,6 +67,18 @@ from ebft.run.deepspeed import check_deepspeed
 def test_what_cannot_be_trained_here_says_why(make, keys, message):
     with pytest.raises(EBFTError, match=message):
         check_runnable(make(**keys))
+
+
+@pytest.mark.parametrize(
+    ("package", "optimizer", "extra"),
+    [("bitsandbytes", "adamw_8bit", "qlora"), ("torchao", "adamw_torch_8bit", "quantize")],
+)
+def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, package, optimizer, extra):
+    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match=rf"cannot be used: .*{package}.*Run `pip install 'ebft\[{extra}\]'`, or leave"
+    ):
+        check_runnable(make(optimizer=optimizer))
 
 
 def test_a_missing_deepspeed_file(make, monkeypatch):

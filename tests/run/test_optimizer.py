@@ -64,7 +64,7 @@ def test_arguments_of_the_optimizer_reach_it(tmp_path):
 
 
 def test_arguments_may_be_text_as_in_transformers():
-    assert config_with(optim_args="rank=4, scale=0.5").optim_args == {"rank": "4", "scale": "0.5"}
+    assert config_with(optim_args="r=4, power=0.5").optim_args == {"r": "4", "power": "0.5"}
     with pytest.raises(ConfigError, match="optim_args: invalid value 'rank'; expected a mapping, or name=value"):
         config_with(optim_args="rank")
 

@@ -70,6 +70,7 @@ REFUSED: dict[str, str] = {
     # Optimizer, batches, memory
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
+    "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",
     "adam_beta3": "transformers has no optimizer that reads it. Remove it",
     "adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
     "auto_find_batch_size": "it changes the batch size of a run. `ebft doctor` measures the memory of a step",

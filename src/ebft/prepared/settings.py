@@ -32,7 +32,7 @@ _REASONS = {
         lora_model_dir lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation
         liger_layer_norm liger_fused_linear_cross_entropy""",
     "it only affects the optimizer": """
-        learning_rate optimizer optim_args optim_target_modules lr_scheduler lr_scheduler_kwargs warmup_steps
+        learning_rate optimizer optim_args lr_scheduler lr_scheduler_kwargs warmup_steps
         warmup_ratio weight_decay max_grad_norm
         adam_beta1 adam_beta2 adam_epsilon
         cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale

@@ -31,7 +31,6 @@ _SAME_NAME = (
     "dataloader_pin_memory",
     "dataloader_prefetch_factor",
     "neftune_noise_alpha",
-    "optim_target_modules",
     "torch_compile_backend",
     "torch_compile_mode",
     "trackio_space_id",

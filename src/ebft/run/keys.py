@@ -30,12 +30,7 @@ class OptimizerKeys(Section):
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
     optimizer: str = Field("adamw_torch_fused", description="Name of the optimizer, as in transformers' `optim`.")
     optim_args: dict[NotBlank, bool | int | float | NotBlank] | None = Field(
-        None, description="Additional arguments of the optimizer, such as rank for galore_adamw."
-    )
-    optim_target_modules: Annotated[list[NotBlank], Field(min_length=1)] | Literal["all-linear"] | None = Field(
-        None,
-        description="galore and apollo: parts of the names of linear layers whose gradients are projected, or "
-        "all-linear.",
+        None, description="Additional arguments of the optimizer, such as r for schedule_free_adamw."
     )
     lr_scheduler: str = Field(
         "cosine", description="Name of the learning-rate schedule, as in transformers' `lr_scheduler_type`."

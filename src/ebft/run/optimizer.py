@@ -4,15 +4,13 @@ transformers (and torch) is imported only if they differ from the defaults.
 """
 
 import difflib
-from collections.abc import Iterator
 from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
-_LOW_RANK = ("galore", "apollo")
 _IN_BACKWARD = ("lomo", "adalomo")  # and names that end in layerwise
-_KEYS = ("optimizer", "optim_args", "optim_target_modules", "lr_scheduler", "lr_scheduler_kwargs")
+_KEYS = ("optimizer", "optim_args", "lr_scheduler", "lr_scheduler_kwargs")
 _OTHER_NAMES = {
     "ao_adamw_4bit": "adamw_torch_4bit",
     "ao_adamw_8bit": "adamw_torch_8bit",
@@ -20,7 +18,13 @@ _OTHER_NAMES = {
     "adamw_apex_fused": "adamw_torch_fused",
     "lion_pytorch": "lion_32bit",
 }
-_NOT_THERE = {
+_REFUSED = {  # by the start of their names
+    "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed. Use adamw_torch_fused",
+    **dict.fromkeys(
+        ("galore", "apollo"),
+        "its projections cannot be read from checkpoints, from which runs could not be resumed. Use adamw_torch_8bit "
+        "to save memory",
+    ),
     "ao_adamw_fp8": "transformers creates torchao's optimizers with 8 and 4 bits only. Use adamw_torch_8bit",
     **dict.fromkeys(
         ("muon", "dion"),
@@ -35,14 +39,9 @@ def check_optimizer(config: RunConfig) -> None:
         return
     from ebft.over_transformers import OptimizerNames, SchedulerType
 
-    if config.optimizer in _OTHER_NAMES:
-        raise ConfigError(f"optimizer: {config.optimizer} is called {_OTHER_NAMES[config.optimizer]} in transformers.")
-    if config.optimizer in _NOT_THERE:
-        raise ConfigError(f"optimizer: {config.optimizer} is not available: {_NOT_THERE[config.optimizer]}.")
+    _check_supported(config.optimizer)
     _check_name("optimizer", config.optimizer, [name.value for name in OptimizerNames])
     _check_name("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType])
-    for problem in _problems(config):
-        raise ConfigError(problem)
     _try_optimizer(config)
     _try_schedule(config)
 
@@ -52,30 +51,18 @@ def optimizer_arguments(optim_args: dict[str, Any] | None) -> str | None:
     return ",".join(f"{name}={value}" for name, value in (optim_args or {}).items()) or None
 
 
-def _problems(config: RunConfig) -> Iterator[str]:
-    """What contradicts the kind of the optimizer."""
-    name, targets = config.optimizer, config.optim_target_modules
+def _check_supported(name: str) -> None:
+    """Check that the optimizer works as runs need it."""
+    if name in _OTHER_NAMES:
+        raise ConfigError(f"optimizer: {name} is called {_OTHER_NAMES[name]} in transformers.")
     if name in _IN_BACKWARD or name.endswith("layerwise"):
-        yield (
+        raise ConfigError(
             f"optimizer: {name} is not supported: it updates weights during the backward pass, so that gradients are "
             "neither accumulated, clipped nor checked. Use adamw_torch_8bit to save memory."
         )
-    if not _is_low_rank(name):
-        if targets is not None:
-            yield f"optim_target_modules has no effect with optimizer: {name}; it is for galore and apollo. Remove it."
-        return
-    if targets is None:
-        yield (
-            f"optimizer: {name} cannot be used without optim_target_modules, the linear layers whose gradients it "
-            "projects. Set it to parts of their names, or to all-linear."
-        )
-    for key in ("adapter", "fsdp", "deepspeed"):
-        if getattr(config, key):
-            yield f"optimizer: {name} projects gradients of whole weights, which excludes {key}. Remove one of them."
-
-
-def _is_low_rank(name: str) -> bool:
-    return name.startswith(_LOW_RANK)
+    reason = next((reason for start, reason in _REFUSED.items() if name.startswith(start)), None)
+    if reason is not None:
+        raise ConfigError(f"optimizer: {name} is not supported: {reason}.")
 
 
 def _check_name(key: str, name: str, known: list[str]) -> None:
@@ -116,20 +103,12 @@ def _is_of_extra(error: Exception) -> bool:
 
 def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which transformers creates an optimizer, without the weights."""
-    import torch
     from transformers import Trainer, TrainingArguments
 
-    targets, model = ("all-linear", torch.nn.Sequential(torch.nn.Linear(1, 1))) if _is_low_rank(name) else (None, None)
     arguments = TrainingArguments(
-        optim=name,
-        optim_args=optimizer_arguments(optim_args),
-        optim_target_modules=targets,
-        use_cpu=True,
-        report_to="none",
+        optim=name, optim_args=optimizer_arguments(optim_args), use_cpu=True, report_to="none"
     )
-    _, found = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    groups = found.pop("params", [{}])
-    return {**found, **{key: value for key, value in groups[-1].items() if key != "params"}}
+    return Trainer.get_optimizer_cls_and_kwargs(arguments)[1]
 
 
 def _reads(name: str, optim_args: dict[str, Any], key: str) -> bool:
