@@ -28,8 +28,8 @@ ROOMS = (
     "models serving",
     "features health monitor over_trainer scores",
     "prefix",
-    "fetch preferences sft strided structured",
-    "nemo_gym preview reward_models",
+    "fetch packed preferences strided structured",
+    "nemo_gym preview reward_models sft",
     "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema doctor "
     "evaluation export inference launch methods prepared quickstart run",
 )

@@ -48,11 +48,13 @@ __all__ = [
     "QuantizationMethod",
     "SchedulerType",
     "WeightGroup",
+    "attention_of",
     "causal_mask_function",
     "convert_weights",
     "end_progress_bars",
     "forget_title",
     "get_keys_to_not_convert",
+    "has_flash_attention",
     "has_running_state",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",
@@ -104,6 +106,16 @@ def forget_title(config: PretrainedConfig) -> None:
 def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
     """Whether the model's attention uses the functions registered with `AttentionInterface`."""
     return causal_lm._supports_attention_backend
+
+
+def attention_of(causal_lm: PreTrainedModel) -> str:
+    """The name of the model's attention implementation."""
+    return causal_lm.config._attn_implementation
+
+
+def has_flash_attention(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model uses a flash attention, from its package or from the Hub."""
+    return "flash" in attention_of(causal_lm)
 
 
 def switch_attention(module: nn.Module, implementation: str) -> str:

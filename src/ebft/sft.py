@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ebft.data.packing import PackedRows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
@@ -19,6 +20,16 @@ from ebft.models.sharding import keep_output_dtype
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_trainer import OverTrainer
+from ebft.over_transformers import has_flash_attention
+from ebft.packed import (
+    check_layers,
+    check_separation,
+    count_documents,
+    has_label,
+    in_rows,
+    model_inputs,
+    needs_one_row,
+)
 from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
 from ebft.prefix.policy import take_programs
 from ebft.scores import perplexities
@@ -27,6 +38,10 @@ from ebft.scores import perplexities
 class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss.
 
+    Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
+    batch into one without padding, with "auto" only if the model has flash attention. Raises ModelError for models
+    that do not separate documents in a row.
+
     chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
     all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
     and the model's loss has.
@@ -34,9 +49,21 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """
 
     def __init__(
-        self, *args: Any, chunked_cross_entropy: bool | None = None, activation_offloading: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        batch_flattening: bool | str = False,
+        chunked_cross_entropy: bool | None = None,
+        activation_offloading: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        has_flash = has_flash_attention(unwrap_adapter(self.model))
+        self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
+        self._joins_packed = needs_one_row(self.model)
+        self._is_unchecked = True
+        packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
+        if packs or self._flattens:
+            check_layers(self.model)
         self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
         why_not = why_not_in_chunks(unwrap_adapter(self.model))
         if self.args.torch_compile:
@@ -48,8 +75,13 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             keep_output_dtype(self.accelerator)
             take_programs(self.model)
 
+    def is_padding_free(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether the rows of a batch are joined into one."""
+        return self._flattens or ("position_ids" in inputs and self._joins_packed)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        self.budget.add(documents=len(inputs["input_ids"]))
+        self._check_once(model, inputs)
+        self.budget.add(documents=count_documents(inputs))
         with self.offloading:
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -61,6 +93,7 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
         counted, and else over those of the batch.
         """
+        inputs = model_inputs(inputs, self.is_padding_free(inputs))
         if not self.is_in_chunks:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"][:, 1:]
@@ -69,7 +102,8 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         count = num_items_in_batch if counts else learned.sum()
         outputs = None
         if return_outputs:
-            real, tokens = inputs["attention_mask"][:, 1:].bool(), inputs["input_ids"][:, 1:]
+            tokens = inputs["input_ids"][:, 1:]
+            real = inputs["attention_mask"][:, 1:].bool() if "attention_mask" in inputs else torch.ones_like(learned)
             targets = torch.stack([labels.where(learned, tokens), tokens], dim=-1)
             losses = token_cross_entropies(model, inputs, targets, real | learned)
             loss, outputs = (losses[..., 0] * learned).sum() / count, losses[..., 1]
@@ -91,15 +125,29 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
+        self._check_once(model, inputs)
         loss, found, _ = super().prediction_step(model, inputs, False, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        nll = found if self.is_in_chunks else token_losses(found, inputs["input_ids"])
-        real = inputs["attention_mask"][:, 1:].bool()
+        padding_free = self.is_padding_free(inputs)
+        nll = found if self.is_in_chunks else token_losses(found, model_inputs(inputs, padding_free)["input_ids"])
+        nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
+        real = has_label(inputs)
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
         for name, mask in masks.items():
             counts = mask.sum(-1)
             self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
         return loss, None, None
+
+    def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        """Compare packed with separate documents before their first batch, when the model is placed and sharded."""
+        if not self._is_unchecked or not (self._flattens or "position_ids" in inputs):
+            return
+        check_layers(self.model)
+        # A compiled model would be compiled for the rows of the comparison.
+        model = self.model if self.args.torch_compile else model
+        with self.accelerator.autocast():
+            check_separation(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
+        self._is_unchecked = False
 
 
 def _offloading(model: nn.Module) -> AbstractContextManager[Any]:

@@ -31,9 +31,6 @@ else:
 class CarriedOverKeys(KeysWithoutEffect):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
-    eval_sample_packing: bool | None = Field(
-        None, description="No effect: held-out documents are evaluated individually."
-    )
     pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
     skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
@@ -71,7 +68,6 @@ class CarriedOverKeys(KeysWithoutEffect):
 
 IGNORED: dict[str, Ignored] = {
     **WITHOUT_EFFECT,
-    "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
@@ -89,6 +85,7 @@ IGNORED: dict[str, Ignored] = {
 
 
 _NO_SAMPLING = "remove it; preference methods do not sample"
+_REFERENCE = "the reference model is base_model, or the adapter of lora_model_dir as it is loaded"
 
 UNSUPPORTED = {
     **REFUSED,
@@ -102,7 +99,9 @@ UNSUPPORTED = {
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
     "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
-    "dpo_use_logits_to_keep": "remove it; TRL only scores the tokens of completions",
+    "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
+    "rl_adapter_ref_model": f"remove it; {_REFERENCE}",
+    "ref_model": f"remove it; {_REFERENCE}",
 }
 
 # Keys of an element of datasets.
@@ -147,6 +146,8 @@ OTHER_NAMES = {
     "modules_to_save": "lora_modules_to_save",
     "dpo_beta": "rl_beta",
     "kto_beta": "rl_beta",
+    "orpo_beta": "rl_beta",
+    "simpo_beta": "rl_beta",
     "run_name": "wandb_name",
     "pretraining_dataset": "datasets",
 }

@@ -37,9 +37,6 @@ class ORPO(PreferenceMethod):
         if config.orpo_alpha is not None and config.rl_beta not in (None, config.orpo_alpha):
             yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one of them."
 
-    def keeps_logits(self, config: RunConfig) -> bool:
-        return True
-
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         found = super().own_arguments(config)
         return found if config.orpo_alpha is None else found | {"beta": config.orpo_alpha}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SFTKeys(Section):
-    """The keys of SFT."""
+    """Keys of SFT."""
 
     chunked_cross_entropy: bool | None = Field(
         None,
@@ -36,6 +36,18 @@ class SFTKeys(Section):
     liger_rms_norm: bool = Field(False, description="Use Liger's kernel for RMSNorm, see liger_rope.")
     liger_glu_activation: bool = Field(False, description="Use Liger's kernel for gated layers, see liger_rope.")
     liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
+
+    eval_sample_packing: bool | None = Field(
+        None,
+        description="SFT: also pack held-out documents. ce_loss and ce_loss_all are the same; loss, a mean over "
+        "batches, is not. If unset, sample_packing.",
+    )
+    batch_flattening: bool | Literal["auto"] = Field(
+        False,
+        description="SFT: join the rows of each batch into one row without padding, in which documents do not attend "
+        "to each other. auto: only with flash attention. Other implementations compute the attention of all tokens of "
+        "the batch with a mask, so they are faster only if documents are short.",
+    )
 
 
 class SFT(Method):
@@ -53,6 +65,11 @@ class SFT(Method):
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
+        if config.sample_packing and config.batch_flattening is True:
+            yield (
+                "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
+                "Remove one of them."
+            )
         if config.chunked_cross_entropy and config.torch_compile:
             yield (
                 "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step. "
@@ -100,11 +117,9 @@ class SFT(Method):
         return ("loss", *CROSS_ENTROPY)
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
-        if config.sample_packing:
-            warnings.warn(
-                "sample_packing has no effect without `rl: ebft`: each document is a separate row", stacklevel=3
-            )
-        return train
+        from ebft.data.packing import pack_and_report
+
+        return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.sft import SFTView
@@ -112,7 +127,9 @@ class SFT(Method):
         return SFTView(tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        return {"prediction_loss_only": True, **liger_arguments(self._kernels(config))}
+        # The collator selects the columns; transformers would also remove the documents of packed rows.
+        own = {"prediction_loss_only": True, "remove_unused_columns": False}
+        return {**own, **liger_arguments(self._kernels(config))}
 
     def arguments_class(self) -> type:
         from transformers import TrainingArguments
@@ -120,18 +137,22 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.collator import DocumentCollator
+        from ebft.data.joining import JoiningCollator
+        from ebft.data.packing import pack_rows
         from ebft.models.causal_lm import unwrap_adapter
         from ebft.sft import SFTTrainer
 
         if common["args"].use_liger_kernel:
             check_kernels(unwrap_adapter(model).config.model_type, self._kernels(config))
         chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
-        collator = DocumentCollator(tokenizer.pad_token_id)
+        if _packs_held_out(config) and common["eval_dataset"] is not None:
+            common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
+        collator = JoiningCollator(tokenizer.pad_token_id)
         offloads = config.activation_offloading and not common["args"].use_cpu
         return SFTTrainer(
             model=model,
             data_collator=collator,
+            batch_flattening=config.batch_flattening,
             chunked_cross_entropy=chunked,
             activation_offloading=offloads,
             **common,
@@ -143,3 +164,7 @@ class SFT(Method):
 
     def _may_be_in_chunks(self, config: RunConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
+
+
+def _packs_held_out(config: RunConfig) -> bool:
+    return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing

@@ -32,9 +32,6 @@ class SimPO(PreferenceMethod):
     def summary(self, config: RunConfig) -> str:
         return "simple preference optimization (SimPO)"
 
-    def keeps_logits(self, config: RunConfig) -> bool:
-        return True
-
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}
         return super().own_arguments(config) | own

@@ -82,7 +82,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 def _states(causal_lm: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     """The last hidden states: (B, S, D)."""
-    return backbone_of(causal_lm)(**inputs, use_cache=False)[0]
+    return backbone_of(causal_lm)(**{**inputs, "use_cache": False})[0]
 
 
 class SumInForward(torch.autograd.Function):

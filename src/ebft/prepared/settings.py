@@ -41,7 +41,7 @@ _REASONS = {
         micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs max_steps budget.documents
         budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor
-        pad_to_sequence_len eval_sample_packing""",
+        pad_to_sequence_len eval_sample_packing batch_flattening""",
     "rows are packed after they are read": "sample_packing",
     "it only affects how fast rows are prepared": "dataset_num_proc",
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
