@@ -67,6 +67,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transform, keys)
     "structured LoRA": ("ebft_opencode.transform", {**STRUCTURED, **LORA}),
     "GRPO LoRA": ("ebft_opencode.transform", {**GRPO, **LORA}),
     "SFT": ("chat_template", {}),
+    "SFT, all logits": ("chat_template", {"chunked_cross_entropy": False}),
+    "SFT LoRA": ("chat_template", LORA),
     "DPO LoRA": ("chatml.intel", {"rl": "dpo", **LORA}),
     "ORPO LoRA": ("chatml.intel", {"rl": "orpo", **LORA}),
     "reward model": ("bradley_terry.chat_template", {"reward_model": True}),

@@ -162,7 +162,7 @@ SEAM = ROOT / "over_transformers.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {
     "trl.experimental": ("cpo", "orpo"),
-    "trl.models": ("unwrap_model_for_generation",),
+    "trl.models": ("get_act_offloading_ctx_manager", "unwrap_model_for_generation"),
     "trl.trainer.kto_trainer": ("DataCollatorForUnpairedPreference",),
     "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }

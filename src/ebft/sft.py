@@ -1,10 +1,11 @@
-"""SFT with transformers' Trainer; evaluation reports the same cross-entropies as the other methods.
+"""SFT with transformers' Trainer, the loss in chunks; evaluation reports the same cross-entropies as other methods.
 
 B  rows   S  tokens   V  vocabulary
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 
 from ebft.data.packing import PackedRows
 from ebft.data.transforms.rows import IGNORE
+from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.sharding import keep_output_dtype
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_trainer import OverTrainer
@@ -27,6 +30,8 @@ from ebft.packed import (
     model_inputs,
     needs_one_row,
 )
+from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
+from ebft.prefix.policy import take_programs
 from ebft.scores import perplexities
 
 
@@ -36,9 +41,21 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
     batch into one without padding, with "auto" only if the model has flash attention. Raises ModelError for models
     that do not separate documents in a row.
+
+    chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
+    all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
+    and the model's loss has.
+    activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
     """
 
-    def __init__(self, *args: Any, batch_flattening: bool | str = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        batch_flattening: bool | str = False,
+        chunked_cross_entropy: bool | None = None,
+        activation_offloading: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         has_flash = has_flash_attention(unwrap_adapter(self.model))
         self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
@@ -47,19 +64,54 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
         if packs or self._flattens:
             check_layers(self.model)
+        self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
+        why_not = why_not_in_chunks(unwrap_adapter(self.model))
+        if self.args.torch_compile:
+            why_not = "torch_compile would compile it again in every step"
+        if chunked_cross_entropy and why_not is not None:
+            raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
+        self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None
+        if self.is_in_chunks:
+            keep_output_dtype(self.accelerator)
+            take_programs(self.model)
 
     def is_padding_free(self, inputs: dict[str, Tensor]) -> bool:
         """Whether the rows of a batch are joined into one."""
         return self._flattens or ("position_ids" in inputs and self._joins_packed)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        inputs = model_inputs(inputs, self.is_padding_free(inputs))
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self._check_once(model, inputs)
         self.budget.add(documents=count_documents(inputs))
-        return super().training_step(model, inputs, num_items_in_batch)
+        with self.offloading:
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss, computed in chunks. The outputs are the `token_losses` of all tokens instead of logits.
+
+        As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
+        counted, and else over those of the batch.
+        """
+        inputs = model_inputs(inputs, self.is_padding_free(inputs))
+        if not self.is_in_chunks:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"][:, 1:]
+        inputs, learned = {name: value for name, value in inputs.items() if name != "labels"}, labels.ne(IGNORE)
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        count = num_items_in_batch if counts else learned.sum()
+        outputs = None
+        if return_outputs:
+            tokens = inputs["input_ids"][:, 1:]
+            real = inputs["attention_mask"][:, 1:].bool() if "attention_mask" in inputs else torch.ones_like(learned)
+            targets = torch.stack([labels.where(learned, tokens), tokens], dim=-1)
+            losses = token_cross_entropies(model, inputs, targets, real | learned)
+            loss, outputs = (losses[..., 0] * learned).sum() / count, losses[..., 1]
+        else:
+            loss = summed_cross_entropy(model, inputs, labels, learned) / count
+        if counts and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss, "token_losses": outputs}) if return_outputs else loss
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None
@@ -74,10 +126,10 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
         self._check_once(model, inputs)
-        loss, logits, _ = super().prediction_step(model, inputs, False, ignore_keys)
+        loss, found, _ = super().prediction_step(model, inputs, False, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         padding_free = self.is_padding_free(inputs)
-        nll = token_losses(logits, model_inputs(inputs, padding_free)["input_ids"])
+        nll = found if self.is_in_chunks else token_losses(found, model_inputs(inputs, padding_free)["input_ids"])
         nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
         real = has_label(inputs)
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
@@ -96,6 +148,12 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         with self.accelerator.autocast():
             check_separation(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
         self._is_unchecked = False
+
+
+def _offloading(model: nn.Module) -> AbstractContextManager[Any]:
+    from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
+
+    return get_act_offloading_ctx_manager(model)
 
 
 def token_losses(logits: Tensor, input_ids: Tensor) -> Tensor:

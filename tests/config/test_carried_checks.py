@@ -87,7 +87,7 @@ def test_plugins_of_axolotl_are_replaced(make):
     names += ["nemo_gym.NemoGymPlugin"]
     config, messages = warned(make, plugins=["my_plugins.Mine", *(AXOLOTL + name for name in names)])
     assert config.plugins == ["my_plugins.Mine"] and len(messages) == 4
-    assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: Liger kernels are not used")
+    assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: liger_rope, ")
 
 
 def test_the_router_of_an_older_config(make):

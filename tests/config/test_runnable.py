@@ -13,7 +13,26 @@ from ebft.run.deepspeed import check_deepspeed
             "optimizer: 'adamw_torch_fusd' is not known to transformers. Did you mean adamw_torch",
         ),
         ({"optimizer": "quick"}, "'quick' is not known to transformers"),
-        ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw cannot be used: "),
+        ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw is not supported: its projections cannot be read"),
+        (
+            {"optimizer": "schedule_free_adamw"},
+            "schedule_free_adamw cannot be used: .*Install its dependencies, or leave",
+        ),
+        ({"optimizer": "adalomo"}, "optimizer: adalomo is not supported: it updates weights during the backward pass"),
+        ({"optimizer": "galore_adamw_layerwise"}, "neither accumulated, clipped nor checked"),
+        ({"optimizer": "ao_adamw_8bit"}, "ao_adamw_8bit is called adamw_torch_8bit in transformers"),
+        ({"optimizer": "ao_adamw_fp8"}, "8 and 4 bits only. Use adamw_torch_8bit"),
+        ({"optimizer": "muon"}, "optimizer: muon is not supported: transformers has no optimizer that treats matrices"),
+        ({"optimizer": "grokadamw"}, "its state is not part of checkpoints"),
+        ({"optim_args": {"beta3": 0.9}}, "optim_args.beta3 is not read by optimizer: adamw_torch_fused. Remove it"),
+        (
+            {"optimizer": "sgd", "optim_args": {"momentum": 0.9, "rank": 4}},
+            "optim_args.rank is not read by optimizer: sgd",
+        ),
+        (
+            {"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
+            "optim_args.block_size is passed on by transformers as text",
+        ),
         ({"lr_scheduler": "cosin"}, "lr_scheduler: 'cosin' is not known to transformers. Did you mean cosine"),
         ({"lr_scheduler": "cosine_with_min_lr"}, "is invalid: One of min_lr or min_lr_rate"),
         ({"lr_scheduler_kwargs": {"nope": 1}}, "is invalid: .*nope"),
@@ -48,6 +67,18 @@ from ebft.run.deepspeed import check_deepspeed
 def test_what_cannot_be_trained_here_says_why(make, keys, message):
     with pytest.raises(EBFTError, match=message):
         check_runnable(make(**keys))
+
+
+@pytest.mark.parametrize(
+    ("package", "optimizer", "extra"),
+    [("bitsandbytes", "adamw_8bit", "qlora"), ("torchao", "adamw_torch_8bit", "quantize")],
+)
+def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, package, optimizer, extra):
+    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match=rf"cannot be used: .*{package}.*Run `pip install 'ebft\[{extra}\]'`, or leave"
+    ):
+        check_runnable(make(optimizer=optimizer))
 
 
 def test_a_missing_deepspeed_file(make, monkeypatch):

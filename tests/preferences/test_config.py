@@ -75,7 +75,7 @@ def test_what_no_method_supports(method, changes, message, tmp_path):
         ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),
         ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
         ("dpo", {"dpo_generate_during_eval": True}, "dpo_generate_during_eval.*do not sample"),
-        ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*Liger kernels are not used"),
+        ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*log-probabilities in chunks without it"),
         ("dpo", {"dpo_padding_free": True}, "dpo_padding_free is not supported: remove it; TRL's DPOTrainer pads"),
         (
             "dpo",

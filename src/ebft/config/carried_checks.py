@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ebft.config import rules
+from ebft.config.without_effect import IN_CHUNKS
 from ebft.run.keys import RATE_KEYS
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ _BITSANDBYTES = {
 }
 # Plugins of axolotl by the end of their names, and what takes their place.
 _PLUGINS = {
-    "liger.LigerPlugin": "Liger kernels are not used; the model's own layers give the same results",
-    "cut_cross_entropy.CutCrossEntropyPlugin": "the model's own cross-entropy gives the same results",
+    "liger.LigerPlugin": "liger_rope, liger_rms_norm, liger_glu_activation and liger_layer_norm are enough in SFT",
+    "cut_cross_entropy.CutCrossEntropyPlugin": IN_CHUNKS,
     "kernels.KernelsPlugin": "experts are computed with transformers' own kernels; see experts_implementation",
     "nemo_gym.NemoGymPlugin": "nemo_gym_enabled: true is enough",
 }

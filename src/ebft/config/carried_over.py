@@ -9,11 +9,10 @@ from pydantic import Field, create_model, model_validator
 
 from ebft.config.refused import REFUSED, without_unset
 from ebft.config.section import Section
-from ebft.config.without_effect import WITHOUT_EFFECT, Ignored
+from ebft.config.without_effect import IN_CHUNKS, WITHOUT_EFFECT, Ignored
 
 _PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
 _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
-_LIGER = "Liger kernels are not used; the model's own layers give the same results"
 # Those that a method trains; others are refused.
 _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
@@ -34,7 +33,6 @@ class CarriedOverKeys(KeysWithoutEffect):
 
     pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
     skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
-    activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
     save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
     fsdp_version: int | None = Field(
         None, description="2, the only supported version. With fsdp_config, it enables fsdp."
@@ -53,13 +51,7 @@ class CarriedOverKeys(KeysWithoutEffect):
     lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
     lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
     lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    liger_rope: bool = Field(False, description="No effect: Liger kernels are not used.")
-    liger_rms_norm: bool = Field(False, description="No effect, see liger_rope.")
-    liger_glu_activation: bool = Field(False, description="No effect, see liger_rope.")
-    liger_layer_norm: bool = Field(False, description="No effect, see liger_rope.")
-    liger_fused_linear_cross_entropy: bool = Field(
-        False, description="No effect: strided mode already computes its losses in chunks."
-    )
+    liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
     profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
     @model_validator(mode="before")
@@ -78,7 +70,6 @@ IGNORED: dict[str, Ignored] = {
     **WITHOUT_EFFECT,
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
-    "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),
     "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
     "fsdp_version": Ignored((2,), "fsdp is not set"),
     "strict": Ignored((True, False), "unknown keys are always errors"),
@@ -88,16 +79,7 @@ IGNORED: dict[str, Ignored] = {
     "local_rank": Ignored((), "the launcher sets the rank of each process"),
     "is_llama_derived_model": Ignored((), "the model family is determined by the model's config"),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),
-    **dict.fromkeys(
-        (
-            "liger_rope",
-            "liger_rms_norm",
-            "liger_glu_activation",
-            "liger_layer_norm",
-            "liger_fused_linear_cross_entropy",
-        ),
-        Ignored((False,), _LIGER),
-    ),
+    "liger_fused_linear_cross_entropy": Ignored((False,), IN_CHUNKS),
     "profiler_steps": Ignored((), "there is no built-in profiler; run the command under torch.profiler"),
 }
 
@@ -115,7 +97,7 @@ UNSUPPORTED = {
     "generate_during_eval": _NO_SAMPLING,
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
-    "dpo_use_liger_kernel": f"remove it; {_LIGER}",
+    "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
     "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
     "rl_adapter_ref_model": f"remove it; {_REFERENCE}",

@@ -187,6 +187,7 @@ def resolve(config: "RunConfig") -> None:
     _set_attention(config)
     resolve_carried(config)
     _warn_ignored(config)
+    _warn_of_activations(config)
     _warn_without_adapter(config)
     _warn_without_ray(config)
     _resolve_transforms(config)
@@ -238,9 +239,19 @@ def _warn_ignored(config: "RunConfig") -> None:
 def _warn_of_other_methods(config: "RunConfig") -> None:
     foreign = {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
     for key in sorted(foreign & config.model_fields_set):
-        if getattr(config, key) in _HARMLESS.get(key, ()):
+        if getattr(config, key) in _HARMLESS.get(key, (None, False)):
             continue
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
+
+
+def _warn_of_activations(config: "RunConfig") -> None:
+    if config.activation_offloading and not config.method.offloads_activations:
+        config.activation_offloading = False
+        warnings.warn(
+            f"activation_offloading: true has no effect with {config.method.name}, whose activations are not kept by "
+            "TRL's hooks. Use gradient_checkpointing: true to save memory.",
+            stacklevel=2,
+        )
 
 
 def _warn_without_adapter(config: "RunConfig") -> None:

@@ -37,8 +37,9 @@ REFUSED: dict[str, str] = {
     **_same("LISA trains other layers in each step. Use unfrozen_parameters", "lisa_n_layers", "lisa_step_interval"),
     **_same("list the parameters in unfrozen_parameters", "spectrum_top_fraction", "spectrum_model_name"),
     "quantize_moe_experts": "experts are loaded in the dtype of the model. Remove it",
-    **_same("ebft quantize quantises a trained model. Remove it", "qat", "quantization"),
-    "fp8": "training in 8 bits is not available. Set bf16: true",
+    "quantization": "ebft quantize quantises a trained model. Remove it",
+    "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
+    "fp8": "matrix products in 8 bits need a GPU from the H100 on, and change results. Set bf16: true",
     "bfloat16": "set bf16: true, which trains in bfloat16 without mixed precision of weights",
     "float16": "set fp16: true, or bf16: true on GPUs that support it",
     "overrides_of_model_kwargs": "edit a copy of config.json, and name its folder in base_model_config",
@@ -69,6 +70,7 @@ REFUSED: dict[str, str] = {
     # Optimizer, batches, memory
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
+    "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",
     "adam_beta3": "transformers has no optimizer that reads it. Remove it",
     "adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
     "auto_find_batch_size": "it changes the batch size of a run. `ebft doctor` measures the memory of a step",

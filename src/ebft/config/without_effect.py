@@ -10,6 +10,9 @@ class Ignored(NamedTuple):
     reason: str
 
 
+IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
+
+
 def _off(reason: str, *names: str) -> dict[str, Ignored]:
     """Keys whose feature is not used, so that switching it off describes what happens."""
     return dict.fromkeys(names, Ignored((False,), reason))
@@ -18,16 +21,15 @@ def _off(reason: str, *names: str) -> dict[str, Ignored]:
 WITHOUT_EFFECT: dict[str, Ignored] = {
     # Kernels and layers
     **_off(
-        "Liger kernels are not used; the model's own layers give the same results",
-        "liger_cross_entropy",
+        "this kernel of Liger is not used; the model's own layers give the same results",
         "liger_rms_norm_gated",
         "liger_use_token_scaling",
     ),
     **_off(
-        "the model's own cross-entropy gives the same results; strided mode computes it in chunks",
+        IN_CHUNKS,
         "cut_cross_entropy",
-        "chunked_cross_entropy",
         "chunked_cross_entropy_num_chunks",
+        "liger_cross_entropy",
     ),
     **_off(
         "fused layers of flash-attn are not used; the model's own layers give the same results",

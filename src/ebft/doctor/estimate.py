@@ -149,7 +149,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
     layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
     factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
     activations = tokens.loss * layer * text.num_hidden_layers * factor
-    if config.method.keeps_logits:
+    if config.method.keeps_logits(config):
         activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
     is_single = _samples_with_gradient(config)
     cache = tokens.sampling * _cache_bytes(text, dtype)
@@ -190,8 +190,10 @@ def _adapter_size(model: Any, config: RunConfig) -> int:
 
 def _optimizer_bytes(name: str, trained_bytes: int) -> int:
     """Bytes of optimizer state per trained weight."""
+    if "4bit" in name:
+        return 1
     if "8bit" in name:
-        return 2
+        return 1 if "lion" in name or "rmsprop" in name else 2
     known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
     return known * trained_bytes
 

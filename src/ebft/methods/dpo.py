@@ -60,6 +60,7 @@ class DPO(PreferenceMethod):
     name = "rl: dpo"
     tag = "dpo"
     keys = DPOKeys
+    offloads_activations = True
 
     def summary(self, config: RunConfig) -> str:
         return f"direct preference optimization (loss {', '.join(_losses(config))})"

@@ -31,6 +31,7 @@ class KTO(PreferenceMethod):
     tag = "kto"
     rows = "labelled"
     keys = KTOKeys
+    offloads_activations = True
     metrics = ("loss", "rewards/margins")
     data = "completions with a label"
 

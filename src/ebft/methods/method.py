@@ -55,8 +55,8 @@ class Method(ABC):
     pipeline_tag: ClassVar[str] = "text-generation"  # of the model card
     can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
+    offloads_activations: ClassVar[bool] = False  # whether its trainer reads activation_offloading
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
-    keeps_logits: ClassVar[bool] = False  # whether a step has the logits of all tokens in memory
 
     # Config
 
@@ -70,6 +70,11 @@ class Method(ABC):
             yield (
                 "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
                 "Remove one of them."
+            )
+        if self.offloads_activations and config.activation_offloading and config.torch_compile:
+            yield (
+                "activation_offloading is incompatible with torch_compile, which chooses itself what is kept for the "
+                "backward pass. Remove one of them."
             )
 
     def resolve(self, config: RunConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
@@ -123,6 +128,10 @@ class Method(ABC):
     def copies_model(self, config: RunConfig) -> bool:
         """Whether a run without adapter has a frozen copy of the model in memory."""
         return self.compares_features(config)
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        """Whether a step has the logits of all tokens in memory."""
+        return False
 
     @abstractmethod
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:

@@ -131,6 +131,7 @@ class PreferenceMethod(Method):
         arguments = {"beta": config.rl_beta, "max_length": config.sequence_len}
         if self.has_reference:
             arguments["precompute_ref_log_probs"] = config.precompute_ref_log_probs
+            arguments["activation_offloading"] = config.activation_offloading
         return arguments
 
     @abstractmethod

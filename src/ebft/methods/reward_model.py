@@ -33,6 +33,7 @@ class RewardModel(Classifier):
     tag = "reward-model"
     rows = "comparisons"
     keys = RewardKeys
+    offloads_activations = True
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"
 
@@ -63,7 +64,11 @@ class RewardModel(Classifier):
         return ComparisonView(tokenizer)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        return {"center_rewards_coefficient": config.center_rewards_coefficient}
+        offloading = config.activation_offloading
+        return {
+            "center_rewards_coefficient": config.center_rewards_coefficient,
+            "activation_offloading": offloading,
+        }
 
     def arguments_class(self) -> type:
         from ebft.reward_models.comparisons import RewardModelConfig

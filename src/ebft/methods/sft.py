@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -11,14 +12,30 @@ from pydantic import Field
 from ebft.config.options import ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
+from ebft.models.liger import KERNELS, check_kernels, liger_arguments
+from ebft.run.deepspeed import zero_stage
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.preview.view import RowView
+    from ebft.run.checks import Machine
 
 
 class SFTKeys(Section):
     """Keys of SFT."""
+
+    chunked_cross_entropy: bool | None = Field(
+        None,
+        description="Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the "
+        "logits of all tokens are never in memory; values and gradients are the same. If unset, true, except with "
+        "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as that of a router.",
+    )
+    liger_rope: bool = Field(
+        False, description="Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."
+    )
+    liger_rms_norm: bool = Field(False, description="Use Liger's kernel for RMSNorm, see liger_rope.")
+    liger_glu_activation: bool = Field(False, description="Use Liger's kernel for gated layers, see liger_rope.")
+    liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
 
     eval_sample_packing: bool | None = Field(
         None,
@@ -40,8 +57,8 @@ class SFT(Method):
     tag = "continual-pretraining"
     rows = "tokens"
     keys = SFTKeys
+    offloads_activations = True
     runs_plain_model = True
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"
@@ -53,6 +70,33 @@ class SFT(Method):
                 "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
                 "Remove one of them."
             )
+        if config.chunked_cross_entropy and config.torch_compile:
+            yield (
+                "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step. "
+                "Remove one of them."
+            )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        if config.chunked_cross_entropy and zero_stage(config) == 3:
+            yield (
+                "chunked_cross_entropy is incompatible with ZeRO-3, which gathers the output layer once in each pass. "
+                "Remove it, or set deepspeed: zero2 or fsdp: true."
+            )
+
+    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+        asked = self._kernels(config)
+        if not asked:
+            return
+        if not machine.has_accelerator:
+            warnings.warn(f"{', '.join(asked)}: no effect on CPU, where Liger's kernels do not run.", stacklevel=3)
+        elif find_spec("liger_kernel") is None:
+            yield (
+                f"{asked[0]} requires the package liger-kernel: pip install liger-kernel. Or remove it: the model's "
+                "own layers give the same results."
+            )
+
+    def keeps_logits(self, config: RunConfig) -> bool:
+        return not self._may_be_in_chunks(config)
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
@@ -84,7 +128,8 @@ class SFT(Method):
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         # The collator selects the columns; transformers would also remove the documents of packed rows.
-        return {"prediction_loss_only": True, "remove_unused_columns": False}
+        own = {"prediction_loss_only": True, "remove_unused_columns": False}
+        return {**own, **liger_arguments(self._kernels(config))}
 
     def arguments_class(self) -> type:
         from transformers import TrainingArguments
@@ -94,12 +139,31 @@ class SFT(Method):
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.joining import JoiningCollator
         from ebft.data.packing import pack_rows
+        from ebft.models.causal_lm import unwrap_adapter
         from ebft.sft import SFTTrainer
 
+        if common["args"].use_liger_kernel:
+            check_kernels(unwrap_adapter(model).config.model_type, self._kernels(config))
+        chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         if _packs_held_out(config) and common["eval_dataset"] is not None:
             common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
         collator = JoiningCollator(tokenizer.pad_token_id)
-        return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
+        offloads = config.activation_offloading and not common["args"].use_cpu
+        return SFTTrainer(
+            model=model,
+            data_collator=collator,
+            batch_flattening=config.batch_flattening,
+            chunked_cross_entropy=chunked,
+            activation_offloading=offloads,
+            **common,
+        )
+
+    def _kernels(self, config: RunConfig) -> list[str]:
+        """The keys that ask for a kernel of Liger."""
+        return [key for key in KERNELS if getattr(config, key)]
+
+    def _may_be_in_chunks(self, config: RunConfig) -> bool:
+        return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
 
 def _packs_held_out(config: RunConfig) -> bool:

@@ -32,7 +32,8 @@ _REASONS = {
         lora_model_dir lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation
         liger_layer_norm liger_fused_linear_cross_entropy""",
     "it only affects the optimizer": """
-        learning_rate optimizer lr_scheduler lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
+        learning_rate optimizer optim_args lr_scheduler lr_scheduler_kwargs warmup_steps
+        warmup_ratio weight_decay max_grad_norm
         adam_beta1 adam_beta2 adam_epsilon
         cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale
         loraplus_lr_ratio loraplus_lr_embedding""",
@@ -46,7 +47,8 @@ _REASONS = {
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """
         gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile
-        torch_compile_backend torch_compile_mode dp_shard_size dp_replicate_size context_parallel_size
+        torch_compile_backend torch_compile_mode chunked_cross_entropy dp_shard_size dp_replicate_size
+        context_parallel_size
         tensor_parallel_size expert_parallel_size
         ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank
         fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type

@@ -12,6 +12,7 @@ from ebft.errors import ConfigError
 from ebft.run.checks import Machine
 from ebft.run.deepspeed import deepspeed_settings
 from ebft.run.fsdp import fsdp_arguments
+from ebft.run.optimizer import optimizer_arguments
 from ebft.run.trackers import trackers
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable of accelerate
@@ -63,6 +64,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
     kwargs |= {
+        "optim_args": optimizer_arguments(config.optim_args),
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
         "bf16": _precision_of_config(config, machine) == "bf16",
@@ -84,6 +86,9 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
+    if not machine.has_accelerator:  # as check_machine warns
+        for name in ("activation_offloading", "use_liger_kernel", "liger_kernel_config"):
+            kwargs.pop(name, None)
     return {name: value for name, value in kwargs.items() if value is not None}
 
 

@@ -54,6 +54,8 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
             "tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.",
             stacklevel=2,
         )
+    if config.activation_offloading and not machine.has_accelerator:
+        warnings.warn("activation_offloading: true has no effect on CPU: activations are in main memory.", stacklevel=2)
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
 

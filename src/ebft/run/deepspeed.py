@@ -39,11 +39,17 @@ def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any]
     return found
 
 
+def zero_stage(config: RunConfig) -> Any:
+    """The stage of ZeRO that a run uses; 0 without DeepSpeed. Raises ConfigError if its config cannot be read."""
+    zero = (deepspeed_settings(config.deepspeed) or {}).get("zero_optimization", {})
+    return zero.get("stage", 0) if isinstance(zero, dict) else None
+
+
 def check_deepspeed(config: RunConfig) -> None:
     """Raise ConfigError for a DeepSpeed config that cannot be used by the run."""
     if config.deepspeed is None:
         return
-    for problem in _problems(deepspeed_settings(config.deepspeed), config):
+    for problem in _problems(zero_stage(config), config):
         raise ConfigError(problem)
     if find_spec("deepspeed") is None:
         raise ConfigError(
@@ -51,9 +57,7 @@ def check_deepspeed(config: RunConfig) -> None:
         )
 
 
-def _problems(settings: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    zero = settings.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+def _problems(stage: Any, config: RunConfig) -> Iterator[str]:
     if type(stage) is not int or stage not in (0, 1, 2, 3):  # true is equal to 1
         yield f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r:.60}."
     if stage == 3 and not config.method.runs_plain_model:

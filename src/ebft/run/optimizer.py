@@ -4,22 +4,65 @@ transformers (and torch) is imported only if they differ from the defaults.
 """
 
 import difflib
+from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
+_IN_BACKWARD = ("lomo", "adalomo")  # and names that end in layerwise
+_KEYS = ("optimizer", "optim_args", "lr_scheduler", "lr_scheduler_kwargs")
+_OTHER_NAMES = {
+    "ao_adamw_4bit": "adamw_torch_4bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
+    "adamw_hf": "adamw_torch",
+    "adamw_apex_fused": "adamw_torch_fused",
+    "lion_pytorch": "lion_32bit",
+}
+_REFUSED = {  # by the start of their names
+    "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed. Use adamw_torch_fused",
+    **dict.fromkeys(
+        ("galore", "apollo"),
+        "its projections cannot be read from checkpoints, from which runs could not be resumed. Use adamw_torch_8bit "
+        "to save memory",
+    ),
+    "ao_adamw_fp8": "transformers creates torchao's optimizers with 8 and 4 bits only. Use adamw_torch_8bit",
+    **dict.fromkeys(
+        ("muon", "dion"),
+        "transformers has no optimizer that treats matrices and other weights differently. Use adamw_torch_fused",
+    ),
+}
+
 
 def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`, a missing package, or invalid arguments."""
-    keys = ("optimizer", "lr_scheduler", "lr_scheduler_kwargs")
-    if all(getattr(config, key) == type(config).model_fields[key].default for key in keys):
+    if all(getattr(config, key) == type(config).model_fields[key].default for key in _KEYS):
         return
     from ebft.over_transformers import OptimizerNames, SchedulerType
 
+    _check_supported(config.optimizer)
     _check_name("optimizer", config.optimizer, [name.value for name in OptimizerNames])
     _check_name("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType])
     _try_optimizer(config)
     _try_schedule(config)
+
+
+def optimizer_arguments(optim_args: dict[str, Any] | None) -> str | None:
+    """`optim_args` as transformers reads them."""
+    return ",".join(f"{name}={value}" for name, value in (optim_args or {}).items()) or None
+
+
+def _check_supported(name: str) -> None:
+    """Check that the optimizer works as runs need it."""
+    if name in _OTHER_NAMES:
+        raise ConfigError(f"optimizer: {name} is called {_OTHER_NAMES[name]} in transformers.")
+    if name in _IN_BACKWARD or name.endswith("layerwise"):
+        raise ConfigError(
+            f"optimizer: {name} is not supported: it updates weights during the backward pass, so that gradients are "
+            "neither accumulated, clipped nor checked. Use adamw_torch_8bit to save memory."
+        )
+    reason = next((reason for start, reason in _REFUSED.items() if name.startswith(start)), None)
+    if reason is not None:
+        raise ConfigError(f"optimizer: {name} is not supported: {reason}.")
 
 
 def _check_name(key: str, name: str, known: list[str]) -> None:
@@ -35,15 +78,46 @@ def _default(key: str) -> str:
 
 
 def _try_optimizer(config: RunConfig) -> None:
+    given = config.optim_args or {}
+    try:
+        settings = _settings(config.optimizer, given)
+    except (ImportError, ValueError) as error:
+        extra = "quantize" if config.optimizer.startswith("adamw_torch_") else "qlora"
+        install = f"Run `pip install 'ebft[{extra}]'`" if _is_of_extra(error) else "Install its dependencies"
+        raise ConfigError(
+            f"optimizer: {config.optimizer} cannot be used: {str(error).strip().rstrip('.')}. {install}, or leave "
+            f"optimizer out to use {_default('optimizer')}."
+        ) from error
+    for name, value in given.items():
+        if not _reads(config.optimizer, given, name):
+            raise ConfigError(f"optim_args.{name} is not read by optimizer: {config.optimizer}. Remove it.")
+        if value is False and settings.get(name):
+            raise ConfigError(f"optim_args.{name}: false is read as true by transformers. Remove it.")
+        if isinstance(settings.get(name), str) and not isinstance(_settings(config.optimizer, {}).get(name, ""), str):
+            raise ConfigError(f"optim_args.{name} is passed on by transformers as text, not as a number. Remove it.")
+
+
+def _is_of_extra(error: Exception) -> bool:
+    return isinstance(error, ImportError) and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
+
+
+def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which transformers creates an optimizer, without the weights."""
     from transformers import Trainer, TrainingArguments
 
+    arguments = TrainingArguments(
+        optim=name, optim_args=optimizer_arguments(optim_args), use_cpu=True, report_to="none"
+    )
+    return Trainer.get_optimizer_cls_and_kwargs(arguments)[1]
+
+
+def _reads(name: str, optim_args: dict[str, Any], key: str) -> bool:
+    """Whether other values of an argument give another optimizer than none, or an error."""
+    without = {other: value for other, value in optim_args.items() if other != key}
     try:
-        Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(optim=config.optimizer, use_cpu=True, report_to="none"))
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"optimizer: {config.optimizer} cannot be used: {error}. Install its dependencies, or leave optimizer out "
-            f"to use {_default('optimizer')}."
-        ) from error
+        return any(_settings(name, {**without, key: value}) != _settings(name, without) for value in (7, 11))
+    except ValueError:
+        return True
 
 
 def _try_schedule(config: RunConfig) -> None:

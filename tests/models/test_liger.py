@@ -1,0 +1,83 @@
+"""Keys of Liger's kernels reach transformers where they run, and are refused or named where they do not."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, ModelError
+from ebft.models.liger import check_kernels
+from ebft.run.arguments import training_kwargs
+from ebft.run.checks import Machine, check_machine
+from tests.config.conftest import MINIMAL
+from tests.monitor.sft_run import plain_trainer
+from tests.test_sft import tiny_model
+
+CPU = Machine(has_accelerator=False, supports_bf16=False)
+GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))
+ASKED = {"liger_rms_norm": True, "liger_glu_activation": True}
+
+
+def config_with(**keys):
+    return RunConfig.from_dict({**MINIMAL, **keys})
+
+
+def test_only_the_kernels_that_are_asked_for_reach_transformers():
+    kwargs = training_kwargs(config_with(**ASKED), GPU, rows=4, has_eval=False)
+    assert kwargs["use_liger_kernel"] is True
+    assert kwargs["liger_kernel_config"] == {
+        "rope": False,
+        "rms_norm": True,
+        "layer_norm": False,
+        "swiglu": True,
+        "geglu": True,
+        "cross_entropy": False,
+        "fused_linear_cross_entropy": False,
+    }
+    assert "use_liger_kernel" not in training_kwargs(config_with(), GPU, rows=4, has_eval=False)
+
+
+def test_on_cpu_they_have_no_effect_and_are_named():
+    config = config_with(**ASKED)
+    with pytest.warns(UserWarning, match="liger_rms_norm, liger_glu_activation: no effect on CPU"):
+        check_machine(config, CPU)
+    assert "use_liger_kernel" not in training_kwargs(config, CPU, rows=4, has_eval=False)
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(ConfigError, match="liger_rope requires the package liger-kernel: pip install liger-kernel"):
+        check_machine(config_with(liger_rope=True), GPU)
+
+
+def test_other_methods_do_not_read_them():
+    with pytest.warns(UserWarning, match="liger_rope has no effect: .* does not read it"):
+        config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=True)
+    with warnings.catch_warnings(action="error"):
+        config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=False)
+
+
+def test_a_kernel_that_liger_does_not_have_for_a_model_is_an_error(monkeypatch):
+    kernels = {"llama": lambda rope=True, rms_norm=True, swiglu=True, model=None: None}
+    known = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN=kernels)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
+    check_kernels("llama", ["liger_rope", "liger_glu_activation"])
+    with pytest.raises(ModelError, match="liger_layer_norm: Liger has no such kernel for llama models"):
+        check_kernels("llama", ["liger_rope", "liger_layer_norm"])
+    with pytest.raises(ModelError, match="liger_rope: Liger has no such kernel for opt models"):
+        check_kernels("opt", ["liger_rope"])
+
+
+def test_transformers_hands_them_to_liger_when_training_starts(tmp_path, monkeypatch):
+    received = []
+    of_liger = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **kernels: received.append(kernels))
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", of_liger)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    kwargs = training_kwargs(config_with(**ASKED), GPU, rows=4, has_eval=False)
+    given = {name: kwargs[name] for name in ("use_liger_kernel", "liger_kernel_config")}
+    plain_trainer(tmp_path, tiny_model(), **given).train()
+    assert received == [given["liger_kernel_config"]]

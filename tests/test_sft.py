@@ -1,0 +1,136 @@
+"""The SFT trainer with the cross-entropy in chunks logs what the model's own loss gives, in training and evaluation."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.models.activation_offloading import OffloadActivations
+
+from ebft.data.collator import DocumentCollator
+from ebft.errors import ModelError
+from ebft.prefix import logps
+from ebft.sft import SFTTrainer
+from tests.monitor.sft_run import plain_trainer
+
+SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def tiny_model(kind="llama", **changes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SHAPE, "num_key_value_heads": 2, **changes, "pad_token_id": 0})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def rows(count):
+    """Documents of 9 to 14 tokens whose first tokens are not learned, and one token of which the label differs."""
+    found = []
+    for i in range(count):
+        ids = list(range(3, 12 + i % 6))
+        found.append({"input_ids": ids, "labels": [-100] * (i % 4 + 1) + ids[i % 4 + 1 : -1] + [2]})
+    return found
+
+
+def logged(folder, chunked, **changes):
+    """Everything that a run of three steps of two micro-batches logs, without times; and its trainer."""
+    trainer = plain_trainer(
+        folder, tiny_model(), evaluation=rows(5), gradient_accumulation_steps=2, eval_strategy="steps", **changes
+    )
+    trainer = SFTTrainer(
+        tiny_model(),
+        trainer.args,
+        DocumentCollator(0, with_prompt_length=False),
+        train_dataset=rows(12),
+        eval_dataset=rows(5),
+        chunked_cross_entropy=chunked,
+    )
+    trainer.train()
+    history = [{k: v for k, v in entry.items() if "second" not in k and "runtime" not in k and "time" not in k}
+               for entry in trainer.state.log_history]  # fmt: skip
+    return history, trainer
+
+
+@pytest.mark.parametrize("changes", [{}, {"average_tokens_across_devices": False}, {"bf16": True}])
+def test_a_run_logs_the_same_with_the_loss_in_chunks(changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})  # 16 positions, the least
+    whole, plain = logged(tmp_path, False, **changes)
+    found, trainer = logged(tmp_path, None, **changes)
+    assert (plain.is_in_chunks, trainer.is_in_chunks) == (False, True)
+    tolerance = 3e-2 if changes.get("bf16") else 1e-5
+    assert len(found) == len(whole) == 7 and "eval_perplexity_all" in whole[1]
+    for ours, expected in zip(found, whole):
+        assert "loss" not in ours or ours["budget/flops"] < expected["budget/flops"]
+        is_same = {key: value for key, value in expected.items() if key != "budget/flops"}
+        assert {key: ours[key] for key in is_same} == pytest.approx(is_same, rel=tolerance)
+    for weight, expected in zip(trainer.model.parameters(), plain.model.parameters()):
+        torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_logs_the_same_with_the_models_own_loss(tmp_path):
+    found, trainer = logged(tmp_path, None, torch_compile=True, torch_compile_backend="aot_eager")
+    whole, _ = logged(tmp_path, False)
+    assert not trainer.is_in_chunks and len(found) == len(whole) == 7
+    for ours, expected in zip(found, whole):
+        expected.pop("budget/flops", None)  # those of a compiled model are not counted
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluation_does_not_compute_the_logits_of_padding(tmp_path):
+    trainer = SFTTrainer(
+        tiny_model(),
+        plain_trainer(tmp_path, tiny_model()).args,
+        DocumentCollator(0, with_prompt_length=False),
+        eval_dataset=rows(5),
+    )
+    seen = []
+    trainer.model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits.numel() // 37))
+    trainer.evaluate()
+    assert sum(seen) == sum(len(row["input_ids"]) - 1 for row in rows(5))
+
+
+def test_a_model_whose_loss_has_a_term_for_its_router_uses_its_own_loss_or_is_refused(tmp_path):
+    router = {"moe_intermediate_size": 8, "num_experts": 4, "output_router_logits": True}
+    args = plain_trainer(tmp_path, tiny_model()).args
+    collator = DocumentCollator(0)
+    trainer = SFTTrainer(tiny_model("qwen2_moe", **router), args, collator)
+    assert not trainer.is_in_chunks
+    with pytest.raises(ModelError, match="chunked_cross_entropy is not supported: the loss of Qwen2MoeForCausalLM has"):
+        SFTTrainer(tiny_model("qwen2_moe", **router), args, collator, chunked_cross_entropy=True)
+
+
+@pytest.fixture
+def offloading_on_cpu(monkeypatch):
+    """TRL's hooks with the CPU as the accelerator, whose activations they copy; the copies that were made."""
+    copies = []
+    pack = OffloadActivations.__init__
+
+    def on_cpu(self, **settings):
+        with patch("torch.accelerator.current_accelerator", lambda: torch.device("cpu")):
+            pack(self, **{**settings, "use_streams": False, "use_pin_memory": False})
+        taken = self.pack_hook
+        self.pack_hook = lambda tensor: copies.append(tuple(tensor.shape)) or taken(tensor)
+
+    monkeypatch.setattr(OffloadActivations, "__init__", on_cpu)
+    return copies
+
+
+@pytest.mark.parametrize("chunked", [None, False])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_offloading_keeps_numbers_and_leaves_the_head_alone(chunked, adapter, offloading_on_cpu, tmp_path):
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = tiny_model(tie_word_embeddings=False)
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear")) if adapter else model
+        args = plain_trainer(tmp_path, tiny_model()).args
+        collator = DocumentCollator(0, with_prompt_length=False)
+        switches = {"chunked_cross_entropy": chunked, "activation_offloading": offloads}
+        trainer = SFTTrainer(model, args, collator, train_dataset=rows(12), **switches)
+        trainer.train()
+        assert bool(offloading_on_cpu) == offloads
+        found.append([(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history])
+    assert found[0] == found[1] and len(found[0]) == 4
+    if chunked is None:
+        assert all(shape[-1:] != (37,) for shape in offloading_on_cpu)
