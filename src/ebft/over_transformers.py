@@ -48,6 +48,7 @@ __all__ = [
     "QuantizationMethod",
     "SchedulerType",
     "WeightGroup",
+    "attention_of",
     "causal_mask_function",
     "convert_weights",
     "end_progress_bars",
@@ -104,6 +105,11 @@ def forget_title(config: PretrainedConfig) -> None:
 def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
     """Whether the model's attention uses the functions registered with `AttentionInterface`."""
     return causal_lm._supports_attention_backend
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The name of the attention implementation of a model ("eager", "sdpa", "flash_attention_2", ...)."""
+    return model.config._attn_implementation
 
 
 def switch_attention(module: nn.Module, implementation: str) -> str:

@@ -132,7 +132,6 @@ UNSUPPORTED_IN_DATASETS = {
     "field_model": "use message_property_mappings and roles",
     "input_format": "set type to a mapping with format",
     "input_transform": "use a custom transform as type",
-    "skip": "set split, for example train[1000:]",
     "text_column": "set field",
 }
 
@@ -166,5 +165,4 @@ OTHER_NAMES = {
     "dpo_beta": "rl_beta",
     "kto_beta": "rl_beta",
     "run_name": "wandb_name",
-    "pretraining_dataset": "datasets",
 }

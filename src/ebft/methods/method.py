@@ -56,6 +56,7 @@ class Method(ABC):
     can_be_compared: ClassVar[bool] = True  # whether `ebft evaluate` compares models on its rows
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
+    reads_streams: ClassVar[bool] = False  # whether rows can be read while training runs (streaming)
     keeps_logits: ClassVar[bool] = False  # whether a step has the logits of all tokens in memory
 
     # Config
