@@ -49,16 +49,19 @@ class Source:
 
     def state(self) -> State:
         """The position of the next row."""
-        return {"read": self._read, "rows": copy.deepcopy(self._rows.state_dict())}
+        # datasets returns the former position until a row is read from the new one.
+        rows = self._rows.state_dict() if self._is_moving else self._restored
+        return {"read": self._read, "rows": copy.deepcopy(rows)}
 
     def restore(self, state: State) -> None:
         """Continue at a result of `state`."""
-        self._read = state["read"]
+        self._read, self._restored, self._is_moving = state["read"], state["rows"], False
         self._rows.load_state_dict(copy.deepcopy(state["rows"]))
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
 
     def next_row(self) -> tuple[int, dict[str, Any]] | None:
         """The next row and its number, or None at the end. Raises DataError if it cannot be read."""
+        self._is_moving = True
         try:
             row = next(self._iterator, None)
         except EBFTError:
