@@ -127,7 +127,10 @@ def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, u
     assert result(tmp_path / "out") == as_resumed(step, unbroken(method))
 
 
-@pytest.mark.parametrize(("method", "processes"), [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))])
+@pytest.mark.parametrize(
+    ("method", "processes"),
+    [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("stream", (2, 1)), ("stream", (1, 2))],
+)
 def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
