@@ -23,5 +23,8 @@ class SFTView:
         learned = batch["labels"][0].ne(IGNORE)
         learned[0] = False  # the loss compares labels with the predictions of the token before
         tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
-        facts = [("prompt", f"{row['prompt_length']:,} tokens"), counted(tokens)]
+        if "pieces" in row:  # of a stream
+            facts = [("documents", f"{row['pieces']:,}"), counted(tokens)]
+        else:
+            facts = [("prompt", f"{row['prompt_length']:,} tokens"), counted(tokens)]
         return RowView([Part("row", tokens, facts)])

@@ -19,6 +19,7 @@ from ebft.streams.collator import StreamCollator
 
 _LENGTHS = (7, 12, 5)
 # Differences of log-probabilities, in nats. In full precision they come from the order of summation.
+_REMEDY = "Set pretrain_multipack_attn: false to train on rows as one text"
 _FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
 
 
@@ -29,7 +30,13 @@ def check_apart(model: PreTrainedModel, collator: StreamCollator) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     documents = [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in _LENGTHS]
     with evaluating(model):
-        together = _logps(model, collator, documents, device)
+        try:
+            together = _logps(model, collator, documents, device)
+        except TypeError as error:
+            raise ModelError(
+                f"{type(model).__name__} does not accept the positions of several documents in a row ({error}). "
+                f"{_REMEDY}"
+            ) from error
         alone = torch.cat([_logps(model, collator, [document], device) for document in documents])
     differences = (together - alone).abs().amax(-1)[_LENGTHS[0] :]  # of the documents after the first
     is_full = model.dtype == torch.float32 and not getattr(model, "is_quantized", False) and not device.type == "cuda"
@@ -39,8 +46,7 @@ def check_apart(model: PreTrainedModel, collator: StreamCollator) -> None:
         raise ModelError(
             f"{type(model).__name__} does not keep the documents of a row apart with attn_implementation: "
             f"{attention_of(model)}: their log-probabilities change by {difference:.2g} (tolerance: "
-            f"{tolerance:g}). Set pretrain_multipack_attn: false to train on rows as one text, or use another "
-            "attn_implementation."
+            f"{tolerance:g}). {_REMEDY}, or use another attn_implementation"
         )
 
 
