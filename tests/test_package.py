@@ -29,9 +29,9 @@ ROOMS = (
     "features health monitor over_trainer scores",
     "prefix",
     "fetch preferences sft strided structured",
-    "nemo_gym preview reward_models",
-    "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema doctor "
-    "evaluation export inference launch methods prepared quickstart run",
+    "nemo_gym preview reward_models streams",
+    "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema "
+    "config.stream_checks doctor evaluation export inference launch methods prepared quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ebft import train
-from ebft.errors import ConfigError, DataError
 
 
 def weights(model):

@@ -73,8 +73,8 @@ def command(
     if run_config.streaming:
         if not shows:
             raise ConfigError(
-                "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use --debug "
-                "to show the first ones, or remove streaming."
+                "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use "
+                "--debug to show the first ones, or remove streaming."
             )
         rows = run_config.method.load_rows(run_config, tokenizer)
         _show(run_config, tokenizer, rows, True, count or 5, debug or html is None, html)

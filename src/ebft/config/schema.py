@@ -12,7 +12,8 @@ from ebft.config.section import Section
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys, RequiredRows
-from ebft.data.streaming.keys import StreamKeys, StreamSettings
+from ebft.data.streaming.keys import StreamKeys
+from ebft.data.streaming.settings import StreamSettings
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.launch.keys import RayKeys
 from ebft.methods import METHODS, Method, own_keys, selected_method

@@ -37,8 +37,8 @@ def stream_problems(config: "RunConfig") -> Iterator[str]:
         yield "group_by_length is not supported with streaming, where all rows have the same length. Remove it."
     if config.dataloader_num_workers > 1:
         yield (
-            f"dataloader_num_workers: {config.dataloader_num_workers} is not supported with streaming: one worker reads "
-            "a stream. Set it to 1 or 0."
+            f"dataloader_num_workers: {config.dataloader_num_workers} is not supported with streaming: one worker "
+            "reads a stream. Set it to 1 or 0."
         )
     for number, entry in enumerate(config.datasets):
         yield from _of_entry(f"datasets.{number}", entry)

@@ -262,9 +262,7 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
 class DataKeys(Section):
     """Training and evaluation data."""
 
-    datasets: list[DatasetEntry] = Field(
-        default_factory=list, min_length=1, description="Training data, one entry per source. Required."
-    )
+    datasets: list[DatasetEntry] = Field(min_length=1, description="Training data, one entry per source.")
     test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
     val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
         0.0,

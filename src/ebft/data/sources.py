@@ -105,9 +105,7 @@ def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
     # Files given by the user are the train split, regardless of their names (test.jsonl for evaluation).
     named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
     folder = path if path.is_dir() else path.parent
-    return {
-        split: _matches(folder, patterns, entry.path) if patterns else [path] for split, patterns in named.items()
-    }
+    return {split: _matches(folder, patterns, entry.path) if patterns else [path] for split, patterns in named.items()}
 
 
 def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]:

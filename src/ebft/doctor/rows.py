@@ -57,7 +57,7 @@ class StepTokens:
 class LongestRows:
     """The rows of the largest batch of one optimizer step on this process, longest first.
 
-    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths if they are rows of prompts.
+    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts.
     """
 
     data: Any

@@ -15,7 +15,15 @@ from ebft.doctor.check import Attempt, Check
 from ebft.doctor.estimate import Needs, needs
 from ebft.doctor.free import free_disk, is_writable
 from ebft.doctor.resources import disk_check, exceeds, memory_checks
-from ebft.doctor.rows import LongestRows, described, first_of_stream, longest_rows, row_lengths, rows_per_step, sequence_len_checks
+from ebft.doctor.rows import (
+    LongestRows,
+    described,
+    first_of_stream,
+    longest_rows,
+    row_lengths,
+    rows_per_step,
+    sequence_len_checks,
+)
 from ebft.doctor.savings import advice, gib
 from ebft.doctor.step import measure_step
 from ebft.errors import ConfigError, ModelError

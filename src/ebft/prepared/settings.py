@@ -42,6 +42,9 @@ _REASONS = {
         dataloader_prefetch_factor
         pad_to_sequence_len eval_sample_packing""",
     "rows are packed after they are read": "sample_packing",
+    "rows of a stream are not stored": """
+        pretraining_dataset streaming streaming_multipack_buffer_size pretrain_multipack_buffer_size
+        pretrain_multipack_attn""",
     "it only affects how fast rows are prepared": "dataset_num_proc",
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """

@@ -7,6 +7,8 @@ T  tokens   V  vocabulary
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,7 +41,7 @@ def check_apart(model: PreTrainedModel, collator: StreamCollator) -> None:
             ) from error
         alone = torch.cat([_logps(model, collator, [document], device) for document in documents])
     differences = (together - alone).abs().amax(-1)[_LENGTHS[0] :]  # of the documents after the first
-    is_full = model.dtype == torch.float32 and not getattr(model, "is_quantized", False) and not device.type == "cuda"
+    is_full = model.dtype == torch.float32 and not getattr(model, "is_quantized", False) and device.type != "cuda"
     difference = (differences.max() if is_full else differences.median()).item()
     tolerance = _FULL_TOLERANCE if is_full else _ROUGH_TOLERANCE
     if difference > tolerance:  # weights that are not finite are reported in the first step
@@ -50,10 +52,12 @@ def check_apart(model: PreTrainedModel, collator: StreamCollator) -> None:
         )
 
 
-def _logps(model: PreTrainedModel, collator: StreamCollator, documents: list[list[int]], device: torch.device) -> Tensor:
+def _logps(model: PreTrainedModel, collator: StreamCollator, documents: list[list[int]], device: Any) -> Tensor:
     """Log-probabilities (T, V) of a row of documents."""
     ids = [token for document in documents for token in document]
-    row = {"input_ids": ids, "labels": ids, "seq_lengths": list(map(len, documents)), "position": Position(), "pieces": 1}
-    batch = collator([row])
+    lengths = [len(document) for document in documents]
+    batch = collator(
+        [{"input_ids": ids, "labels": ids, "seq_lengths": lengths, "position": Position(), "pieces": len(documents)}]
+    )
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
     return model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)

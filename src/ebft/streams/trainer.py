@@ -11,7 +11,6 @@ from ebft.data.streaming.rows import Position
 from ebft.errors import ConfigError
 from ebft.sft import SFTTrainer
 from ebft.streams.apart import check_apart
-from ebft.streams.collator import StreamCollator
 
 _SAVED_AS = "Stream"  # among the `stateful_callbacks` of trainer_state.json
 

@@ -67,7 +67,9 @@ class Source:
         except EBFTError:
             raise
         except Exception as error:  # builders, parsers and networks raise many types of errors
-            raise DataError(f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)}).") from error
+            raise DataError(
+                f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
+            ) from error
         if row is None and not self._read:
             raise DataError(f"{self.name}: there are no rows{f' after skip: {self._skip}' if self._skip else ''}.")
         if row is None:

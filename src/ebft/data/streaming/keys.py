@@ -1,13 +1,11 @@
 """Config keys of streams of raw text, which are read while training runs."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ebft.config.section import NotBlank, Section, paths
-from ebft.data.keys import DatasetEntry, DataSettings, Files
-
-BUFFER = 10_000  # documents
+from ebft.data.keys import DatasetEntry, Files
 
 
 class StreamEntry(Section):
@@ -56,7 +54,7 @@ class StreamKeys(Section):
         "it. Documents are concatenated, and cut into rows of exactly sequence_len tokens. Needs max_steps.",
     )
     streaming_multipack_buffer_size: int = Field(
-        BUFFER,
+        10_000,
         ge=1,
         description="streaming: number of documents that are in memory, and are shuffled together if "
         "shuffle_merged_datasets is true.",
@@ -66,8 +64,8 @@ class StreamKeys(Section):
     )
     pretrain_multipack_attn: bool = Field(
         True,
-        description="streaming: documents of a row do not attend to each other. If false, a row is one text, for models "
-        "that cannot keep documents apart.",
+        description="streaming: documents of a row do not attend to each other. If false, a row is one text, for "
+        "models that cannot keep documents apart.",
     )
 
     @field_validator("pretraining_dataset", mode="before")
@@ -75,43 +73,3 @@ class StreamKeys(Section):
     def _as_list(cls, value: Any) -> Any:
         value = {"path": value} if isinstance(value, str) else value
         return [value] if isinstance(value, dict) else value
-
-
-class StreamSettings(StreamKeys, DataSettings):
-    """Every key that loading data reads, prepared or as a stream."""
-
-    @model_validator(mode="after")
-    def _as_datasets(self) -> Self:
-        """Move the entries of `pretraining_dataset` to `datasets`, so that there is one list of what is trained on."""
-        if self.pretraining_dataset is None:
-            if not self.datasets:
-                raise ValueError(
-                    "datasets is missing. It is required and has no default (pretraining_dataset is its stream)."
-                )
-        elif self.datasets:
-            raise ValueError(
-                "pretraining_dataset and datasets are both set. Move the entries of pretraining_dataset to datasets, "
-                "with type: completion, and set streaming: true; or remove one of them."
-            )
-        elif not self.streaming and "streaming" in self.model_fields_set:
-            raise ValueError(
-                "pretraining_dataset is a stream, but streaming is false. Remove streaming, or rename "
-                "pretraining_dataset to datasets, with type: completion, to prepare all rows before training."
-            )
-        else:
-            self.datasets = [entry.as_dataset() for entry in self.pretraining_dataset]
-            self.pretraining_dataset, self.streaming = None, True
-        return self
-
-    @model_validator(mode="after")
-    def _one_buffer(self) -> Self:
-        size = self.pretrain_multipack_buffer_size
-        if size is None:
-            return self
-        if "streaming_multipack_buffer_size" in self.model_fields_set and self.streaming_multipack_buffer_size != size:
-            raise ValueError(
-                "streaming_multipack_buffer_size and pretrain_multipack_buffer_size are two names of the same key. "
-                "Keep one of them."
-            )
-        self.streaming_multipack_buffer_size, self.pretrain_multipack_buffer_size = size, None
-        return self

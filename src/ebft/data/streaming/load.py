@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.streaming.documents import Document, Documents, Source
-from ebft.data.streaming.keys import StreamSettings
 from ebft.data.streaming.rows import StreamRows
+from ebft.data.streaming.settings import StreamSettings
 from ebft.data.streaming.sources import open_source
 from ebft.data.tokenise import tokeniser
 

@@ -53,7 +53,9 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
         check_begins_with_rows(path)
     options = reader_options(found[0], paths)
     try:
-        return load_dataset(found[0], data_files=[str(path) for path in paths], split="train", streaming=True, **options)
+        return load_dataset(
+            found[0], data_files=[str(path) for path in paths], split="train", streaming=True, **options
+        )
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(f"{entry.path}: cannot be read ({cause(error)}).") from error
 
