@@ -91,6 +91,10 @@ def test_the_older_name_of_the_buffer():
             "two names of the same key",
         ),
         ({"pretraining_dataset": ENTRY, "streaming_multipack_buffer_size": 0}, "a value of at least 1"),
+        (
+            {"pretraining_dataset": None, "datasets": [{**ENTRY, "type": "completion", "weight": 2}]},
+            "datasets.0.weight",
+        ),
         ({"pretraining_dataset": ENTRY, "dispatch_batches": True}, "dispatch_batches is not supported"),
     ],
 )
