@@ -42,9 +42,9 @@ def test_the_first_token_of_each_document_has_no_label():
     ]
 
 
-def test_rows_of_one_text_have_all_labels_and_no_documents():
+def test_rows_of_one_text_have_all_labels_but_the_first_and_no_documents():
     row = first(stream(apart=False), 1)[0]
-    assert row["labels"] == row["input_ids"] == [1, 2, 3, 11] and "seq_lengths" not in row
+    assert row["input_ids"] == [1, 2, 3, 11] and row["labels"] == [IGNORE, 2, 3, 11] and "seq_lengths" not in row
 
 
 def test_no_token_is_lost_or_repeated_in_a_pass():

@@ -41,7 +41,7 @@ class StreamRows(IterableDataset):
     """The rows of a stream: `input_ids`, `labels`, `seq_lengths` of the documents in it, and `position` after it.
 
     `encode` gives the tokens of a document. With `apart`, documents do not see each other: the first token of each has
-    no label. Otherwise a row is one text, without `seq_lengths`.
+    no label. Otherwise a row is one text, without `seq_lengths`, and only its first token has none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StreamRows(IterableDataset):
     def _row(self, pieces: list[list[int]], position: Position) -> dict[str, Any]:
         ids = [token for piece in pieces for token in piece]
         if not self._apart:
-            return {"input_ids": ids, "labels": list(ids), "position": position, "pieces": len(pieces)}
+            return {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "position": position, "pieces": len(pieces)}
         labels = [label for piece in pieces for label in (IGNORE, *piece[1:])]
         lengths = [len(piece) for piece in pieces]
         return {"input_ids": ids, "labels": labels, "seq_lengths": lengths, "position": position, "pieces": len(pieces)}
