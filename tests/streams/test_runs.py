@@ -6,9 +6,10 @@ from itertools import islice
 
 import pytest
 import torch
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import train
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, ModelError
 from ebft.run.interrupt import TrainingInterrupted
 from ebft.streams.trainer import StreamTrainer
 
@@ -126,3 +127,15 @@ def test_the_summary_names_the_tokens_of_a_step(make, capsys):
     train(make(max_steps=1))
     printed = capsys.readouterr().err
     assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed
+
+
+def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
+    tokenizer.save_pretrained(tmp_path / "mamba")
+    keys = {"base_model": tmp_path / "mamba", "max_steps": 1}
+    with pytest.raises(ModelError, match="MambaForCausalLM .* pretrain_multipack_attn: false"):
+        train(make(**keys))
+    assert train(make(**keys, pretrain_multipack_attn=False)).trainer.state.global_step == 1
