@@ -28,8 +28,9 @@ ROOMS = (
     "models serving",
     "features health monitor over_trainer scores",
     "prefix",
-    "fetch preferences sft strided structured",
-    "nemo_gym preview reward_models streams",
+    "fetch packed preferences strided structured",
+    "nemo_gym preview reward_models sft",
+    "streams",
     "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema "
     "config.stream_checks doctor evaluation export inference launch methods prepared quickstart run",
 )

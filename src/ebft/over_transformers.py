@@ -54,6 +54,7 @@ __all__ = [
     "end_progress_bars",
     "forget_title",
     "get_keys_to_not_convert",
+    "has_flash_attention",
     "has_running_state",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",
@@ -107,9 +108,14 @@ def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
     return causal_lm._supports_attention_backend
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """The name of the attention implementation of a model ("eager", "sdpa", "flash_attention_2", ...)."""
-    return model.config._attn_implementation
+def attention_of(causal_lm: PreTrainedModel) -> str:
+    """The name of the model's attention implementation."""
+    return causal_lm.config._attn_implementation
+
+
+def has_flash_attention(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model uses a flash attention, from its package or from the Hub."""
+    return "flash" in attention_of(causal_lm)
 
 
 def switch_attention(module: nn.Module, implementation: str) -> str:

@@ -80,6 +80,7 @@ def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_
     [
         (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
         (["sample_packing=true"], r"\ndocument 2 of \d+  prompt: "),
+        (["rl=", "sample_packing=true"], r"\ndocument 2 of \d+  prompt: \d+ tokens; in the cross-entropy: "),
         (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
         (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
     ],

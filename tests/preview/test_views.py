@@ -75,6 +75,14 @@ def test_sft_learns_labels_except_at_the_first_token(tokenizer):
     assert learned(part) == "__cd" and dict(part.facts)["prompt"] == "2 tokens"
 
 
+def test_sft_shows_the_documents_of_a_packed_row(tokenizer):
+    packed = pack_rows([row(tokenizer, "", "abcd", masked=[2]), row(tokenizer, "xy", "z")], 8)
+    first, second = SFTView(tokenizer)(packed[0]).parts
+    assert [first.title, second.title] == ["document 1 of 2", "document 2 of 2"]
+    assert learned(first) == "_b_d" and learned(second) == "__z"
+    assert dict(second.facts) == {"prompt": "2 tokens", "in the cross-entropy": "1 of 3 tokens"}
+
+
 TALK = {
     "prompt": [{"role": "user", "content": "hi"}],
     "ground_truth": "<think>q</think>ab",

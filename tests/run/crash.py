@@ -54,6 +54,7 @@ SECOND_USES = {"replay_buffer_size": 4, "reroll_start_fraction": 0.2}
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
     "sft_full": ("texts", "completion", {"micro_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "sft_packed": ("texts", "completion", {"sample_packing": True}),
     "stream": (  # rows of documents that do not see each other, and a document that continues in the next row
         "texts",
         "completion",

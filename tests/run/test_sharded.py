@@ -35,6 +35,7 @@ RUNS = {
             "eval_steps": 1,
         },
     ),
+    "sft, packed": ("sft_packed", {"eval_steps": 1}),
     "strided": ("strided_full", {}),
     "strided, adapter": ("strided", {}),
     "structured": ("structured_full", {}),

@@ -32,9 +32,6 @@ else:
 class CarriedOverKeys(KeysWithoutEffect):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
-    eval_sample_packing: bool | None = Field(
-        None, description="No effect: held-out documents are evaluated individually."
-    )
     pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
     skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
     activation_offloading: bool = Field(False, description="No effect: use gradient_checkpointing to save memory.")
@@ -79,7 +76,6 @@ class CarriedOverKeys(KeysWithoutEffect):
 
 IGNORED: dict[str, Ignored] = {
     **WITHOUT_EFFECT,
-    "eval_sample_packing": Ignored((False, None), "held-out documents are evaluated individually"),
     "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
     "skip_prepare_dataset": Ignored((False,), _PREPARED),
     "activation_offloading": Ignored((False,), "use gradient_checkpointing to save memory"),

@@ -24,6 +24,8 @@ from ebft.run.fsdp import fsdp_problems
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
+# Keys of one method, and their values that describe what the others do anyway.
+_HARMLESS = {"eval_sample_packing": (None, False), "batch_flattening": (False, "auto")}
 # Other names for values of attn_implementation.
 _ATTENTION_FLAGS = {
     "flash_attention": "flash_attention_2",
@@ -240,6 +242,8 @@ def _warn_ignored(config: "RunConfig") -> None:
 def _warn_of_other_methods(config: "RunConfig") -> None:
     foreign = {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
     for key in sorted(foreign & config.model_fields_set):
+        if getattr(config, key) in _HARMLESS.get(key, ()):
+            continue
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
 
 

@@ -84,5 +84,7 @@ def idle_stream_keys(config: "RunConfig") -> Iterator[str]:
     for key, reason in reasons.items():
         if getattr(config, key) not in (None, 1):
             yield f"{key} has no effect with streaming: {reason}."
+    if config.batch_flattening is True:
+        yield "batch_flattening has no effect with streaming: rows are filled, and need no padding."
     if not config.sample_packing and "sample_packing" in config.model_fields_set:
         yield "sample_packing: false has no effect with streaming: documents always fill rows of sequence_len tokens."

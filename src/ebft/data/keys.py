@@ -285,8 +285,8 @@ class DataKeys(Section):
     )
     sample_packing: bool = Field(
         False,
-        description="Strided mode: pack several short documents into one row of up to sequence_len tokens, which "
-        "counts as one row of micro_batch_size. Documents do not attend to each other.",
+        description="Strided mode and SFT: pack several short documents into one row of up to sequence_len tokens, "
+        "which counts as one row of micro_batch_size. Documents do not attend to each other.",
     )
     train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")
     roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import Any
@@ -14,8 +16,9 @@ from ebft.data.lengths import token_counts
 class PackedRows(Dataset):
     """Rows `{"documents": [...]}`, each the rows of another dataset that were packed together.
 
-    `DocumentCollator` splits them again: the strided trainer concatenates all documents of a batch without padding, and
-    documents do not attend to each other. `lengths` are the numbers of tokens per row.
+    Documents of a row do not attend to each other. `DocumentCollator` splits them again, for the strided trainer, which
+    concatenates all documents of a batch; `JoiningCollator` concatenates those of each row. `lengths` are the numbers
+    of tokens per row.
     """
 
     def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):
@@ -30,6 +33,18 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[dict[str, Any]]]:
         return {"documents": [self._rows[i] for i in self._packs[index]]}
+
+
+def pack_and_report(rows: Any, length: int) -> PackedRows:
+    """`pack_rows`, with a line on the terminal about the result."""
+    packed = pack_rows(rows, length)
+    if os.environ.get("RANK", "0") == "0":
+        full = sum(packed.lengths) / (len(packed) * length)
+        print(
+            f"Packed {len(rows):,} rows into {len(packed):,} rows of up to {length} tokens ({full:.0%} full)",
+            file=sys.stderr,
+        )
+    return packed
 
 
 def pack_rows(rows: Any, length: int) -> PackedRows:

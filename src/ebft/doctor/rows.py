@@ -92,7 +92,8 @@ class LongestRows:
         if config.method.rows == "comparisons":
             return StepTokens(loss=2 * len(lengths) * max(lengths))
         if not config.method.samples_blocks:
-            return StepTokens(loss=len(lengths) * max(lengths))  # padded
+            packed = [sum(map(_tokens, row["documents"])) for row in batch if "documents" in row] or lengths
+            return StepTokens(loss=sum(lengths) if config.batch_flattening is True else len(packed) * max(packed))
         total = sum(lengths) + _rollout_tokens(config, documents)
         return StepTokens(loss=total, sampling=total, features=total)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from ebft.config.options import ThinkingOption
-from ebft.config.section import option_names
+from ebft.config.section import Section, option_names
 from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
@@ -17,18 +19,43 @@ if TYPE_CHECKING:
     from ebft.run.checks import Machine
 
 
+class SFTKeys(Section):
+    """Keys of SFT."""
+
+    eval_sample_packing: bool | None = Field(
+        None,
+        description="SFT: also pack held-out documents. ce_loss and ce_loss_all are the same; loss, a mean over "
+        "batches, is not. If unset, sample_packing.",
+    )
+    batch_flattening: bool | Literal["auto"] = Field(
+        False,
+        description="SFT: join the rows of each batch into one row without padding, in which documents do not attend "
+        "to each other. auto: only with flash attention. Other implementations compute the attention of all tokens of "
+        "the batch with a mask, so they are faster only if documents are short.",
+    )
+
+
 class SFT(Method):
     """Cross-entropy on the labels of every row, with transformers' Trainer."""
 
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
+    keys = SFTKeys
     runs_plain_model = True
     keeps_logits = True
     reads_streams = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        if config.sample_packing and config.batch_flattening is True:
+            yield (
+                "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
+                "Remove one of them."
+            )
 
     def resolve(self, config: RunConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
@@ -56,11 +83,11 @@ class SFT(Method):
         return load_stream(config, tokenizer)
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
-        if config.sample_packing and not config.streaming:
-            warnings.warn(
-                "sample_packing has no effect without `rl: ebft`: each document is a separate row", stacklevel=3
-            )
-        return train
+        if config.streaming or not config.sample_packing:
+            return train
+        from ebft.data.packing import pack_and_report
+
+        return pack_and_report(train, config.sequence_len)
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.sft import SFTView
@@ -72,9 +99,10 @@ class SFT(Method):
         return config.max_steps if config.streaming else super().steps_per_epoch(config, machine, rows)
 
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
-        own: dict[str, Any] = {"prediction_loss_only": True}
-        if config.streaming:  # each process reads the stream; rows have a position, which no model has an argument for
-            own |= {"accelerator_config": {"dispatch_batches": False}, "remove_unused_columns": False}
+        # The collator selects the columns; transformers would also remove the documents of packed rows.
+        own: dict[str, Any] = {"prediction_loss_only": True, "remove_unused_columns": False}
+        if config.streaming:  # which every process reads
+            own["accelerator_config"] = {"dispatch_batches": False}
         return own
 
     def arguments_class(self) -> type:
@@ -83,20 +111,28 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.data.packing import pack_rows
+
+        if _packs_held_out(config) and common["eval_dataset"] is not None:
+            common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
         if config.streaming:
             return self._stream_trainer(config, model, tokenizer, **common)
-        from ebft.data.collator import DocumentCollator
+        from ebft.data.joining import JoiningCollator
         from ebft.sft import SFTTrainer
 
-        return SFTTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)
+        collator = JoiningCollator(tokenizer.pad_token_id)
+        return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
 
     def _stream_trainer(self, config: RunConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
         from ebft.data.streaming.load import order_of
-        from ebft.over_transformers import attention_of
         from ebft.streams.collator import StreamCollator
         from ebft.streams.trainer import StreamTrainer
 
-        apart = config.pretrain_multipack_attn
-        flatten = apart and "flash" in attention_of(model)
-        collator = StreamCollator(tokenizer.pad_token_id, flatten=flatten)
-        return StreamTrainer(order_of(config), apart, model=model, data_collator=collator, **common)
+        collator = StreamCollator(tokenizer.pad_token_id)
+        return StreamTrainer(
+            order_of(config), packs=config.pretrain_multipack_attn, model=model, data_collator=collator, **common
+        )
+
+
+def _packs_held_out(config: RunConfig) -> bool:
+    return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -91,19 +89,9 @@ class Strided(Method):
         return True
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
-        from ebft.data.packing import pack_rows
+        from ebft.data.packing import pack_and_report
 
-        if not config.sample_packing:
-            return train
-        packed = pack_rows(train, config.sequence_len)
-        if os.environ.get("RANK", "0") == "0":
-            full = sum(packed.lengths) / (len(packed) * config.sequence_len)
-            print(
-                f"Packed {len(train):,} rows into {len(packed):,} rows of up to {config.sequence_len} tokens "
-                f"({full:.0%} full)",
-                file=sys.stderr,
-            )
-        return packed
+        return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.strided import StridedView

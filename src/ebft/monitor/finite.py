@@ -49,4 +49,5 @@ def _describe(inputs: dict[str, Any]) -> str:
     ids = inputs[f"{side}input_ids"]
     mask = inputs.get(f"{side}attention_mask")
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
-    return f"documents with {lengths} tokens that start with token ids {ids[:, :8].tolist()}"
+    rows = "packed rows" if "position_ids" in inputs else "documents"
+    return f"{rows} with {lengths} tokens that start with token ids {ids[:, :8].tolist()}"

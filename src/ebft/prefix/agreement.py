@@ -34,20 +34,28 @@ def refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
 
 def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
     """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation."""
-    rough = _computes_roughly(causal_lm)
-    difference = (differences.median() if rough else differences.max()).item()
-    tolerance = _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
-    if not math.isfinite(difference):
-        raise ModelError(
-            f"{type(causal_lm).__name__}: the {what} are not finite. The weights contain NaN or infinite values, or "
-            f"the model overflows in {causal_lm.dtype}. Use other weights, or torch_dtype: float32."
-        )
+    difference, tolerance = difference_and_tolerance(causal_lm, what, differences)
     if not difference <= tolerance:
         raise ModelError(
             f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} "
             f"(tolerance: {tolerance:g}). The architecture depends on more than attention to a "
             f"prefix, or adds noise in training mode. {HINT}"
         )
+
+
+def difference_and_tolerance(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> tuple[float, float]:
+    """Return the difference that the precision of the model allows to compare, and the largest that it explains.
+
+    Raises ModelError if it is not finite.
+    """
+    rough = _computes_roughly(causal_lm)
+    difference = (differences.median() if rough else differences.max()).item()
+    if not math.isfinite(difference):
+        raise ModelError(
+            f"{type(causal_lm).__name__}: the {what} are not finite. The weights contain NaN or infinite values, or "
+            f"the model overflows in {causal_lm.dtype}. Use other weights, or torch_dtype: float32."
+        )
+    return difference, _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
 
 
 def _computes_roughly(causal_lm: PreTrainedModel) -> bool:

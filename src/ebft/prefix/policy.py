@@ -44,9 +44,7 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
     name, config = type(causal_lm).__name__, causal_lm.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model, but EBFT supports only decoder-only causal LMs")
-    kinds = {str(kind) for kind in (getattr(config, "layer_types", None) or [])}
-    kinds |= {type(module).__name__ for module in causal_lm.modules()}
-    recurrent = sorted(kind for kind in kinds if _RECURRENT.search(kind))
+    recurrent = recurrent_layers(causal_lm)
     if recurrent:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
@@ -54,6 +52,13 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
         )
     if not takes_attention_functions(causal_lm):
         raise ModelError(f"{name} does not support the attention interface of transformers. {HINT}")
+
+
+def recurrent_layers(causal_lm: PreTrainedModel) -> list[str]:
+    """Return the names of layers that keep a state of previous tokens other than their keys and values."""
+    kinds = {str(kind) for kind in (getattr(causal_lm.config.get_text_config(), "layer_types", None) or [])}
+    kinds |= {type(module).__name__ for module in causal_lm.modules()}
+    return sorted(kind for kind in kinds if _RECURRENT.search(kind))
 
 
 def check_length(causal_lm: PreTrainedModel, length: int) -> None:

@@ -40,7 +40,7 @@ _REASONS = {
         micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs max_steps budget.documents
         budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor
-        pad_to_sequence_len eval_sample_packing""",
+        pad_to_sequence_len eval_sample_packing batch_flattening""",
     "rows are packed after they are read": "sample_packing",
     "rows of a stream are not stored": """
         pretraining_dataset streaming streaming_multipack_buffer_size pretrain_multipack_buffer_size

@@ -6,17 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.collator import DocumentCollator
+from ebft.data.joining import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
 from ebft.preview.view import Part, RowView, TokenTexts, counted
 
 
 class SFTView:
-    """Shows a row with `input_ids` and `labels`."""
+    """Shows a row with `input_ids` and `labels`, or each document of a packed row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts = TokenTexts(tokenizer)
-        self.collator = DocumentCollator(tokenizer.pad_token_id)
+        self.collator = JoiningCollator(tokenizer.pad_token_id)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         batch = self.collator([row])
@@ -24,7 +24,12 @@ class SFTView:
         learned[0] = False  # the loss compares labels with the predictions of the token before
         tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
         if "pieces" in row:  # of a stream
-            facts = [("documents", f"{row['pieces']:,}"), counted(tokens)]
-        else:
-            facts = [("prompt", f"{row['prompt_length']:,} tokens"), counted(tokens)]
-        return RowView([Part("row", tokens, facts)])
+            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), counted(tokens)])])
+        documents = row.get("documents", [row])
+        parts, start = [], 0
+        for number, document in enumerate(documents, 1):
+            title = f"document {number} of {len(documents)}" if "documents" in row else "row"
+            part = tokens[start : start + len(document["input_ids"])]
+            parts.append(Part(title, part, [("prompt", f"{document['prompt_length']:,} tokens"), counted(part)]))
+            start += len(part)
+        return RowView(parts)

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from ebft.data.streaming.rows import Position
 from ebft.errors import ConfigError
+from ebft.packed import check_layers, count_documents
 from ebft.sft import SFTTrainer
-from ebft.streams.apart import check_apart
 
 _SAVED_AS = "Stream"  # among the `stateful_callbacks` of trainer_state.json
 
@@ -18,22 +18,24 @@ _SAVED_AS = "Stream"  # among the `stateful_callbacks` of trainer_state.json
 class StreamTrainer(SFTTrainer):
     """SFT on the rows of a `StreamRows`. `order`: the settings that positions depend on, by config key.
 
+    `packs`: whether the documents of a row do not see each other.
+
     Every process reads the whole stream and trains on its part of each batch, so that the rows of a step do not depend
     on the number of processes.
     """
 
     position: Position  # after the last row that this process has trained on
 
-    def __init__(self, order: dict[str, Any], apart: bool, **kwargs: Any) -> None:
+    def __init__(self, order: dict[str, Any], packs: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.position = Position()
         self.add_callback(_KeepPosition(self, order))
-        if apart:
-            check_apart(self.model, self.data_collator)
+        if packs:
+            check_layers(self.model)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self.position = inputs.pop("position")
-        self.budget.add(documents=inputs.pop("pieces") - len(inputs["input_ids"]))  # which SFTTrainer adds
+        self.budget.add(documents=inputs.pop("pieces") - count_documents(inputs))  # which SFTTrainer adds
         return super().training_step(model, inputs, num_items_in_batch)
 
     @property

@@ -1,0 +1,104 @@
+"""Packing of SFT in runs and checks of a config: rows, steps, held-out documents, and keys that exclude each other."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+
+from ebft import train
+from ebft.config.schema import RunConfig
+from ebft.data.packing import PackedRows
+from ebft.doctor.rows import LongestRows
+from ebft.errors import ConfigError
+
+LENGTHS = [3, 9, 5, 14, 4, 7, 11, 6, 3, 8, 12, 5]  # words of a document
+
+
+@pytest.fixture
+def make(tiny_llama_dir, tmp_path):
+    """`make(**keys)`: a config for SFT on the documents above, a word of which is one or two tokens."""
+    rows = [{"text": " ".join(["a b c d", "self", "if"][i % 3] for i in range(length))} for length in LENGTHS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+    def config(**keys):
+        values = {
+            "base_model": str(tiny_llama_dir),
+            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
+            "special_tokens": {"pad_token": "<|end|>"},
+            "sequence_len": 64,
+            "micro_batch_size": 2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "output_dir": str(tmp_path / "out"),
+        }
+        return RunConfig.from_dict({**values, **keys})
+
+    return config
+
+
+def test_steps_are_counted_in_packed_rows(make, capsys):
+    trainer = train(make(sample_packing=True, num_epochs=2, warmup_ratio=0.5)).trainer
+    rows = trainer.train_dataset
+    assert isinstance(rows, PackedRows) and len(rows) < 8 and max(rows.lengths) <= 64
+    assert f"Packed 12 rows into {len(rows)} rows of up to 64 tokens" in capsys.readouterr().err
+    assert trainer.state.max_steps == 2 * math.ceil(len(rows) / 2)
+    assert trainer.budget.totals["documents"] == 24
+
+
+@pytest.mark.parametrize("keys", [{"sample_packing": True}, {"batch_flattening": True}])
+def test_one_step_over_all_documents_is_that_of_padded_batches(make, keys, tmp_path):
+    """The weights after a step, and the held-out losses, differ by rounding only."""
+    keys = {"gradient_accumulation_steps": 16, "num_epochs": 1, "eval_steps": 1, "lr_scheduler": "constant", **keys}
+    keys |= {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "torch_dtype": "float32", "val_set_size": 4}
+    plain = {"sample_packing": False, "batch_flattening": False}
+    ours, padded = (train(make(**{**keys, **changes})).trainer for changes in ({}, plain))
+    assert ours.state.max_steps == padded.state.max_steps == 1
+    for name in ("loss", "grad_norm", "eval_ce_loss", "eval_ce_loss_all"):
+        a, b = (next(log[name] for log in t.state.log_history if name in log) for t in (ours, padded))
+        assert a == pytest.approx(b, rel=1e-5), name
+    for (name, a), b in zip(ours.model.named_parameters(), padded.model.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "packed"),
+    [
+        ({}, (False, False)),
+        ({"sample_packing": True}, (True, True)),
+        ({"sample_packing": True, "eval_sample_packing": False}, (True, False)),
+        ({"eval_sample_packing": True}, (False, True)),
+    ],
+)
+def test_held_out_documents_are_packed_as_the_others_unless_set(make, keys, packed):
+    trainer = train(make(max_steps=1, val_set_size=4, eval_steps=1, **keys)).trainer
+    found = tuple(isinstance(rows, PackedRows) for rows in (trainer.train_dataset, trainer.eval_dataset))
+    assert found == packed and any("eval_ce_loss" in log for log in trainer.state.log_history)
+
+
+def test_flattening_is_an_alternative_to_packing(make):
+    with pytest.raises(ConfigError, match="batch_flattening joins .* sample_packing does in advance. Remove one"):
+        make(sample_packing=True, batch_flattening=True)
+    assert make(sample_packing=True, batch_flattening="auto").batch_flattening == "auto"
+
+
+def test_other_methods_do_not_read_the_keys_of_packing(make):
+    other = {"rl": "ebft", "ebft": {"mode": "strided"}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(**other, eval_sample_packing=False, batch_flattening="auto")
+    assert not caught
+    for key in ("eval_sample_packing", "batch_flattening"):
+        with pytest.warns(UserWarning, match=f"{key} has no effect: .* does not read it"):
+            make(**other, **{key: True})
+
+
+def test_the_doctor_counts_the_tokens_of_packed_and_of_flattened_batches(make):
+    """Two rows of 5 + 3 and of 6 tokens are padded to 2 x 8; rows of 5 and of 3 are joined into 8, or padded to 10."""
+    row = lambda *lengths: {"documents": [{"input_ids": [1] * length, "prompt_length": 0} for length in lengths]}
+    documents = [{"input_ids": [1] * 5}, {"input_ids": [1] * 3}]
+    tokens = lambda data, **keys: LongestRows(data, (), 8).step_tokens(make(**keys)).loss
+    assert tokens([row(5, 3), row(6)], sample_packing=True) == 16
+    assert tokens(documents, batch_flattening=True) == 8
+    assert tokens(documents) == 10

@@ -1,0 +1,224 @@
+"""Packed rows of SFT compared with each document alone: losses, gradients, held-out metrics, and refused models."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+from ebft.data.joining import JoiningCollator
+from ebft.data.packing import pack_rows
+from ebft.errors import ModelError
+from ebft.packed import check_layers, check_separation, model_inputs
+from ebft.sft import SFTTrainer
+from tests.strided.families import RUNNING_STATE, tiny_model
+
+NO_DROPOUT = {"llama": {}, "gemma2": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+LENGTHS = [9, 3, 14, 2, 6, 11, 4, 7]
+
+
+def documents():
+    """Eight documents of unequal lengths, some with a masked prompt, some with masked tokens in between."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+        prompt = number % 3 if length > 3 else 0
+        labels = [-100] * prompt + ids[prompt:]
+        if length > 10:
+            labels[7] = -100
+        rows.append({"input_ids": ids, "labels": labels, "prompt_length": prompt})
+    return rows
+
+
+def oracle(model, rows):
+    """The mean over all trained tokens of -log p, each document in a pass of its own; and the number of tokens."""
+    total, count = 0, 0
+    for row in rows:
+        logps = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        for position in range(1, len(row["input_ids"])):
+            if row["labels"][position] != -100:
+                total = total - logps[position - 1, row["labels"][position]]
+                count += 1
+    return total / count, count
+
+
+def make_trainer(folder, model, train, evaluation=None, batch_flattening=False, **changes):
+    settings = {"max_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "logging_steps": 1}
+    settings |= {"learning_rate": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    settings |= {"remove_unused_columns": False, "prediction_loss_only": True, "max_grad_norm": 0.0}
+    args = TrainingArguments(str(folder), **{**settings, **changes})
+    return SFTTrainer(
+        model,
+        args,
+        JoiningCollator(0),
+        train_dataset=train,
+        eval_dataset=evaluation,
+        batch_flattening=batch_flattening,
+    )
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def step(trainer, batches):
+    """The loss and the gradients of one optimizer step over `batches` of rows."""
+    trainer.model.zero_grad()
+    batches = [trainer.data_collator(rows) for rows in batches]
+    count = trainer._get_num_items_in_batch(batches, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = len(batches)
+    loss = sum(trainer.training_step(trainer.model, batch, count) for batch in batches)
+    return loss.item(), gradients(trainer.model), int(count)
+
+
+@pytest.mark.parametrize("family", NO_DROPOUT)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("flattened", [False, True])
+def test_packed_rows_have_the_loss_and_the_gradients_of_their_documents(family, attention, flattened, tmp_path):
+    """With packed rows of 16 tokens, two batches of two rows; with flattening, batches of three and five documents."""
+    model = tiny_model(family, **NO_DROPOUT[family])
+    model.set_attn_implementation(attention)
+    rows = documents()
+    expected, count = oracle(model, rows)
+    expected.backward()
+    wanted = gradients(model)
+    if flattened:
+        trainer = make_trainer(tmp_path, model, rows, batch_flattening=True)
+        batches = [rows[:3], rows[3:]]
+    else:
+        packed = pack_rows(rows, 16)
+        assert sorted(packed.lengths) == [9, 15, 16, 16]
+        trainer = make_trainer(tmp_path, model, packed)
+        batches = [[packed[0], packed[3]], [packed[1], packed[2]]]
+    loss, found, tokens = step(trainer, batches)
+    assert tokens == count and loss == pytest.approx(expected.item(), rel=1e-5)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=name)
+    trainer.budget.gather(trainer.accelerator)
+    assert trainer.budget.totals["documents"] == 8
+
+
+def test_the_routers_loss_counts_no_padding(tmp_path):
+    """It is a mean over tokens: rows of a batch are joined, so that it has those of the documents alone."""
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    packed = pack_rows(documents(), 16)
+    trainer = make_trainer(tmp_path, model, packed)
+    batch = trainer.data_collator([packed[0], packed[3]])
+    assert trainer.is_padding_free(batch)
+    inputs = model_inputs(batch, True)
+    assert inputs["input_ids"].shape == (1, 25) and "attention_mask" not in inputs
+    loss, _, _ = step(trainer, [[packed[0], packed[3]]])
+    plain = model(**inputs, num_items_in_batch=inputs["labels"].ne(-100).sum()).loss.item()
+    assert loss == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_held_out_metrics_are_those_of_separate_documents(flattened, tmp_path):
+    """The last batch is smaller than the others; ce_loss has the tokens with labels, ce_loss_all all of them."""
+    model, rows = tiny_model("llama").eval(), documents()
+    with torch.no_grad():
+        expected = oracle(model, rows)[0].item()
+        all_labels = [{**row, "labels": row["input_ids"]} for row in rows]
+        expected_all = oracle(model, all_labels)[0].item()
+    evaluation = rows if flattened else pack_rows(rows, 16)
+    metrics = make_trainer(tmp_path, model, rows, evaluation, batch_flattening=flattened).evaluate()
+    assert metrics["eval_ce_loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["eval_ce_loss_all"] == pytest.approx(expected_all, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
+    """Its kernels read the boundaries of documents from the positions of a single row."""
+    packed = pack_rows(documents(), 16)
+    monkeypatch.setattr("ebft.packed.has_flash_attention", lambda model: True)
+    trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
+    assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
+    assert not trainer.is_padding_free(trainer.data_collator(documents()))
+    inputs = model_inputs(JoiningCollator(0)([packed[0], packed[3]]), padding_free=True)
+    lengths = [len(row["input_ids"]) for index in (0, 3) for row in packed[index]["documents"]]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]]
+    assert inputs["position_ids"].eq(0).nonzero()[:, 1].tolist() == starts
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_automatic_flattening_depends_on_the_attention(flash, tmp_path, monkeypatch):
+    monkeypatch.setattr("ebft.sft.has_flash_attention", lambda model: flash)
+    trainer = make_trainer(tmp_path, tiny_model("llama"), documents(), batch_flattening="auto")
+    assert trainer.is_padding_free(trainer.data_collator(documents())) == flash
+
+
+def test_rows_that_come_packed_are_trained_as_such(tmp_path):
+    """With the lengths of their documents, as a stream has them."""
+    model, rows = tiny_model("llama"), documents()
+    expected, _ = oracle(model, rows)
+    row = {
+        "input_ids": [token for each in rows for token in each["input_ids"]],
+        "labels": [label for each in rows for label in (-100, *each["labels"][1:])],
+        "seq_lengths": LENGTHS,
+    }
+    assert step(make_trainer(tmp_path, model, [row]), [[row]])[0] == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ModelError, match="state passes from one document of a row to the next"):
+        step(make_trainer(tmp_path, tiny_model("lfm2"), [row]), [[row]])
+
+
+def test_mixed_precision_passes_the_comparison(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_model("llama"), pack_rows(documents(), 16), bf16=True)
+    assert trainer.train().metrics["train_loss"] > 0
+
+
+def test_documents_that_see_one_another_are_noticed(tmp_path, monkeypatch):
+    """With a mask that ignores the positions, the comparison before the first step fails."""
+    model = tiny_model("llama")
+    plain = model.forward
+    leaking = lambda *args, position_ids=None, **kwargs: plain(*args, **kwargs)
+    monkeypatch.setattr(model, "forward", leaking)
+    trainer = make_trainer(tmp_path, model, pack_rows(documents(), 16))
+    with pytest.raises(ModelError, match="LlamaForCausalLM does not separate the documents of a packed row.*eager"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("family", ["opt", "llama4_text"])
+def test_masks_that_do_not_depend_on_positions_are_refused(family):
+    model = tiny_model(family)
+    check_layers(model)
+    with pytest.raises(ModelError, match="does not separate the documents.*Remove sample_packing"):
+        check_separation(model, model, padding_free=False)
+
+
+@pytest.mark.parametrize("family", RUNNING_STATE)
+def test_layers_with_a_running_state_are_refused(family, tmp_path):
+    reason = "state passes from one document of a row to the next|does not support the attention interface"
+    with pytest.raises(ModelError, match=rf"({reason}).*Remove sample_packing"):
+        make_trainer(tmp_path, tiny_model(family), pack_rows(documents(), 16))
+    make_trainer(tmp_path, tiny_model(family), documents())
+
+
+def test_attention_outside_the_interface_is_refused():
+    config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ModelError, match="BloomForCausalLM does not support the attention interface"):
+        check_layers(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_the_comparison_leaves_the_model_as_it_was(dtype, padding_free):
+    model = tiny_model("llama").to(dtype).train()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    check_separation(model, model, padding_free)
+    assert model.training and torch.get_rng_state().equal(state)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_padding_is_in_no_loss():
+    """A token of padding is a document of its own: whatever it is, the other logits stay the same."""
+    model, packed = tiny_model("llama").eval(), pack_rows(documents(), 16)
+    batch = JoiningCollator(0)([packed[0], packed[3]])
+    changed = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 5)}
+    with torch.no_grad():
+        a, b = (model(**model_inputs(each, False)) for each in (batch, changed))
+    assert a.loss.item() == b.loss.item()
+    assert F.mse_loss(a.logits[1, :9], b.logits[1, :9]).item() == 0
