@@ -68,6 +68,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transform, keys)
     "GRPO LoRA": ("ebft_opencode.transform", {**GRPO, **LORA}),
     "SFT": ("chat_template", {}),
     "DPO LoRA": ("chatml.intel", {"rl": "dpo", **LORA}),
+    "ORPO LoRA": ("chatml.intel", {"rl": "orpo", **LORA}),
     "reward model": ("bradley_terry.chat_template", {"reward_model": True}),
 }
 

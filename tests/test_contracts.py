@@ -64,7 +64,7 @@ MEANINGS = {
     "_get_num_items_in_batch": "(batches, device) -> what the loss is normalised by",
     "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",
     "_get_per_token_logps_and_entropies": "(model, ids, mask, length, ...) -> what the loss needs",
-    "_get_train_sampler": "(dataset) -> a RepeatSampler",
+    "_get_train_sampler": "(dataset) -> the order of the rows of an epoch",
     "_globalstep_last_logged": "the step of the last log",
     "_init_training_state": "(...) sets the trainer state, from a checkpoint if there is one",
     "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
@@ -76,6 +76,7 @@ MEANINGS = {
     "_maybe_log_save_evaluate": "(...) logs, evaluates and saves after a step and after an epoch",
     "_metrics": "{mode: {name: [values]}}, whose means are logged",
     "_pending_metrics": "what reward functions logged: {name: values}",
+    "_precompute_ref_logps": "(dataset, name, batch size) -> rows with log-probabilities of the reference model",
     "_prepare_dataset": "(dataset, tokenizer, arguments, name) -> rows of token ids",
     "_prepare_inputs": "the inputs of a micro-batch; shuffles the rows of a generation batch in training",
     "_push_from_checkpoint": "(folder) uploads it",
@@ -121,9 +122,9 @@ OF_TRAINERS = {
     ComparesRows: {"_init_training_state"},
     StopOnNonFinite: {"_get_grad_norm"},
     SFTTrainer: {"_prepare_inputs"},
-    HasReference: {"_metrics", "_total_train_tokens"},
+    HasReference: {"_metrics", "_precompute_ref_logps", "_total_train_tokens"},
     PreparedPairs: {"_prepare_dataset"},
-    PreparedRows: {"_prepare_dataset"},
+    PreparedRows: {"_get_train_sampler", "_prepare_dataset"},
     PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
     HasHooks: {
@@ -157,7 +158,8 @@ SEAM = ROOT / "over_transformers.py"
 OF_TRL = {
     "trl.experimental": ("cpo", "orpo"),
     "trl.models": ("unwrap_model_for_generation",),
-    "trl.trainer.utils": ("RepeatSampler", "pad"),
+    "trl.trainer.kto_trainer": ("DataCollatorForUnpairedPreference",),
+    "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }
 OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),

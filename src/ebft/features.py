@@ -5,22 +5,20 @@ B  rows   G  tokens per block   D  feature dimension
 
 from __future__ import annotations
 
-import copy
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from accelerate import PartialState
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
+from ebft.models.frozen import frozen_copy
 from ebft.models.placement import spare_gpu
 from ebft.over_transformers import override_attn_implementation
 
@@ -136,9 +134,7 @@ def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
 
 
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
-    frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
-    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_one_of_many():
-        _take_weights_of_rank_0(frozen)
+    frozen = frozen_copy(model)
     return frozen.to(device) if device is not None else frozen
 
 
@@ -156,23 +152,6 @@ def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:
         file=sys.stderr,
     )
     return torch.device(spare)
-
-
-def _is_one_of_many() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-@torch.no_grad()
-def _take_weights_of_rank_0(model: nn.Module) -> None:
-    """Broadcast the weights of rank 0.
-
-    FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 only and broadcasts them when training starts.
-    """
-    device = PartialState().device
-    for tensor in (*model.parameters(), *model.buffers()):
-        shared = tensor.detach().to(device)
-        distributed.broadcast(shared, 0)
-        tensor.copy_(shared)
 
 
 @contextmanager

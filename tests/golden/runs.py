@@ -120,6 +120,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "sft": ("chats", "chat_template", {**LORA, "gradient_accumulation_steps": 2}),
+    "dpo": ("comparisons", "chatml.icr", {"rl": "dpo", **LORA, "dpo_loss_type": ["sigmoid", "sft"]}),
     "reward_model": (
         "comparisons",
         "bradley_terry.chat_template",
@@ -215,6 +216,14 @@ def comparisons() -> list[dict[str, str]]:
     ]
 
 
+def judged() -> list[dict[str, Any]]:
+    """Replies of which two in three are desirable."""
+    return [
+        {"question": sentence(number, 2), "completion": sentence(number + 1, 2 + number % 3), "label": number % 3 > 0}
+        for number in range(40)
+    ]
+
+
 def steps() -> list[dict[str, Any]]:
     """Prompts with one to three steps, of which every other one is right."""
     return [
@@ -227,7 +236,7 @@ def steps() -> list[dict[str, Any]]:
     ]
 
 
-ROWS = {"text": texts, "pairs": pairs, "chats": chats, "comparisons": comparisons, "steps": steps}
+ROWS = {"text": texts, "pairs": pairs, "chats": chats, "comparisons": comparisons, "judged": judged, "steps": steps}
 
 
 def machine() -> dict[str, str]:

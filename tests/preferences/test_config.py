@@ -46,7 +46,6 @@ def test_keys_of_each_method(tmp_path):
         ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
         ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
         ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
-        ({"fsdp": True}, "fsdp is not supported by rl: {method}"),
         ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
         ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
     ],
@@ -77,7 +76,20 @@ def test_what_no_method_supports(method, changes, message, tmp_path):
         ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
         ("dpo", {"dpo_generate_during_eval": True}, "dpo_generate_during_eval.*do not sample"),
         ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*Liger kernels are not used"),
-        ("dpo", {"dpo_beta": 0.1}, "rl_beta"),
+        ("dpo", {"dpo_padding_free": True}, "dpo_padding_free is not supported: remove it; TRL's DPOTrainer pads"),
+        (
+            "dpo",
+            {"dpo_use_logits_to_keep": True},
+            "dpo_use_logits_to_keep is not supported: remove it; logits are only",
+        ),
+        (
+            "dpo",
+            {"rl_adapter_ref_model": True},
+            "rl_adapter_ref_model is not supported: .*the adapter of lora_model_dir",
+        ),
+        ("dpo", {"ref_model": "x"}, "ref_model is not supported: remove it; the reference model is base_model, or"),
+        ("dpo", {"dpo_beta": 0.1}, "Use 'rl_beta' instead"),
+        ("simpo", {"simpo_beta": 0.1}, "Use 'rl_beta' instead"),
     ],
 )
 def test_what_one_method_does_not_support(method, changes, message, tmp_path):

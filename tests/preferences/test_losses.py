@@ -21,7 +21,7 @@ BETA = 0.3
 
 def trainer_of(method, folder, adapter=True, **changes):
     """A trainer whose policy is not its reference model, in eval mode."""
-    config = config_of(method, folder, adapter, rl_beta=BETA, micro_batch_size=4, **changes)
+    config = config_of(method, folder, adapter, **{"rl_beta": BETA, "micro_batch_size": 4} | changes)
     with warnings.catch_warnings(action="ignore"):
         tokenizer = load_tokenizer(config)
         rows, held_out = load_data(config, tokenizer)
@@ -63,6 +63,7 @@ def loss_of(trainer, rows):
         ("ipo", {}),
         ("dpo", {"dpo_loss_type": ["sigmoid", "hinge"], "dpo_loss_weights": [1.0, 0.25]}),
         ("dpo", {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
+        ("dpo", {"dpo_loss_type": "exo_pair", "dpo_label_smoothing": 0.1}),
         ("dpo", {"dpo_loss_type": "sigmoid_norm"}),
         ("dpo", {"dpo_use_weighting": True}),
         ("dpo", {"precompute_ref_log_probs": True}),
@@ -85,6 +86,9 @@ def test_pairs_with_a_reference(method, changes, adapter, tmp_path):
             one = -F.logsigmoid(BETA * means)
         elif changes.get("dpo_loss_type") == "robust":
             one = (0.8 * one + 0.2 * F.logsigmoid(-BETA * difference)) / 0.6
+        elif changes.get("dpo_loss_type") == "exo_pair":
+            share = torch.sigmoid(BETA * difference)
+            one = share * (share / 0.9).log() + (1 - share) * ((1 - share) / 0.1).log()
         elif "dpo_loss_weights" in changes:
             one = one + 0.25 * torch.relu(1 - BETA * difference)
         elif "dpo_use_weighting" in changes:
@@ -107,11 +111,11 @@ def weight(model, prompt, completion):
     return (chosen - (2 * logps).logsumexp(-1)).mean()
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_kto(adapter, tmp_path):
-    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5}
+@pytest.mark.parametrize(("adapter", "precompute"), [(True, False), (False, False), (True, True)])
+def test_kto(adapter, precompute, tmp_path):
+    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, "precompute_ref_log_probs": precompute}
     trainer = trainer_of("kto", write_inputs(tmp_path), adapter, **weights)
-    rows = [trainer.train_dataset[index] for index in range(4)]  # a batch of the first epoch
+    rows = [trainer.train_dataset[index] for index in range(4)]
     assert {row["label"] for row in rows} == {True, False}
     policy, base = models(trainer, tmp_path)
 
@@ -130,7 +134,8 @@ def test_kto(adapter, tmp_path):
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_orpo(adapter, tmp_path):
-    trainer = trainer_of("orpo", write_inputs(tmp_path), adapter)
+    weight = {"rl_beta": None, "orpo_alpha": BETA} if adapter else {}
+    trainer = trainer_of("orpo", write_inputs(tmp_path), adapter, **weight)
     rows = [trainer.train_dataset[index] for index in range(4)]
     policy, _ = models(trainer, tmp_path)
     odds, texts = [], []

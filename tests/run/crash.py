@@ -25,6 +25,8 @@ from safetensors import safe_open
 
 import ebft.durable
 import ebft.over_trainer
+import ebft.preferences.experimental
+import ebft.preferences.trainers
 import ebft.reward_models.comparisons
 import ebft.reward_models.steps
 import ebft.run.final
@@ -65,6 +67,15 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "bradley_terry.chat_template",
         {**LORA, "lora_dropout": 0.1, "reward_model": True, "logging_steps": 2},
     ),
+    "dpo": ("comparisons", "chatml.icr", {**LORA, "rl": "dpo", "logging_steps": 2}),
+    "dpo_full": (  # the reference is a copy
+        "comparisons",
+        "chatml.icr",
+        {"rl": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 2},
+    ),
+    "kto": ("judged", "chatml.intel", {**LORA, "rl": "kto", "logging_steps": 2}),
+    "orpo": ("comparisons", "chatml.icr", {**LORA, "rl": "orpo", "logging_steps": 2}),
+    "simpo": ("comparisons", "chatml.icr", {"rl": "simpo", "cpo_alpha": 0.2}),
     "process_reward_model": (
         "steps",
         "stepwise_supervised",
@@ -128,7 +139,7 @@ def write_inputs(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
     chat_model(tokenizer, seed=1, **sizes).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    for name in ("texts", "pairs", "comparisons", "steps"):
+    for name in ("texts", "pairs", "comparisons", "judged", "steps"):
         rows = ROWS[name.replace("texts", "text")]()[:8]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

@@ -103,6 +103,7 @@ IGNORED: dict[str, Ignored] = {
 
 
 _NO_SAMPLING = "remove it; preference methods do not sample"
+_REFERENCE = "the reference model is base_model, or the adapter of lora_model_dir as it is loaded"
 
 UNSUPPORTED = {
     **REFUSED,
@@ -116,7 +117,9 @@ UNSUPPORTED = {
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
     "dpo_use_liger_kernel": f"remove it; {_LIGER}",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
-    "dpo_use_logits_to_keep": "remove it; TRL only scores the tokens of completions",
+    "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
+    "rl_adapter_ref_model": f"remove it; {_REFERENCE}",
+    "ref_model": f"remove it; {_REFERENCE}",
 }
 
 # Keys of an element of datasets.
@@ -161,5 +164,7 @@ OTHER_NAMES = {
     "modules_to_save": "lora_modules_to_save",
     "dpo_beta": "rl_beta",
     "kto_beta": "rl_beta",
+    "orpo_beta": "rl_beta",
+    "simpo_beta": "rl_beta",
     "run_name": "wandb_name",
 }

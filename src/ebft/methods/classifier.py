@@ -38,7 +38,7 @@ class Classifier(Method):
 
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        for key in ("load_in_4bit", "load_in_8bit", "fsdp", "deepspeed", "sample_packing", "group_by_length"):
+        for key in ("load_in_4bit", "load_in_8bit", "deepspeed", "sample_packing", "group_by_length"):
             if getattr(config, key):
                 yield f"{key} is not supported with {self.name}. Remove it."
         file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"

@@ -25,7 +25,7 @@ class KTOKeys(ReferenceKeys):
 
 
 class KTO(PreferenceMethod):
-    """KTOTrainer. Batches have the same rows in every epoch, since the KL term pairs rows of a batch."""
+    """KTOTrainer, whose KL term pairs the rows of a batch."""
 
     name = "rl: kto"
     tag = "kto"

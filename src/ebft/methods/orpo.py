@@ -28,7 +28,6 @@ class ORPO(PreferenceMethod):
     tag = "orpo"
     keys = ORPOKeys
     has_reference = False
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "odds ratio preference optimization (ORPO)"

@@ -67,9 +67,8 @@ class PreferenceMethod(Method):
         ):
             if value:
                 yield f"{key}: true is not supported by {self.name}: {reason}. Remove it."
-        for key in ("fsdp", "deepspeed"):
-            if getattr(config, key):
-                yield f"{key} is not supported by {self.name}, where it is not tested. Remove it: DDP is used instead."
+        if config.deepspeed:
+            yield f"deepspeed is not supported by {self.name}, where it is not tested. Set fsdp, or remove it for DDP."
         others = next(names for kind, names in _OF_KIND.items() if kind != self.rows)
         for entry in (*config.datasets, *config.test_datasets):
             given = entry.type.model_fields_set if isinstance(entry.type, PreferenceColumns) else ()
@@ -91,7 +90,10 @@ class PreferenceMethod(Method):
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
-            yield "precompute_ref_log_probs: true is not supported with several processes. Remove it."
+            yield (
+                "precompute_ref_log_probs: true is not supported with several processes, since TRL writes the results "
+                "to a file of the first one. Remove it."
+            )
 
     def resolve(self, config: RunConfig) -> None:
         idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]
@@ -138,9 +140,9 @@ class PreferenceMethod(Method):
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         if not self.has_reference:
             return self.trainer_class()(model, **common)
-        from ebft.preferences.reference import reference_model
+        from ebft.models.frozen import frozen_copy
 
         is_new_adapter = config.adapter is not None and config.lora_model_dir is None
         needs_copy = config.adapter is None and not config.precompute_ref_log_probs
-        reference = reference_model(model) if needs_copy else None
+        reference = frozen_copy(model) if needs_copy else None  # before TRL changes the model's forward
         return self.trainer_class()(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)

@@ -28,7 +28,6 @@ class SimPO(PreferenceMethod):
     tag = "simpo"
     keys = SimPOKeys
     has_reference = False
-    keeps_logits = True
 
     def summary(self, config: RunConfig) -> str:
         return "simple preference optimization (SimPO)"

@@ -87,8 +87,9 @@ class FlopMeter:
         """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.
 
         Scored positions are multiplied with it once in forward, once more in backward, and once for each gradient.
+        Preference methods call the module instead (preferences/over_trl/scoring.py), which its own hook counts.
         """
-        if not (self._counting and kwargs.get("fused_lm_head")):
+        if not (self._counting and kwargs.get("fused_lm_head")) or "scores_in_chunks" in model.__dict__:
             return
         head = model.get_output_embeddings()
         flops = 2 * weight_size(head) * kwargs["labels"][:, 1:].ne(-100).sum()  # a tensor, to avoid a device sync

@@ -12,7 +12,7 @@ from ebft.over_trainer.random_state import random_state, set_random_state
 from ebft.over_trainer.running_state import KeepsRunningState
 
 
-class StopsSafely(CompletesCheckpoints, KeepsRunningState):
+class StopsSafely(KeepsRunningState, CompletesCheckpoints):
     """Trainer that can save the last completed step after an exception.
 
     `may_stop`: whether an exception may be raised now, after which `save_stopped` can save that state; not during an

@@ -15,6 +15,10 @@ with warnings.catch_warnings():  # of TRL, on import; the documentation says it
 class ORPOTrainer(CountsRows, PreparedBatches, orpo.ORPOTrainer):
     """ORPO."""
 
+    scores_prompts = True
+
 
 class CPOTrainer(CountsRows, PreparedBatches, cpo.CPOTrainer):
     """SimPO, a loss of CPO."""
+
+    scores_prompts = False

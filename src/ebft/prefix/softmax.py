@@ -27,7 +27,8 @@ class Softmax:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         if temperature != 1:
             scores /= temperature
-        scores -= scores.amax(-1, keepdim=True)
+        self._largest = scores.amax(-1, keepdim=True)
+        scores -= self._largest
         if truncation is not None:
             kept = truncation.kept(scores)
             kept = kept if tokens is None else kept.scatter_(-1, tokens, True)
@@ -49,6 +50,14 @@ class Softmax:
     def grad_of_entropy(self) -> Tensor:
         """Return the gradients (R, V) of the entropy with respect to logits / temperature: -p (log p + entropy)."""
         return -self.probabilities * (self._scores - self._log_sum + self.entropy())
+
+    def mean_score(self) -> Tensor:
+        """Return the mean of logits / temperature over the vocabulary: (R, 1)."""
+        return self._largest + self._scores.mean(-1, keepdim=True)
+
+    def log_sum_of_squares(self) -> Tensor:
+        """Return the log of the probability that two samples are equal: (R, 1)."""
+        return self.probabilities.square().sum(-1, keepdim=True).log()
 
     def most_likely(self) -> Tensor:
         """Return the most likely token: (R, 1)."""

@@ -6,12 +6,16 @@ loaded with if they continue an earlier run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ebft.preferences.over_trl.metrics import KeepsMetrics, Logged
+from ebft.preferences.over_trl.scoring import score_in_chunks
 
 _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 
@@ -20,11 +24,29 @@ class HasReference(KeepsMetrics):
     """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
 
     ref_model: nn.Module | None
+    aux_loss_enabled: bool
 
     def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         if is_new_adapter:  # equal to no adapter, so that a second one is not needed
             self.model.delete_adapter(_REFERENCE)
+        self.replace_forwards()
+
+    def replace_forwards(self) -> None:
+        """Score in chunks. The loss of mixture-of-experts models has another term, for which TRL's forward is kept."""
+        if self.aux_loss_enabled:
+            return
+        score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *self.more_statistics()))
+        if self.ref_model is not None:
+            score_in_chunks(self.ref_model)
+
+    def more_statistics(self) -> tuple[str, ...]:
+        """What the loss needs of the policy in addition to log-probabilities."""
+        return ()
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self.replace_forwards()
+        return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def logged(self, mode: str) -> Logged:
         return self._metrics[mode]
@@ -40,6 +62,11 @@ class HasReference(KeepsMetrics):
 class PreparedPairs(HasReference):
     """Mixin for DPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
+    use_weighting: bool
+
+    def more_statistics(self) -> tuple[str, ...]:
+        return ("log_sum_sq_probs",) if self.use_weighting else ()
+
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected
 
@@ -49,7 +76,16 @@ class PreparedPairs(HasReference):
 
 
 class PreparedRows(HasReference):
-    """Mixin for KTOTrainer with rows `prompt_ids`, `completion_ids` and `label`."""
+    """Mixin for KTOTrainer with rows `prompt_ids`, `completion_ids` and `label`.
+
+    TRL estimates the KL term of a batch with its prompts and completions in other pairs. It pairs them before training,
+    which keeps batches the same in every epoch. Here the collator pairs the rows of each batch, so rows are shuffled
+    as with the other methods, unless log-probabilities of the pairs are computed before training.
+    """
+
+    def __init__(self, model: nn.Module, *, args: Any, processing_class: Any, **kwargs: Any) -> None:
+        collator = OtherCompletions(pad_token_id=processing_class.pad_token_id, max_length=args.max_length)
+        super().__init__(model, args=args, processing_class=processing_class, data_collator=collator, **kwargs)
 
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         desirable = int(inputs["label"].sum())
@@ -66,11 +102,28 @@ class PreparedRows(HasReference):
         super().log(logs, start_time)
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, name: str) -> Dataset:
-        """Add the completion of another row of the same batch, with which TRL estimates the KL term."""
+        """Add the completion of another row of the same batch if log-probabilities are computed before training."""
+        if not args.precompute_ref_log_probs:
+            return dataset
         is_training = name == "train"
         size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         # In memory, since `map` would write into the folder of prepared rows.
         return dataset.map(with_other_completions, batched=True, batch_size=size, keep_in_memory=True)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset) if self.args.precompute_ref_log_probs else RandomSampler(dataset)
+
+
+@dataclass
+class OtherCompletions(DataCollatorForUnpairedPreference):
+    """TRL's collator of KTO, for rows that may lack the completion of another row of the batch."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if "KL_completion_ids" not in examples[0]:
+            others = with_other_completions({"completion_ids": [row["completion_ids"] for row in examples]})
+            examples = [row | {"KL_completion_ids": ids} for row, ids in zip(examples, others["KL_completion_ids"])]
+        return super().torch_call(examples)
 
 
 def with_other_completions(rows: dict[str, list]) -> dict[str, list]:

@@ -1,20 +1,31 @@
-"""TRL's CPOTrainer and ORPOTrainer on rows of token ids."""
+"""TRL's CPOTrainer and ORPOTrainer on rows of token ids.
+
+B  rows   S  tokens of the longest sequence of both sides
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from ebft.data.transforms.rows import IGNORE
 from ebft.preferences.collator import PairCollator
 from ebft.preferences.over_trl.metrics import KeepsMetrics, Logged
+from ebft.preferences.over_trl.scoring import score_tokens
+from ebft.prefix.policy import run_wrapped, take_programs
 
 
 class PreparedBatches(KeepsMetrics):
     """Mixin for CPOTrainer and ORPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
+    scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
+    loss_name = "eval_loss"
     use_dpo_data_collator: bool
+    aux_loss_enabled: bool
 
     def __init__(
         self,
@@ -39,11 +50,39 @@ class PreparedBatches(KeepsMetrics):
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.use_dpo_data_collator = True  # batches have the columns of TRL's own collator
+        take_programs(self.model)
 
     @staticmethod
     def tokenize_row(feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
         """Return a row as it is: rows have been tokenised."""
         return feature
+
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return mean log-probabilities (B,) and the mean logit of completions, by side, and the cross-entropy.
+
+        TRL keeps all logits, and returns them in the place of the mean logit, since it logs their mean. The loss of
+        mixture-of-experts models has another term, for which TRL's forward is kept.
+        """
+        if self.aux_loss_enabled:
+            return super().concatenated_forward(model, batch)
+        joined = self.concatenated_inputs(
+            batch, padding_value=self.processing_class.pad_token_id, device=self.accelerator.device
+        )
+        ids, mask, labels = (joined[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
+        texts = labels[: len(labels) // 2]
+        if self.scores_prompts:
+            texts = ids[: len(texts)].masked_fill(mask[: len(texts)] == 0, IGNORE)
+        scored = torch.cat([texts, labels[len(texts) :]])
+        program = partial(score_tokens, labels=scored, statistics=("mean_logits",), input_ids=ids, attention_mask=mask)
+        output = run_wrapped(model, program)
+        is_completion = labels[:, 1:].ne(IGNORE)
+        means = (output.log_probs * is_completion).sum(-1) / is_completion.sum(-1)
+        # Means over the tokens of all processes, whose results are averaged.
+        counts = torch.stack([texts[:, 1:].ne(IGNORE).sum(), *(side.sum() for side in is_completion.chunk(2))])
+        of_text, *of_sides = self.accelerator.reduce(counts.float(), reduction="mean")
+        cross_entropy = -output.log_probs.chunk(2)[0].sum() / of_text
+        logits = (x.sum() / count for x, count in zip((output.mean_logits * is_completion).chunk(2), of_sides))
+        return (*means.chunk(2), *logits, cross_entropy)
 
     def logged(self, mode: str) -> Logged:
         return self._stored_metrics[mode]
