@@ -15,6 +15,11 @@ import pytest
 import transformers
 import trl
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.bloom import modeling_bloom
+from transformers.models.codegen import modeling_codegen
+from transformers.models.falcon import modeling_falcon
+from transformers.models.gpt_neo import modeling_gpt_neo
+from transformers.models.gptj import modeling_gptj
 
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.over_trainer.complete_checkpoints import CompletesCheckpoints
@@ -166,6 +171,11 @@ OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),
     (revert_weight_conversion, "_weight_conversions", "the conversions that saving reverts"),
     (transformers.PretrainedConfig, "_attn_implementation", "the name that attention functions are looked up by"),
+    (modeling_bloom.BloomAttention, "_reshape", "(fused projection) splits it into heads"),
+    (modeling_falcon.FalconAttention, "_split_heads", "(fused projection) splits it into heads"),
+    (modeling_gptj.GPTJAttention, "_attn", "(query, key, value, mask) attends"),
+    (modeling_codegen.CodeGenAttention, "_attn", "(query, key, value, mask) attends"),
+    (modeling_gpt_neo.GPTNeoSelfAttention, "_attn", "(query, key, value, mask) attends"),
     (transformers.Trainer, "_load_from_checkpoint", "(folder) loads its weights"),
     (transformers.TrainingArguments, "_n_gpu", "GPUs of one process; 1 keeps DataParallel away"),
 ]

@@ -6,10 +6,11 @@ tests/test_contracts.py checks both against the installed release.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import MethodType
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -26,6 +27,9 @@ from transformers.core_model_loading import (
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.masking_utils import causal_mask_function
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import SchedulerType
@@ -48,10 +52,15 @@ __all__ = [
     "QuantizationMethod",
     "SchedulerType",
     "WeightGroup",
+    "apply_rotary_pos_emb",
     "attention_of",
+    "bloom_heads",
+    "build_alibi_tensor",
+    "build_mpt_alibi_tensor",
     "causal_mask_function",
     "convert_weights",
     "end_progress_bars",
+    "falcon_heads",
     "forget_title",
     "get_keys_to_not_convert",
     "has_flash_attention",
@@ -61,7 +70,9 @@ __all__ = [
     "is_torch_tf32_available",
     "load_weights",
     "override_attn_implementation",
+    "plain_scores",
     "read_gguf_metadata",
+    "replace_scores",
     "revert_weights",
     "save_final_weights",
     "switch_attention",
@@ -123,6 +134,26 @@ def switch_attention(module: nn.Module, implementation: str) -> str:
     before = module.config._attn_implementation
     module.config._attn_implementation = implementation
     return before
+
+
+def bloom_heads(attention: nn.Module, fused: Tensor) -> tuple[Tensor, ...]:
+    """Split Bloom's fused projection into query, key and value (B, H, T, D)."""
+    return attention._reshape(fused)
+
+
+def falcon_heads(attention: nn.Module, fused: Tensor) -> tuple[Tensor, ...]:
+    """Split Falcon's fused projection into query (B, T, H, D), and key and value (B, T, K, D)."""
+    return attention._split_heads(fused)
+
+
+def replace_scores(attention: nn.Module, function: Callable) -> None:
+    """Set the method of GPT-J, CodeGen and GPT-Neo that attends from queries to keys, given query, key, value, mask."""
+    attention._attn = MethodType(function, attention)
+
+
+def plain_scores(attention: nn.Module, *args: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Call the method that `replace_scores` replaced."""
+    return type(attention)._attn(attention, *args)
 
 
 @contextmanager

@@ -38,6 +38,17 @@ FAMILIES = {
     "olmo3": {"sliding_window": 6},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "seed_oss": {"head_dim": 8},
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "bloom/6 heads": {"hidden_size": 48, "n_layer": 4, "n_head": 6},
+    "mpt": {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2},
+    "mpt/6 heads": {"d_model": 48, "n_layers": 4, "n_heads": 6, "max_seq_len": 128, "expansion_ratio": 2},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon/multi-query": {"multi_query": True, "new_decoder_architecture": False},
+    "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "codegen": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "stablelm": {"qk_layernorm": True},
+    "nemotron": {"head_dim": 8},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
@@ -69,23 +80,105 @@ _LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 # Models whose layers keep a running state, which several rollouts cannot share: for structured mode only.
 RUNNING_STATE = {
     "qwen3_5_text": {"head_dim": 16, **_LINEAR},
+    "qwen3_5_moe_text": {"head_dim": 16, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {"head_dim": 16, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "nemotron_h": {
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_mem_blocks": 1,
+        "use_mem_rope": True,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+    },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "shared_intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        **_MAMBA,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, **_LINEAR},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "falcon_mamba": {"state_size": 8},
+}
+# Those whose state passes over padding on the left: neither mode samples from them.
+COUNTS_PADDING = {
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64, "head_dim": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "block_size": 16,
+    },
 }
 
 
 def tiny_model(family, seed=0, **changes):
     """A random float32 model with weights large enough that attention and logits are far from uniform."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RUNNING_STATE}[family], **changes})
+    special = {**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family]
+    config = AutoConfig.for_model(family.partition("/")[0], **{**_COMMON, **special, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and not name.endswith("A_log"):  # which must be small
                 parameter.normal_(0, 0.25)
             elif "sinks" in name:
                 parameter.normal_(0, 1.0)
     return model.float()
+
+
+class WithEmbedding:
+    """A model whose `hidden_states` start with the embedding, as other models' do.
+
+    Those of Mamba in transformers start with the first layer's output, and contain the last one's twice: also without
+    the final norm.
+    """
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, input_ids, output_hidden_states):
+        output = self.model(input_ids=input_ids, output_hidden_states=output_hidden_states)
+        *layers, _, last = output.hidden_states
+        output.hidden_states = (self.model.get_input_embeddings()(input_ids), *layers, last)
+        return output
+
+
+def for_oracle(model):
+    """The model with the hidden states that oracles index by depth."""
+    return WithEmbedding(model) if model.config.model_type in ("mamba2", "falcon_mamba") else model

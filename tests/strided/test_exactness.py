@@ -119,12 +119,24 @@ def test_family_with_lora(family, tmp_path):
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo"])
 def test_family_full_fine_tuning(family, tmp_path):
     model = tiny_model(family)
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch(1)
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
+    """Layers that receive the pass with their mask: in backward too, after the call of the model has returned."""
+    model = with_lora(tiny_model(family))
+    plain = copy.deepcopy(model)
+    settings = {"use_reentrant": use_reentrant}
+    trainer = make_trainer(model, tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=settings)
+    trainer.model.gradient_checkpointing_enable(settings)
+    compare(trainer, plain, *unequal_batch(4))
 
 
 OPTIONS = {

@@ -46,7 +46,11 @@ def test_linear_attention_layers_are_refused():
 
 
 def test_attention_outside_the_interface_is_refused():
-    refused("bloom", "attention", vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+    refused("xglm", "does not support the attention interface", vocab_size=50, d_model=32, num_layers=2, ffn_dim=32)
+
+
+def test_falcon_with_alibi_is_refused():
+    refused("falcon", "transformers adds the bias twice with eager attention", alibi=True, **_COMMON)
 
 
 def test_noise_of_the_training_mode_is_refused_where_it_stays():
@@ -100,7 +104,9 @@ def test_attention_that_swallows_keyword_arguments_is_named():
     model = prepare(tiny_model("llama"))
     attention = model.model.layers[0].self_attn
     plain = attention.forward
-    attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
+    attention.forward = lambda *args, prefix_pass=None, attention_mask=None, **kwargs: plain(
+        *args, attention_mask=None, **kwargs
+    )
     documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
     layout = StridedLayout.place(documents, stride=4, context_length=4, generate_max_len=2, n_samples_per_prompt=2)
     from ebft.strided.rollout import sample_rollouts

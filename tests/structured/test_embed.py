@@ -5,7 +5,7 @@ import torch
 
 from ebft.features import FeatureNetwork
 from ebft.structured.embed import embed_continuations, shares_prompts
-from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, tiny_model
+from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
 from tests.structured import oracle
 
 LAYERS = [0.25, 0.5, 1.0]
@@ -19,7 +19,9 @@ def compare(model):
     for method in ("last_token", "mean_pooling", "completion_mean", "concat"):
         network = FeatureNetwork(model, LAYERS, method)
         found = embed_continuations(network, prompt, continuations)
-        wanted = torch.stack([oracle.embedding(model, prompt, ids, LAYERS, method) for ids in continuations])
+        wanted = torch.stack(
+            [oracle.embedding(for_oracle(model), prompt, ids, LAYERS, method) for ids in continuations]
+        )
         assert (found - wanted).abs().max() < 1e-5
 
 

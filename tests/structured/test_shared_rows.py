@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.over_trl import ROW, by_group
@@ -144,14 +145,17 @@ def drops_keywords(model):
     """A layer that does not pass keyword arguments on to its attention function."""
     attention = decoder_layers(model)[1].self_attn
     plain = attention.forward
-    attention.forward = lambda *args, prefix_pass=None, **kwargs: plain(*args, **kwargs)
+
+    def forward(*args, prefix_pass=None, attention_mask=None, **kwargs):
+        return plain(*args, attention_mask=None if prefix_pass else attention_mask, **kwargs)
+
+    attention.forward = forward
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (mixes_neighbours, "differ from those of the plain"),
         (attends_twice, "calls its attention function more than once"),
         (drops_keywords, "does not forward keyword arguments"),
     ],
@@ -163,6 +167,14 @@ def test_models_that_cannot_share_prompts_are_scored_in_separate_rows(chat_token
         trainer = make(lora(model), chat_tokenizer, tmp_path, ce_coef=0.3)
     loss, _, rollouts, _ = one_step(trainer)
     assert not trainer.shares_prompts and loss == loss and all(rollout.logps is None for rollout in rollouts)
+
+
+@pytest.mark.filterwarnings("ignore:Prompts are computed once per completion.*differ from those of the plain")
+def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, tmp_path):
+    model = chat_model(chat_tokenizer)
+    mixes_neighbours(model)
+    with pytest.raises(ModelError, match="log-probabilities of a padded row differ from those of the plain"):
+        make(lora(model), chat_tokenizer, tmp_path)
 
 
 def test_the_parity_check_leaves_random_state_and_modes(chat_tokenizer):

@@ -1,62 +1,99 @@
-"""Named chat templates, and loading of custom ones."""
+"""Chat templates by name (templates/*.jinja), and loading of custom ones."""
 
 import re
 import warnings
 from pathlib import Path
 
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
 
-# Each template defines how a message is rendered, and how the assistant's next message begins.
-TEMPLATES = {
-    "chatml": (
-        "{% for message in messages %}"
-        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{{ bos_token }}"
-        "{% for message in messages %}"
-        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-        "{{ message['content'] | trim + '<|eot_id|>' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
-        "{% endif %}"
-    ),
-}
-KEEP = "tokenizer_default"
-# Names of templates in axolotl that the tokenizers of these models have themselves.
+_FOLDER = Path(__file__).parent / "templates"
+_SAME_FORMAT = {"gemma3n": "gemma3", "phi_35": "phi_3"}
+NAMES = tuple(sorted([*(path.stem for path in _FOLDER.glob("*.jinja")), *_SAME_FORMAT]))
+KEEP, FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
+# Names of templates in axolotl that the tokenizers of these models have themselves, and that are not in templates/.
 _OF_MODELS = re.compile(
-    "(aya|cohere|command_a(_rag|_tool_use)?|deepseek_v[23]|exaone4?|falcon_h1|gemma(3|3n|4)?|jamba|llama3_2_vision|llama4|"
-    "magistral|mistral_v(1|2v3|3_tekken|7_tekken)|phi_(3|35|4)|pixtral|qwen2_vl|qwen3(_5)?|qwen_25|smollm3)"
+    "(aya|command_a(_rag|_tool_use)?|exaone4?|falcon_h1|gemma4|jamba|llama3_2_vision|magistral|pixtral|qwen2_vl|qwen3_5|"
+    "smollm3)"
 )
 # The statement that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_USER, _REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
+_SYSTEM = {"role": "system", "content": "A system"}
+_CHATS = ([_USER], [_USER, _REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _REPLY, _USER])
+
+
+def named_template(name: str) -> str:
+    """Return the template in templates/ with one of `NAMES`."""
+    return (_FOLDER / f"{_SAME_FORMAT.get(name, name)}.jinja").read_text(encoding="utf-8")
 
 
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
-    """Set the tokenizer's chat template to `choice`: a name in `TEMPLATES`, a file, or Jinja text.
+    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text.
 
-    None keeps the tokenizer's template, and so does `tokenizer_default`, which requires that there is one. Raises
-    ModelError for any other value.
+    None keeps the tokenizer's template, and so does `tokenizer_default`, which requires that there is one;
+    `tokenizer_default_fallback_NAME` uses the template NAME if there is none. Raises ModelError for any other value.
     """
     if choice is None:
         return
-    if _OF_MODELS.fullmatch(choice):
-        _use_own_template(tokenizer, choice)
-        return
-    if choice == KEEP:
+    if choice.startswith(FALLBACK):
+        choice = _fallback(tokenizer, choice)
+    if choice in NAMES:
+        _use_named(tokenizer, choice)
+    elif choice == KEEP:
         if tokenizer.chat_template is None:
             raise ModelError(
                 f"chat_template: {KEEP} is set, but the tokenizer has no chat template. Use one of "
-                f"{', '.join(TEMPLATES)} or a file."
+                f"{', '.join(NAMES)}, {FALLBACK}NAME, or a file."
             )
-        return
-    template = _template(choice)
+    elif _OF_MODELS.fullmatch(choice):
+        _use_own_template(tokenizer, choice)
+    else:
+        _use_custom(tokenizer, choice)
+
+
+def _fallback(tokenizer: PreTrainedTokenizerBase, choice: str) -> str:
+    name = choice.removeprefix(FALLBACK)
+    if name not in NAMES:
+        raise ModelError(f"chat_template: {FALLBACK}NAME needs one of the names {', '.join(NAMES)}, got {name!r}.")
+    return name if tokenizer.chat_template is None else KEEP
+
+
+def _use_named(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Set the template `name`, unless the tokenizer's own is the same for chats; it may also support tools."""
+    template, own = named_template(name), tokenizer.chat_template
+    if own is not None:
+        if all(_rendered(tokenizer, own, chat) == _rendered(tokenizer, template, chat) for chat in _CHATS):
+            return
+        warnings.warn(
+            f"chat_template: {name} replaces the template of the tokenizer, which has another format. Set "
+            f"chat_template: {KEEP} to keep it.",
+            stacklevel=3,
+        )
+    tokenizer.chat_template = template
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
+    """Return the chat with the start of a reply; None if the template does not accept it."""
+    try:
+        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return None
+
+
+def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. Use "
+            f"the tokenizer of such a model (tokenizer_config), one of {', '.join(NAMES)}, or a file."
+        )
+    warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=3)
+
+
+def _use_custom(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
+    template = _custom(choice)
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
     except TemplateSyntaxError as error:
@@ -66,18 +103,7 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
     tokenizer.chat_template = template
 
 
-def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
-    if tokenizer.chat_template is None:
-        raise ModelError(
-            f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. Use "
-            f"the tokenizer of such a model (tokenizer_config), one of {', '.join(TEMPLATES)}, or a file."
-        )
-    warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=3)
-
-
-def _template(choice: str) -> str:
-    if choice in TEMPLATES:
-        return TEMPLATES[choice]
+def _custom(choice: str) -> str:
     if "{{" in choice or "{%" in choice:
         return choice
     path = Path(choice).expanduser()
@@ -87,6 +113,6 @@ def _template(choice: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"chat_template: {choice} cannot be read as UTF-8 text ({error}).") from error
     raise ModelError(
-        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*TEMPLATES, KEEP])}), the path "
-        "of a file, or Jinja text."
+        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, or "
+        f"{FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
     )

@@ -77,8 +77,9 @@ class ModelKeys(Section):
     )
     chat_template: str | None = Field(
         None,
-        description="Chat template: a known name (chatml, llama3), tokenizer_default, a file, or Jinja text. If unset, "
-        "the template of the tokenizer.",
+        description="Chat template: a known name (chatml, llama3, qwen3, gemma, ...), tokenizer_default, "
+        "tokenizer_default_fallback_NAME (the known name is for tokenizers without one), a file, or Jinja text. If "
+        "unset, the template of the tokenizer.",
     )
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="dtype of the loaded weights. If unset, determined by bf16 and fp16."

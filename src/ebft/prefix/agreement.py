@@ -20,26 +20,31 @@ _FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
 
 
 @contextmanager
-def refusing(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Convert any error raised by the model under strided attention into a ModelError that includes its cause."""
+def refusing(causal_lm: PreTrainedModel, what: str = "strided attention", hint: str = HINT) -> Iterator[None]:
+    """Convert any error raised by the model into a ModelError that includes its cause: it does not run with `what`."""
     try:
         yield
     except (EBFTError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(causal_lm).__name__} does not run with strided attention ({type(error).__name__}: {error}). {HINT}"
+            f"{type(causal_lm).__name__} does not run with {what} ({type(error).__name__}: {error}). {hint}"
         ) from error
 
 
-def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> None:
-    """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation."""
+_CAUSE = f"The architecture depends on more than attention to a prefix, or adds noise in training mode. {HINT}"
+
+
+def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor, cause: str = _CAUSE) -> None:
+    """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation.
+
+    The error names `what` differs, and ends with the `cause`.
+    """
     difference, tolerance = difference_and_tolerance(causal_lm, what, differences)
     if not difference <= tolerance:
         raise ModelError(
-            f"{type(causal_lm).__name__}: strided {what} differ from those of the plain model by {difference:.2g} "
-            f"(tolerance: {tolerance:g}). The architecture depends on more than attention to a "
-            f"prefix, or adds noise in training mode. {HINT}"
+            f"{type(causal_lm).__name__}: {what} differ from those of the plain model by {difference:.2g} "
+            f"(tolerance: {tolerance:g}). {cause}"
         )
 
 

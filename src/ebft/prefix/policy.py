@@ -29,7 +29,8 @@ from ebft.models.sharding import is_sharded
 from ebft.models.unhooked import without_hooks
 from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
-from ebft.prefix.attention.passes import pass_in
+from ebft.prefix.attention.families import adapt, check_adapted
+from ebft.prefix.attention.passes import pass_in, running
 from ebft.prefix.logps import Head
 
 Result = TypeVar("Result")
@@ -51,7 +52,7 @@ def check_supported(causal_lm: PreTrainedModel) -> None:
             f"cannot be shared between rollouts that start at different positions. {HINT}"
         )
     if not takes_attention_functions(causal_lm):
-        raise ModelError(f"{name} does not support the attention interface of transformers. {HINT}")
+        check_adapted(causal_lm)
 
 
 def recurrent_layers(causal_lm: PreTrainedModel) -> list[str]:
@@ -109,6 +110,7 @@ def prepare(model: nn.Module) -> PreTrainedModel:
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
+        adapt(module)
     return causal_lm
 
 
@@ -142,7 +144,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
     """
     input_ids = tokens[None]
     run.layers_seen.clear()
-    with _cheaply(causal_lm, run):
+    with _cheaply(causal_lm, run), running(run):
         states = backbone_of(causal_lm)(
             input_ids=input_ids,
             # All ones, so that transformers does not interpret jumps in the positions as packed sequences.

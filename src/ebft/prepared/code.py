@@ -16,7 +16,8 @@ from ebft.data.transform_names import built_in, own_transform
 
 _PACKAGE = Path(__file__).parents[1]
 # Files of this package that rows depend on.
-_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/chat_templates.py", "nemo_gym/keys.py")
+_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/chat_templates.py", "models/templates/*.jinja")
+_OWN += ("nemo_gym/keys.py",)
 _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 
 

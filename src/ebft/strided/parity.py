@@ -45,8 +45,8 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             with override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
-        compare(causal_lm, "log-probabilities", (logps - expected).abs())
-        compare(causal_lm, "hidden states", _state_differences(network, documents, layout, rollouts))
+        compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
+        compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
 
 
 def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:

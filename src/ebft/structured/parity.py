@@ -45,8 +45,8 @@ def check_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
             causal_lm.eval()
         of_samples = torch.cat([logps[-_SAMPLED:] for logps in expected]).cpu()
         found = torch.tensor([logp for completion in sampled for logp in completion.logps])
-        compare(causal_lm, "log-probabilities of samples", (found - of_samples).abs())
-        compare(causal_lm, "log-probabilities", (scores.logps - torch.cat(expected)).abs())
+        compare(causal_lm, "log-probabilities of samples with shared prompts", (found - of_samples).abs())
+        compare(causal_lm, "log-probabilities with shared prompts", (scores.logps - torch.cat(expected)).abs())
 
 
 def _plain_logps(causal_lm: PreTrainedModel, prompt: list[int], ids: list[int]) -> Tensor:

@@ -12,6 +12,7 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.prefix.policy import HINT, most_tokens, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.structured.over_trl import OverTRL
+from ebft.structured.padding import check_padding
 from ebft.structured.parity import check_parity
 from ebft.structured.shared_prompt import Padded, Rows, put_back, score_completions
 
@@ -30,7 +31,17 @@ class SharedPromptScoring(OverTRL):
     _has_warned = False
 
     def prepare_sharing(self) -> None:
-        """Decide whether completions share their prompts, and prepare the models for it."""
+        """Decide whether completions share their prompts, and prepare the models for it.
+
+        Raises ModelError for models that neither share prompts nor give exact results with padded rows.
+        """
+        self._share_if_possible()
+        if not self.shares_prompts:
+            args = self.args
+            samples = not (args.use_vllm or args.uses_server)
+            check_padding(unwrap_adapter(self.model), as_trained=args.disable_dropout, samples=samples)
+
+    def _share_if_possible(self) -> None:
         self.shares_prompts = self.keeps_groups = self.args.shared_prefix
         if not self.shares_prompts:
             return

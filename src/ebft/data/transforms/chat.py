@@ -56,8 +56,8 @@ def chat_transform(
             ends[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn
         tools = None if labels is None else tools_of(example, entry)
         render = partial(_render, tokenizer, template=template, tools=tools)
-        texts = turn_pieces(render, messages, turns, template)
-        pieces = labelled(texts, messages, ends[tokenizer.chat_template], eos)
+        end = ends[tokenizer.chat_template]
+        pieces = labelled(turn_pieces(render, messages, turns, template, end), messages, end, eos)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
     return transform_fn, {"remove_columns": "__all__"}

@@ -12,6 +12,8 @@ from ebft.data.chats import role_names
 from ebft.data.messages import Message, replies
 from ebft.errors import DataError
 
+_PLACEHOLDER = "EBFT-TURN-EBFT"  # content whose place in the rendered chat shows that of a turn
+
 
 class Piece(NamedTuple):
     """A part of the rendered chat that is tokenised on its own, and the character ranges of it that are trained on."""
@@ -101,24 +103,60 @@ def _ends(text: str, end: str) -> list[tuple[int, int]]:
 
 
 def turn_pieces(
-    render: Callable[..., str], messages: list[Message], turns: list[int], template: str
+    render: Callable[..., str], messages: list[Message], turns: list[int], template: str, end: str
 ) -> list[tuple[str, int | None]]:
     """The rendered chat as texts that alternate between other text and `turns`, each with its turn or None.
 
-    A reply starts after the template's generation prompt, another turn after the message before it.
+    A reply starts after the template's generation prompt, another turn after the message before it. Some templates
+    render earlier messages differently once others follow, for example without their thinking: a turn then is its
+    content and the text `end` that the template writes after a reply.
     """
     full = render(messages)
     pieces: list[tuple[str, int | None]] = []
     done = 0
     for index in turns:
-        is_reply = messages[index]["role"] == "assistant" and index > 0
-        start = render(messages[:index], add_generation_prompt=is_reply) if index else ""
-        end = render(messages[: index + 1])
-        if not (full.startswith(start) and full.startswith(end) and end.startswith(start)):
+        found = _after_start(render, messages, index, full) or _around_content(render, messages, index, full, end)
+        if found is None or found[0] < done:
             raise DataError(
                 f"chat template {template} renders the messages before an assistant turn differently than in the "
                 "whole chat, so the prompt cannot be separated from the reply. Use another chat_template."
             )
-        pieces += [(full[done : len(start)], None), (full[len(start) : len(end)], index)]
-        done = len(end)
+        start, stop = found
+        pieces += [(full[done:start], None), (full[start:stop], index)]
+        done = stop
     return pieces
+
+
+def _after_start(render: Callable[..., str], messages: list[Message], index: int, full: str) -> tuple[int, int] | None:
+    """The range of a turn, if the chat up to its start and the one up to its end are prefixes of the whole chat."""
+    is_reply = messages[index]["role"] == "assistant" and index > 0
+    start = render(messages[:index], add_generation_prompt=is_reply) if index else ""
+    end = render(messages[: index + 1])
+    if full.startswith(start) and full.startswith(end) and end.startswith(start):
+        return len(start), len(end)
+    return None
+
+
+def _around_content(
+    render: Callable[..., str], messages: list[Message], index: int, full: str, end: str
+) -> tuple[int, int] | None:
+    """The range of a turn's content and `end`, from the chat with another content in its place.
+
+    Spaces before a reply's content belong to it, unless the generation prompt has them.
+    """
+    if not end or index == len(messages) - 1 or not isinstance(messages[index].get("content"), str):
+        return None  # a model that answers the last turn must be given the chat before it as it is rendered here
+    other = _PLACEHOLDER
+    while any(other in str(message) for message in messages):
+        other += "-EBFT"
+    text = render([*messages[:index], {**messages[index], "content": other}, *messages[index + 1 :]])
+    before, _, after = text.partition(other)
+    fits = len(before) + len(after) <= len(full) and full.startswith(before) and full.endswith(after)
+    if other not in text or not fits or not after.startswith(end):
+        return None
+    start = len(before)
+    if messages[index]["role"] == "assistant" and not render(messages[:index], add_generation_prompt=True).endswith(
+        " "
+    ):
+        start = len(before.rstrip(" "))
+    return start, len(full) - len(after) + len(end)

@@ -6,6 +6,7 @@ stacks.py        batching of small tiles into shared kernel calls, for short doc
 flex.py          the same attention with flex_attention, on GPUs
 suffixes.py      prompts followed by suffixes of different lengths
 shared_cache.py  decoding of samples that share prompts
+families.py      layers that do not use transformers' attention interface
 """
 
 from ebft.prefix.attention.flex import Tokens

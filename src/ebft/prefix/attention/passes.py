@@ -10,8 +10,9 @@ tokens is built.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,15 +61,25 @@ _REPORTING = {
 _REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "layer_idx", "deterministic"}
 
 
+_running: ContextVar[Callable[[], PrefixPass] | None] = ContextVar("running pass", default=None)
+
+
 @dataclass(eq=False)
 class MaskPattern:
     """A model's attention pattern (causal, sliding window, chunked) as a function of query and key positions.
 
     A forward pass creates one instance for all layers that share the pattern, so the tiles are cached here.
+    `find_pass` returns that pass, for layers that receive no other keyword arguments than the mask.
     """
 
     function: Callable
+    find_pass: Callable[[], PrefixPass] | None = None
     _kept: dict = field(default_factory=dict)
+
+    ndim = 0  # models that check the shape of a mask, or convert it, leave the pattern as it is
+
+    def to(self, *args) -> MaskPattern:
+        return self
 
     @property
     def is_causal(self) -> bool:
@@ -154,19 +165,32 @@ class PrefixPass(ABC):
     def flex_mask(self, pattern: MaskPattern, device: torch.device):
         """Return the mask for flex_attention, or None if it is not used."""
         # The model was loaded with that implementation, which it uses outside of these passes.
-        if self.previous_implementation[0] != "flex_attention" or not flex.available(device):
+        # The list is empty in backward, where layers without a `config` (see families.py) are recomputed.
+        if "flex_attention" not in self.previous_implementation[:1] or not flex.available(device):
             return None
         tokens = self.tokens()
         return None if tokens is None else pattern.keep("flex", lambda: flex.pass_mask(tokens, pattern))
 
 
-def pass_in(kwargs: dict[str, Any]) -> PrefixPass | None:
-    """Return the pass that a module's keyword arguments name, None outside of passes.
+@contextmanager
+def running(run: PrefixPass) -> Iterator[None]:
+    """Context manager in which the masks that a model builds belong to the pass."""
+    token = _running.set(lambda: run)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
-    The argument is a function without parameters that returns the pass: with mixed precision, FSDP2 makes copies of
-    dataclasses among the arguments of layers, to cast tensors in them.
+
+def pass_in(kwargs: dict[str, Any]) -> PrefixPass | None:
+    """Return the pass that a module's keyword arguments name, or else the pass of its mask; None outside of passes.
+
+    Both are functions without parameters that return the pass: with mixed precision, FSDP2 makes copies of dataclasses
+    among the arguments of layers, to cast tensors in them.
     """
-    found = kwargs.get("prefix_pass")
+    found, mask = kwargs.get("prefix_pass"), kwargs.get("attention_mask")
+    if found is None and isinstance(mask, MaskPattern):
+        found = mask.find_pass
     return None if found is None else found()
 
 
@@ -176,7 +200,7 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     query (1, H, tokens, D), key and value (1, K, tokens, D) -> (1, tokens, H, D), None. Raises ModelError if the layer
     is not supported.
     """
-    run = pass_in(kwargs)
+    run = pass_in({**kwargs, "attention_mask": attention_mask})
     if run is None:
         raise ModelError(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, which strided EBFT "
@@ -265,7 +289,7 @@ def _check_supported(module, attention_mask, kwargs) -> None:
 
 def _mask_pattern(batch_size, q_length, kv_length, *args, mask_function=causal_mask_function, **kwargs):
     """Mask function for transformers that passes the pattern itself to attention instead of a mask tensor."""
-    return MaskPattern(mask_function)
+    return MaskPattern(mask_function, _running.get())
 
 
 AttentionInterface.register(IMPLEMENTATION, prefix_attention)

@@ -1,0 +1,31 @@
+"""The tables of model families and of chat templates in the documentation list what the tests compare."""
+
+import re
+from pathlib import Path
+
+from ebft.models.chat_templates import FALLBACK, KEEP, NAMES
+from ebft.prefix.attention.families import FAMILIES as ADAPTED
+from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, tiny_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def first_column(page, heading):
+    """The names in code in the first column of the table below a heading, row by row."""
+    section = (DOCS / page).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    rows = re.findall(r"^\| (.*?) \|", section.partition("\n\n#")[0], re.MULTILINE)[2:]
+    return [re.findall(r"`([\w/]+)`", row) for row in rows]
+
+
+def test_families():
+    interface, outside, states, padding = first_column("models.md", "## Families and modes")
+    outside = [name for name in outside if "/" not in name]
+    assert sorted([*interface, *outside]) == sorted({name.partition("/")[0] for name in FAMILIES})
+    assert set(states) == set(RUNNING_STATE) and set(padding) == set(COUNTS_PADDING)
+    adapted = {name for name in FAMILIES if {type(module).__name__ for module in tiny_model(name).modules()} & ADAPTED}
+    assert {name.partition("/")[0] for name in adapted} - {"stablelm"} == set(outside)
+
+
+def test_chat_templates():
+    listed = [name for row in first_column("data.md", "### Chat templates") for name in row]
+    assert set(listed) == {*NAMES, KEEP, f"{FALLBACK}NAME"}

@@ -1,0 +1,201 @@
+"""The named chat templates: renderings and trained texts written out from the formats that the models document."""
+
+import warnings
+
+import pytest
+from datasets import Dataset
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from ebft.config.schema import RunConfig
+from ebft.data.tokenise import tokenise
+from ebft.models.chat_templates import NAMES, apply_chat_template_choice, named_template
+from ebft.models.tokenizer import load_tokenizer
+from tests.structured.conftest import make_chat_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief"}
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you"},
+]
+CHATML = """<|im_start|>system
+Be brief<|im_end|>
+<|im_start|>user
+Hi<|im_end|>
+<|im_start|>assistant
+Hello<|im_end|>
+<|im_start|>user
+Bye<|im_end|>
+<|im_start|>assistant
+"""
+GEMMA = """BOS<start_of_turn>user
+Be brief
+
+Hi<end_of_turn>
+<start_of_turn>model
+Hello<end_of_turn>
+<start_of_turn>user
+Bye<end_of_turn>
+<start_of_turn>model
+"""
+PHI = """<|system|>
+Be brief<|end|>
+<|user|>
+Hi<|end|>
+<|assistant|>
+Hello<|end|>
+<|user|>
+Bye<|end|>
+<|assistant|>
+"""
+# The system prompt and three turns with the start of a reply, and what is trained on in all turns.
+FORMATS = {
+    "alpaca": (
+        "BOSBe brief\n\n### Instruction:\nHi\n\n### Response:\nHelloEOS\n\n### Instruction:\nBye\n\n### Response:\n",
+        "HelloEOS\n\nSee youEOS\n\n",
+    ),
+    "chatml": (CHATML, "Hello<|im_end|>\nSee you<|im_end|>\n"),
+    "cohere": (
+        "BOS<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>"
+        "Hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Hello<|END_OF_TURN_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Bye<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "Hello<|END_OF_TURN_TOKEN|>See you<|END_OF_TURN_TOKEN|>",
+    ),
+    "deepseek_v2": (
+        "BOSBe brief\n\nUser: Hi\n\nAssistant: HelloEOSUser: Bye\n\nAssistant:",
+        " HelloEOS See youEOS",
+    ),
+    "deepseek_v3": ("BOSBe brief<｜User｜>Hi<｜Assistant｜>HelloEOS<｜User｜>Bye<｜Assistant｜>", "HelloEOSSee youEOS"),
+    "gemma": (GEMMA.replace("Be brief\n\n", ""), "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
+    "gemma3": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
+    "gemma3n": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
+    "llama3": (
+        "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|><|start_header_id|>user<|end_header_id|>"
+        "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>user"
+        "<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "Hello<|eot_id|>See you<|eot_id|>",
+    ),
+    "llama4": (
+        "BOS<|header_start|>system<|header_end|>\n\nBe brief<|eot|><|header_start|>user<|header_end|>\n\nHi<|eot|>"
+        "<|header_start|>assistant<|header_end|>\n\nHello<|eot|><|header_start|>user<|header_end|>\n\nBye<|eot|>"
+        "<|header_start|>assistant<|header_end|>\n\n",
+        "Hello<|eot|>See you<|eot|>",
+    ),
+    "mistral_v1": ("BOS [INST] Be brief\n\nHi [/INST] HelloEOS [INST] Bye [/INST]", " HelloEOS See youEOS"),
+    "mistral_v2v3": ("BOS[INST] Hi[/INST] HelloEOS[INST] Be brief\n\nBye[/INST]", " HelloEOS See youEOS"),
+    "mistral_v3_tekken": ("BOS[INST]Hi[/INST]HelloEOS[INST]Be brief\n\nBye[/INST]", "HelloEOSSee youEOS"),
+    "mistral_v7_tekken": (
+        "BOS[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT][INST]Hi[/INST]HelloEOS[INST]Bye[/INST]",
+        "HelloEOSSee youEOS",
+    ),
+    "phi_3": (PHI, "Hello<|end|>\nSee you<|end|>\n"),
+    "phi_35": (PHI, "Hello<|end|>\nSee you<|end|>\n"),
+    "phi_4": (
+        "<|im_start|>system<|im_sep|>Be brief<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant"
+        "<|im_sep|>Hello<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>",
+        "Hello<|im_end|>See you<|im_end|>",
+    ),
+    # The reply to the last user turn has a block for thinking.
+    "qwen3": (CHATML, "Hello<|im_end|>\n<think>\n\n</think>\n\nSee you<|im_end|>\n"),
+    "qwen_25": (CHATML, "Hello<|im_end|>\nSee you<|im_end|>\n"),
+}
+
+
+@pytest.fixture
+def tokenizer():
+    """One token per byte."""
+    tokenizer = make_chat_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "BOS", "eos_token": "EOS"})
+    return tokenizer
+
+
+def rendered(tokenizer, name, messages, **kwargs):
+    return tokenizer.apply_chat_template(messages, chat_template=named_template(name), tokenize=False, **kwargs)
+
+
+def chat(name):
+    return TURNS if name == "gemma" else [SYSTEM, *TURNS]
+
+
+def test_every_template_has_a_format():
+    assert set(FORMATS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(tokenizer, name):
+    assert rendered(tokenizer, name, chat(name)[:-1], add_generation_prompt=True) == FORMATS[name][0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_replies_and_their_ends_are_trained_on(tokenizer, name):
+    tokenizer.chat_template = named_template(name)
+    config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": "x", "type": "chat_template"}]})
+    rows = Dataset.from_list([{"messages": chat(name)}])
+    row = tokenise(rows, config.datasets[0], config, tokenizer)[0]
+    assert tokenizer.decode(row["input_ids"]) == rendered(tokenizer, name, chat(name))
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == FORMATS[name][1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tools_are_refused(tokenizer, name):
+    with pytest.raises(TemplateError, match="has no format for tools|is for chats without tools"):
+        rendered(tokenizer, name, TURNS, tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken"])
+def test_turns_must_alternate(tokenizer, name):
+    with pytest.raises(TemplateError, match=f"{name} needs turns of user and assistant that alternate"):
+        rendered(tokenizer, name, [TURNS[0], TURNS[2]])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "cohere", "mistral_v7_tekken", "alpaca"])
+def test_other_roles_are_refused(tokenizer, name):
+    with pytest.raises(TemplateError, match=f"{name} has no role tool"):
+        rendered(tokenizer, name, [*TURNS, {"role": "tool", "content": "x"}])
+
+
+def test_gemma_has_no_system_prompt(tokenizer):
+    with pytest.raises(TemplateError, match="gemma has no system turn; use gemma3"):
+        rendered(tokenizer, "gemma", [SYSTEM, *TURNS])
+
+
+def test_qwen_25_has_a_system_prompt_of_its_own(tokenizer):
+    assert rendered(tokenizer, "qwen_25", TURNS[:1]) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
+def test_thinking_of_qwen3(tokenizer):
+    thoughtful = lambda text: {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{text}"}
+    text = rendered(tokenizer, "qwen3", [TURNS[0], thoughtful("Hello"), TURNS[2], thoughtful("Bye")])
+    user = lambda text: f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{user('Hi')}Hello<|im_end|>\n{user('Bye')}<think>\nhm\n</think>\n\nBye<|im_end|>\n"
+    apart = {"role": "assistant", "content": "Bye", "reasoning_content": "hm"}
+    assert rendered(tokenizer, "qwen3", [TURNS[0], thoughtful("Hello"), TURNS[2], apart]) == text
+    off = rendered(tokenizer, "qwen3", TURNS[:1], add_generation_prompt=True, enable_thinking=False)
+    assert off == user("Hi") + "<think>\n\n</think>\n\n"
+
+
+def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format(tokenizer):
+    own = named_template("chatml").replace("assistant\\n' -", "assistant\\n' + ('' if tools else '') -") + " "
+    tokenizer.chat_template = own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_chat_template_choice(tokenizer, "chatml")
+    assert tokenizer.chat_template == own
+    with pytest.warns(UserWarning, match="chat_template: phi_4 replaces the template of the tokenizer, which has"):
+        apply_chat_template_choice(tokenizer, "phi_4")
+    assert tokenizer.chat_template == named_template("phi_4")
+
+
+def test_a_template_for_tokenizers_without_one(make_config, tiny_tokenizer_dir, tmp_path):
+    keys = {"special_tokens": {"pad_token": "<|end|>"}, "chat_template": "tokenizer_default_fallback_phi_4"}
+    assert load_tokenizer(make_config(**keys)).chat_template == named_template("phi_4")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.chat_template = "{{ messages | length }} messages"
+    tokenizer.save_pretrained(tmp_path)
+    found = load_tokenizer(make_config(**keys, tokenizer_config=str(tmp_path)))
+    assert found.chat_template == tokenizer.chat_template
