@@ -30,8 +30,9 @@ ROOMS = (
     "prefix",
     "fetch packed preferences strided structured",
     "nemo_gym preview reward_models sft",
-    "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema doctor "
-    "evaluation export inference launch methods prepared quickstart run",
+    "streams",
+    "cli config.adapter_checks config.carried_checks config.checks config.load config.reference config.schema "
+    "config.stream_checks doctor evaluation export inference launch methods prepared quickstart run",
 )
 LEVELS = {room: level for level, line in enumerate(ROOMS) for room in line.split()}
 

@@ -23,7 +23,10 @@ from ebft.over_transformers import attention_of, has_flash_attention, takes_atte
 from ebft.prefix.agreement import difference_and_tolerance
 from ebft.prefix.policy import recurrent_layers
 
-_REMEDY = "Remove sample_packing, eval_sample_packing and batch_flattening"
+_REMEDY = (
+    "Remove sample_packing, eval_sample_packing and batch_flattening, or with streaming set pretrain_multipack_attn: "
+    "false"
+)
 _LENGTHS = (11, 7), (8, 5)  # tokens of the documents of two rows, which are compared with separate documents
 
 

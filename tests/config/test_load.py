@@ -79,7 +79,6 @@ def test_missing_keys(write):
         ("stride: 4\n", "'stride'", "'ebft.stride'"),
         ("special_tokens: {bos: x}\n", "'special_tokens.bos'", "'special_tokens.bos_token'"),
         ("unlike_anything: 1\n", "'unlike_anything'", "Run `ebft config` to list all keys"),
-        ("pretraining_dataset: a\n", "'pretraining_dataset'", "Use 'datasets' instead"),
         ("num_train_epochs: 2\n", "'num_train_epochs'", "Use 'num_epochs' instead"),
         ("lora_rank: 8\n", "'lora_rank'", "Use 'lora_r' instead"),
         ("trl: {max_new_tokens: 8}\n", "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),

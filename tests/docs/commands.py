@@ -102,7 +102,7 @@ def check_overrides(overrides: list[str], config: dict | None) -> None:
 
 def check_config(part: dict) -> None:
     """Raise AssertionError if the config, or the part of one, is not valid."""
-    complete = {"base_model", "datasets"} <= part.keys()
+    complete = "base_model" in part and not part.keys().isdisjoint({"datasets", "pretraining_dataset"})
     _fits_one([{}] if complete else list(BASES.values()), lambda values: _merge(values, part), str(part))
 
 

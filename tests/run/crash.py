@@ -31,8 +31,9 @@ import ebft.reward_models.comparisons
 import ebft.reward_models.steps
 import ebft.run.final
 import ebft.sft
+import ebft.streams.trainer
 import ebft.strided
-import ebft.structured  # noqa: F401 (with the two above: imported once, not by every process)
+import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
 from ebft import train
 from ebft.cli.console import show_warnings
 from ebft.config.schema import RunConfig
@@ -56,6 +57,11 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
     "sft_full": ("texts", "completion", {"micro_batch_size": 1, "gradient_accumulation_steps": 2}),
     "sft_packed": ("texts", "completion", {"sample_packing": True}),
+    "stream": (  # rows of documents that do not see each other, and a document that continues in the next row
+        "texts",
+        "completion",
+        {"streaming": True, "streaming_multipack_buffer_size": 3, "gradient_accumulation_steps": 2},
+    ),
     "reward_model": (  # metrics are logged over two steps
         "comparisons",
         "bradley_terry.chat_template",
@@ -140,10 +146,11 @@ def write_inputs(folder: Path) -> None:
 
 def config_of(method: str, inputs: Path, out: Path, **changes: Any) -> RunConfig:
     rows, transform, keys = METHODS[method]
+    data = [{"path": str(inputs / f"{rows}.jsonl"), "type": transform}]
     values = {
         "base_model": str(inputs / "model"),
-        "datasets": [{"path": str(inputs / f"{rows}.jsonl"), "type": transform}],
-        "val_set_size": 2,
+        "datasets": data,
+        **({"test_datasets": data} if "streaming" in keys else {"val_set_size": 2}),
         "sequence_len": 64,
         "micro_batch_size": 2,
         "max_steps": STEPS,

@@ -129,7 +129,10 @@ def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, u
 
 @pytest.mark.parametrize(
     ("method", "processes"),
-    [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("sft_packed", (1, 2))],
+    [
+        *(("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("sft_packed", (1, 2))),
+        *(("stream", (2, 1)), ("stream", (1, 2))),
+    ],
 )
 def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""

@@ -328,6 +328,7 @@ ROWS = {
     "reward_model": {"system": "", "input": "Say hello.", "chosen": "hello", "rejected": "no"},
     "process_reward_model": {"prompt": "Say hello.", "completions": ["hel", "lo"], "labels": [True, False]},
 }
+
 SMALL = (
     "sequence_len=48",
     "max_steps=2",
@@ -360,6 +361,18 @@ def test_the_paper_recipe_trains_on_its_other_tasks(task, tiny_llama_dir, text, 
     train_example(path, TASKS[task], tiny_llama_dir, text, tmp_path, monkeypatch)
 
 
+def prepared(text):
+    """Overrides of the other examples: all rows, in a small run."""
+    return [f"datasets.0.path={text}", "datasets.0.split=train", *SMALL]
+
+
+def stream_of(text):
+    """Overrides of the example of a stream: its rows, of which two are held out."""
+    stream = [f"pretraining_dataset.0.path={text}", "pretraining_dataset.0.skip=2", "streaming_multipack_buffer_size=4"]
+    held_out = [f"test_datasets.0.path={text}", "test_datasets.0.split=train[:2]"]
+    return [*stream, *held_out, *(key for key in SMALL if not key.startswith("val_set_size"))]
+
+
 def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
     """Train the config `path` for two steps on a tiny model and rows like its data."""
     is_structured = path.stem.startswith(("structured", "grpo"))
@@ -378,11 +391,9 @@ def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
         overrides = ["chat_template=chatml", "sequence_len=120"]
     overrides = [
         f"base_model={tiny_llama_dir}",
-        f"datasets.0.path={text}",
-        "datasets.0.split=train",
         "special_tokens.pad_token=<|end|>",
         f"output_dir={tmp_path / 'out'}",
-        *SMALL,
+        *(stream_of(text) if path.stem == "pretraining_stream" else prepared(text)),
         *overrides,
     ]
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ from rich.console import Console
 from ebft.cli.arguments import ConfigFile, Overrides, renamed
 from ebft.cli.console import polite
 from ebft.config.load import load_config
-from ebft.errors import DataError
+from ebft.errors import ConfigError, DataError
 from ebft.run.checks import check_types
 
 DEFAULT_FOLDER = "last_run_prepared"
@@ -68,28 +68,37 @@ def command(
     from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.prepared.rows import describe, prepare_rows
 
+    shows = debug or html is not None or count is not None
     tokenizer = load_tokenizer(run_config)
+    if run_config.streaming:
+        if not shows:
+            raise ConfigError(
+                "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use "
+                "--debug to show the first ones, or remove streaming."
+            )
+        rows = run_config.method.load_rows(run_config, tokenizer)
+        _show(run_config, tokenizer, rows, True, count or 5, debug or html is None, html)
+        return
     base = Path(run_config.dataset_prepared_path or DEFAULT_FOLDER)
     prepared = prepare_rows(run_config, tokenizer, base)
-    if debug or html is not None or count is not None:
-        _show(run_config, tokenizer, prepared, count or 5, debug or html is None, html)
+    if shows:
+        _show(run_config, tokenizer, prepared.rows, prepared.is_new, count or 5, debug or html is None, html)
     typer.echo(describe(prepared))
     if run_config.dataset_prepared_path is None:
         typer.echo(f"Train on them with: ebft train {config} dataset_prepared_path={DEFAULT_FOLDER}", err=True)
 
 
-def _show(config, tokenizer, prepared, number: int, in_terminal: bool, html: Path | None) -> None:
-    """Show the first rows in the terminal, and write them to an HTML file."""
+def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
+    """Show the first rows in the terminal, and write them to an HTML file; `is_new`: they were prepared now."""
     from ebft.preview.page import page
     from ebft.preview.rows import first_rows
     from ebft.preview.terminal import legend, show_reports, show_row
 
-    rows = prepared.rows
     train = config.method.arrange(config, rows.train)
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
     if in_terminal:
         console = Console(highlight=False)
-        for line in (*show_reports(rows.reports, are_printed=prepared.is_new), legend()):
+        for line in (*show_reports(rows.reports, are_printed=is_new), legend()):
             console.print(line)
         for title, view in shown:
             console.print(*show_row(title, view), sep="\n")

@@ -113,8 +113,8 @@ UNSUPPORTED_IN_DATASETS = {
     "field_model": "use message_property_mappings and roles",
     "input_format": "set type to a mapping with format",
     "input_transform": "use a custom transform as type",
-    "skip": "set split, for example train[1000:]",
     "text_column": "set field",
+    "weight": "list a dataset several times to repeat its rows",
 }
 
 # Name of a key in other trainers -> its name here.
@@ -149,5 +149,4 @@ OTHER_NAMES = {
     "orpo_beta": "rl_beta",
     "simpo_beta": "rl_beta",
     "run_name": "wandb_name",
-    "pretraining_dataset": "datasets",
 }

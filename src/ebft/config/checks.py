@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ebft.config.adapter_checks import adapter_problems, unfrozen_problems
 from ebft.config.carried_checks import carried_problems, resolve_carried
 from ebft.config.carried_over import IGNORED
+from ebft.config.stream_checks import idle_stream_keys, stream_problems
 from ebft.data.entry_checks import chat_templates, entry_conflicts, idle_keys
 from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
@@ -178,6 +179,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     _processes,
     _ray,
     entry_conflicts,
+    stream_problems,
     _chat_templates,
 ]
 
@@ -225,13 +227,15 @@ def _resolve_transforms(config: "RunConfig") -> None:
 def _resolve_entries(config: "RunConfig") -> None:
     """Use the chat template of the datasets for the run, and warn of their keys without effect."""
     config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
-    for message in idle_keys(config):
+    for message in (*idle_keys(config), *idle_stream_keys(config)):
         warnings.warn(message, stacklevel=3)
 
 
 def _warn_ignored(config: "RunConfig") -> None:
     for key, (harmless, reason) in IGNORED.items():
         value = getattr(config, key)
+        if key == "skip_prepare_dataset" and config.streaming:
+            continue  # rows of a stream are not prepared
         if key in config.model_fields_set and value not in harmless:
             warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
 

@@ -55,7 +55,9 @@ REFUSED: dict[str, str] = {
     "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
     "excess_length_strategy": "rows of tokens that are too long are cut, and prompts are dropped. Remove it",
     "use_pose": "positions are those of the document. Remove it",
-    "streaming": "rows are prepared once; see dataset_prepared_path. Remove it",
+    "dispatch_batches": "every process reads the whole stream. Remove it",
+    "split_batches": "micro_batch_size is that of a process. Remove it",
+    "accelerator_config": "batches are split by the method. Remove it",
     **_same(
         _TEXT_ONLY,
         "is_multimodal",

@@ -11,7 +11,9 @@ from ebft.config.options import EBFTSection
 from ebft.config.section import Section
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
-from ebft.data.keys import DataKeys, DataSettings, RequiredRows
+from ebft.data.keys import DataKeys, RequiredRows
+from ebft.data.streaming.keys import StreamKeys
+from ebft.data.streaming.settings import StreamSettings
 from ebft.evaluation.keys import EvaluationKeys
 from ebft.launch.keys import RayKeys
 from ebft.methods import METHODS, Method, own_keys, selected_method
@@ -83,6 +85,7 @@ GROUPS: dict[str, type[Section]] = {
     "Attention": AttentionKeys,
     "Adapter": AdapterKeys,
     "Data": DataKeys,
+    "Streams": StreamKeys,
     "Optimizer": OptimizerKeys,
     "Batches and length": LengthKeys,
     "Precision, memory, processes": HardwareKeys,
@@ -105,7 +108,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
     HardwareKeys,
     LengthKeys,
     OptimizerKeys,
-    DataSettings,
+    StreamSettings,
     ModelSettings,
     OwnKeys,
     MethodKeys,

@@ -74,6 +74,14 @@ def apply_transform(
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
 
 
+def row_function(
+    entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check
+) -> Callable[[dict[str, Any], int], dict[str, Any]]:
+    """The function that `apply_transform` calls for each row and its number, for transforms of single rows."""
+    transform_fn, _ = _build(entry, config)
+    return _Step(named(entry), transform_fn, tokenizer, set(), check, [], 0).row
+
+
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
     make = find_transform(entry.type)
     try:

@@ -45,7 +45,7 @@ def read_files(files: list[Path], kind: str | None, source: str) -> Dataset:
     A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, with its name
     and if possible the line.
     """
-    return _read_kinds(_kinds(files, kind, source), source)
+    return _read_kinds(kinds_of(files, kind, source), source)
 
 
 def read_folder(root: Path, kind: str | None, source: str) -> dict[str, Dataset]:
@@ -54,10 +54,15 @@ def read_folder(root: Path, kind: str | None, source: str) -> dict[str, Dataset]
     Tables and `.txt` files whose path relative to `root` contains the name of a split (`train.jsonl`,
     `data/test-0.parquet`) belong to that split, all other files to `train`.
     """
+    return {split: _read_kinds(files, source) for split, files in files_by_split(root, kind, source).items()}
+
+
+def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[tuple[Path, str]]]:
+    """The files that `read_folder` reads, with their formats, by the split that they belong to."""
     splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
-    for path, file_kind in _kinds(files_below(root), kind, source):
+    for path, file_kind in kinds_of(files_below(root), kind, source):
         splits[_split_of(path, root, file_kind)].append((path, file_kind))
-    return {split: _read_kinds(files, source) for split, files in splits.items()}
+    return splits
 
 
 def files_below(root: Path) -> list[Path]:
@@ -67,7 +72,7 @@ def files_below(root: Path) -> list[Path]:
     return [path for path in found if not any(hidden(part) for part in path.relative_to(root).parts)]
 
 
-def _kinds(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
+def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
     """Each file with its format; files of unknown format are skipped with one warning."""
     if kind is not None:
         return [(path, kind) for path in files]
@@ -121,12 +126,9 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
-    options: dict[str, Any] = {}
+    options = reader_options(kind, paths)
     for path in paths if kind == "json" else ():
         check_begins_with_rows(path)
-    if kind == "csv":  # only empty fields are missing: NA and null are texts
-        options = {"keep_default_na": False, "na_values": [""]}
-        options |= {"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {}
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     try:
@@ -135,6 +137,16 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
         return _with_dates_as_text(rows, paths) if kind == "json" else rows
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
+
+
+def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:
+    """Arguments of the reader of a format: a text is one row, and only empty fields of tables are missing values."""
+    if kind == "text":
+        return {"sample_by": "document"}
+    if kind != "csv":
+        return {}
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
+    return options | ({"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {})
 
 
 def _with_dates_as_text(rows: Dataset, paths: list[Path]) -> Dataset:

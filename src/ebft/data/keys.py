@@ -171,6 +171,7 @@ class SourceKeys(Section):
         None, ge=1, description="Read one of this many equal parts: each `shards`-th row, starting at `shards_idx`."
     )
     shards_idx: int = Field(0, ge=0, description="The part to read if shards is set, starting at 0.")
+    skip: int = Field(0, ge=0, description="streaming: number of rows at the beginning that are left out.")
     preprocess_shards: int | None = Field(None, ge=1, description="No effect: rows are prepared in batches.")
     trust_remote_code: bool = Field(
         False, description="Only false: datasets that consist of a Python program are not supported."

@@ -47,6 +47,15 @@ def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     return LoadedRows(train.remove_columns("document"), evaluation, reports)
 
 
+def load_section_of_tokens(
+    config: DataSettings, tokenizer: PreTrainedTokenizerBase, section: str
+) -> tuple[Dataset, SectionReport]:
+    """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
+    load_entry = token_rows(config, tokenizer)
+    rows, found = _load_section(getattr(config, section), section, load_entry, hint(config))
+    return rows.remove_columns("document"), found
+
+
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 

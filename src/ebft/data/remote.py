@@ -35,6 +35,11 @@ def read_remote(entry: Any) -> Dataset:
     return take_split(parts, entry.split, entry.path)
 
 
+def remote_builders(entry: Any) -> dict[str, DatasetBuilder]:
+    """The readers of the files at the URL of an entry, by split; nothing is downloaded yet."""
+    return {split: _builder(urls, entry) for split, urls in _files(entry).items()}
+
+
 def remote_fingerprint(entry: Any) -> list[list[str]]:
     """The URLs of each split, and a hash of them and of the version of each file (ETag or time, if there is one)."""
     found = []

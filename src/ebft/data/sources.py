@@ -33,14 +33,14 @@ def read_source(entry: Any) -> Dataset:
 def _read_all(entry: Any) -> Dataset:
     if is_url(entry.path):
         return read_remote(entry)
-    if _names_a_format(entry):
+    if names_a_format(entry):
         return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = locate(entry.path, "dataset", "datasets.path")
     if path is None:
         return _read_hub(entry)
     if reads_lines(entry.type):
         return _read_lines(path, entry)
-    if path.is_dir() and _saved_to_disk(path):
+    if path.is_dir() and saved_to_disk(path):
         return _read_saved(path, entry)
     return _read_local(path, entry, kind=entry.ds_type)
 
@@ -52,7 +52,7 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
     """
     if is_url(entry.path):
         return None
-    path = Path.cwd() if _names_a_format(entry) else locate(entry.path, "dataset", "datasets.path")
+    path = Path.cwd() if names_a_format(entry) else locate(entry.path, "dataset", "datasets.path")
     if path is None:
         return None
     folder = path if path.is_dir() else path.parent
@@ -64,7 +64,7 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
     return [(str(file.relative_to(folder) if file.is_relative_to(folder) else file), file) for file in files]
 
 
-def _names_a_format(entry: Any) -> bool:
+def names_a_format(entry: Any) -> bool:
     return entry.path in KINDS and bool(entry.data_files) and not Path(entry.path).exists()
 
 
@@ -76,30 +76,36 @@ def _read_lines(path: Path, entry: Any) -> Dataset:
     return take_split({DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
 
 
-def _saved_to_disk(path: Path) -> bool:
+def saved_to_disk(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _read_saved(path: Path, entry: Any) -> Dataset:
+    return take_split(saved_parts(path), entry.split, entry.path)
+
+
+def saved_parts(path: Path) -> dict[str, Dataset]:
+    """The splits of a `save_to_disk` folder, whose rows are read from disk as they are needed."""
     try:
         saved = load_from_disk(str(path))
     except Exception as error:  # Arrow and JSON readers raise many types of errors
         raise DataError(f"{path}: this save_to_disk folder cannot be read ({cause(error)}).") from error
-    parts = dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
-    return take_split(parts, entry.split, entry.path)
+    return dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
 
 
 def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
     if path.is_dir() and not entry.data_files:
         return take_split(read_folder(path, kind, entry.path), entry.split, entry.path)
+    parts = {split: read_files(files, kind, entry.path) for split, files in named_files(path, entry).items()}
+    return take_split(parts, entry.split, entry.path)
+
+
+def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
+    """The file of an entry, or those of its `data_files`, by the split that they belong to."""
     # Files given by the user are the train split, regardless of their names (test.jsonl for evaluation).
     named = entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
     folder = path if path.is_dir() else path.parent
-    parts = {
-        split: read_files(_matches(folder, patterns, entry.path) if patterns else [path], kind, entry.path)
-        for split, patterns in named.items()
-    }
-    return take_split(parts, entry.split, entry.path)
+    return {split: _matches(folder, patterns, entry.path) if patterns else [path] for split, patterns in named.items()}
 
 
 def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]:

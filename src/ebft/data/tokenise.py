@@ -1,13 +1,13 @@
 """Rows of tokens: checks that a transform returned the fields that training on tokens requires."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import apply_transform
+from ebft.data.apply import Check, apply_transform, row_function
 from ebft.data.keys import DataSettings
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
@@ -31,8 +31,18 @@ def tokenise(
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
-    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
-    return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
+    return apply_transform(raw, entry, config, tokenizer, _check(config, tokenizer), FEATURES, first_document)
+
+
+def tokeniser(
+    entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[dict[str, Any], int], dict[str, Any]]:
+    """Return the function that `tokenise` calls for each raw row and its number in the source."""
+    return row_function(entry, config, tokenizer, _check(config, tokenizer))
+
+
+def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
+    return partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
 
 
 def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ebft.anchors import count_blocks, first_anchor
@@ -56,7 +57,7 @@ class StepTokens:
 class LongestRows:
     """The rows of the largest batch of one optimizer step on this process, longest first.
 
-    `data` is a Dataset or PackedRows; `prompts` are the lengths if they are rows of prompts.
+    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts.
     """
 
     data: Any
@@ -123,6 +124,11 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
     order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
     prompts = tuple(lengths[index] for index in order) if of_prompts else ()
     return LongestRows(data.select(order), prompts, tokens[order[0]])
+
+
+def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
+    """Return the first rows of a stream, all of which have the same length."""
+    return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
 
 
 def described(config: RunConfig, rows: LongestRows) -> str:

@@ -15,7 +15,15 @@ from ebft.doctor.check import Attempt, Check
 from ebft.doctor.estimate import Needs, needs
 from ebft.doctor.free import free_disk, is_writable
 from ebft.doctor.resources import disk_check, exceeds, memory_checks
-from ebft.doctor.rows import LongestRows, described, longest_rows, row_lengths, rows_per_step, sequence_len_checks
+from ebft.doctor.rows import (
+    LongestRows,
+    described,
+    first_of_stream,
+    longest_rows,
+    row_lengths,
+    rows_per_step,
+    sequence_len_checks,
+)
 from ebft.doctor.savings import advice, gib
 from ebft.doctor.step import measure_step
 from ebft.errors import ConfigError, ModelError
@@ -55,7 +63,8 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         yield from data.checks
         if not data.failed:
             yield from sequence_len_checks(config, data.result.longest, data.result.counts)
-            yield from step_size_checks(config, data.result.count)
+            if data.result.count is not None:
+                yield from step_size_checks(config, data.result.count)
     server = Attempt("server").run(_check_server, config, ok=lambda found: found)
     if config.uses_server:
         yield from server.checks
@@ -75,7 +84,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         yield Check("warning", "memory", f"cannot be estimated for this model: {found.checks[-1].message}")
     else:
         yield from memory_checks(needed)
-        yield disk_check(config, needed.of(config), data.result.count)
+        yield disk_check(config, needed.of(config), data.result.count or 0)
     if not step:
         return
     failed = [part for part in (settings, machine, packages, server) if part.failed]
@@ -123,10 +132,13 @@ def _find_model(config: RunConfig) -> tuple[str, Any]:
 
 
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows, and numbers of rows by reason."""
+    """Numbers of training rows and of rows held out, the longest training rows, and numbers of rows by reason.
+
+    The number of training rows of a stream is None.
+    """
 
     config: RunConfig
-    count: int
+    count: int | None
     held_out: int
     longest: LongestRows
     counts: dict[str, int]
@@ -135,6 +147,8 @@ class _Data(NamedTuple):
 def _load_data(config: RunConfig, tokenizer: Any) -> _Data:
     rows = run_rows(config, tokenizer)
     train, evaluation = arranged(config, rows)
+    if config.streaming:  # all rows have the same length
+        return _Data(config, None, len(evaluation or ()), first_of_stream(config, train), {})
     longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
     return _Data(config, len(train), len(evaluation or ()), longest, rows.reports[0].counts)
 
@@ -153,6 +167,8 @@ def step_size_checks(config: RunConfig, count: int) -> Iterator[Check]:
 
 def _described(data: _Data) -> str:
     held_out = f"{data.held_out:,} held out" if data.held_out else "no held-out data"
+    if data.count is None:
+        return f"a stream, {held_out}; each row has {described(data.config, data.longest)}"
     return f"{data.count:,} rows, {held_out}; the longest has {described(data.config, data.longest)}"
 
 

@@ -17,6 +17,7 @@ from ebft.run.deepspeed import zero_stage
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+    from ebft.data.load import LoadedRows
     from ebft.preview.view import RowView
     from ebft.run.checks import Machine
 
@@ -59,6 +60,7 @@ class SFT(Method):
     keys = SFTKeys
     offloads_activations = True
     runs_plain_model = True
+    reads_streams = True
 
     def summary(self, config: RunConfig) -> str:
         return "SFT with the cross-entropy loss"
@@ -116,19 +118,34 @@ class SFT(Method):
     def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return ("loss", *CROSS_ENTROPY)
 
+    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+        if not config.streaming:
+            return super().load_rows(config, tokenizer)
+        from ebft.data.streaming.load import load_stream
+
+        return load_stream(config, tokenizer)
+
     def arrange(self, config: RunConfig, train: Any) -> Any:
+        if config.streaming or not config.sample_packing:
+            return train
         from ebft.data.packing import pack_and_report
 
-        return pack_and_report(train, config.sequence_len) if config.sample_packing else train
+        return pack_and_report(train, config.sequence_len)
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.preview.sft import SFTView
 
         return SFTView(tokenizer)
 
+    def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
+        """A stream has no end, so the run is its only epoch."""
+        return config.max_steps if config.streaming else super().steps_per_epoch(config, machine, rows)
+
     def own_arguments(self, config: RunConfig) -> dict[str, Any]:
         # The collator selects the columns; transformers would also remove the documents of packed rows.
-        own = {"prediction_loss_only": True, "remove_unused_columns": False}
+        own: dict[str, Any] = {"prediction_loss_only": True, "remove_unused_columns": False}
+        if config.streaming:  # which every process reads
+            own["accelerator_config"] = {"dispatch_batches": False}
         return {**own, **liger_arguments(self._kernels(config))}
 
     def arguments_class(self) -> type:
@@ -137,26 +154,22 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.joining import JoiningCollator
         from ebft.data.packing import pack_rows
         from ebft.models.causal_lm import unwrap_adapter
-        from ebft.sft import SFTTrainer
 
         if common["args"].use_liger_kernel:
             check_kernels(unwrap_adapter(model).config.model_type, self._kernels(config))
-        chunked = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         if _packs_held_out(config) and common["eval_dataset"] is not None:
             common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
+        common["chunked_cross_entropy"] = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
+        common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
+        if config.streaming:
+            return self._stream_trainer(config, model, tokenizer, **common)
+        from ebft.data.joining import JoiningCollator
+        from ebft.sft import SFTTrainer
+
         collator = JoiningCollator(tokenizer.pad_token_id)
-        offloads = config.activation_offloading and not common["args"].use_cpu
-        return SFTTrainer(
-            model=model,
-            data_collator=collator,
-            batch_flattening=config.batch_flattening,
-            chunked_cross_entropy=chunked,
-            activation_offloading=offloads,
-            **common,
-        )
+        return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
 
     def _kernels(self, config: RunConfig) -> list[str]:
         """The keys that ask for a kernel of Liger."""
@@ -164,6 +177,16 @@ class SFT(Method):
 
     def _may_be_in_chunks(self, config: RunConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
+
+    def _stream_trainer(self, config: RunConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
+        from ebft.data.streaming.load import order_of
+        from ebft.streams.collator import StreamCollator
+        from ebft.streams.trainer import StreamTrainer
+
+        collator = StreamCollator(tokenizer.pad_token_id)
+        return StreamTrainer(
+            order_of(config), packs=config.pretrain_multipack_attn, model=model, data_collator=collator, **common
+        )
 
 
 def _packs_held_out(config: RunConfig) -> bool:

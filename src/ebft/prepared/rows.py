@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
 
 def run_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
     """The rows that a run trains on and is evaluated on, with a line about the folder they are read from, if any."""
-    if config.dataset_prepared_path is None:
+    if config.dataset_prepared_path is None or config.streaming:
         return config.method.load_rows(config, tokenizer)
     prepared = prepare_rows(config, tokenizer, Path(config.dataset_prepared_path))
     _say(describe(prepared))

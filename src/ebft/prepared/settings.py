@@ -43,6 +43,12 @@ _REASONS = {
         dataloader_prefetch_factor
         pad_to_sequence_len eval_sample_packing batch_flattening""",
     "rows are packed after they are read": "sample_packing",
+    "rows of a stream are not stored": """
+        pretraining_dataset streaming streaming_multipack_buffer_size pretrain_multipack_buffer_size
+        pretrain_multipack_attn pretraining_dataset.path pretraining_dataset.name pretraining_dataset.split
+        pretraining_dataset.text_column pretraining_dataset.type pretraining_dataset.skip
+        pretraining_dataset.data_files pretraining_dataset.ds_type pretraining_dataset.revision
+        pretraining_dataset.trust_remote_code""",
     "it only affects how fast rows are prepared": "dataset_num_proc",
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """

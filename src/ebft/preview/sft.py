@@ -23,6 +23,8 @@ class SFTView:
         learned = batch["labels"][0].ne(IGNORE)
         learned[0] = False  # the loss compares labels with the predictions of the token before
         tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
+        if "pieces" in row:  # of a stream
+            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), counted(tokens)])])
         documents = row.get("documents", [row])
         parts, start = [], 0
         for number, document in enumerate(documents, 1):

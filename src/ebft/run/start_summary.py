@@ -16,19 +16,23 @@ from ebft.run.record import method_of
 
 def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_data: Any, checkpoint: str | None) -> str:
     """Return the summary of a run that starts with `model`, at the step of `checkpoint` if there is one."""
-    machine, rows = this_machine(), len(train_data)
+    machine, rows = this_machine(), 0 if config.streaming else len(train_data)
     steps = planned_steps(config, machine, rows)
     epochs = steps / config.method.steps_per_epoch(config, machine, rows)
+    length = f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+    if config.streaming:
+        tokens = config.sequence_len * config.micro_batch_size * config.gradient_accumulation_steps * machine.processes
+        length = f"{tokens:,} tokens each"
     resumed = "" if checkpoint is None else f", resumed from {Path(checkpoint).name}"
     processes = f", {machine.processes} processes" if machine.processes > 1 else ""
+    train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
     return "\n".join(
         (
             f"Method: {method_of(config)}{processes}",
             f"Model: {config.base_model}, {_parameters(model)}, {_dtype(config)}",
-            f"Data: {rows:,} training {'row' if rows == 1 else 'rows'}, {held_out}",
-            f"Steps: {steps:,} ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}{resumed}); output in "
-            f"{config.output_dir}",
+            f"Data: {train}, {held_out}",
+            f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
         )
     )
 

@@ -135,8 +135,9 @@ def _train_with(
         await_server(config)
     tokenizer = load_tokenizer(config)
     train_data, eval_data = load_data(config, tokenizer)
-    args = training_arguments(config, rows=len(train_data), has_eval=eval_data is not None)
-    finished = finished_at(config, found, this_machine(), rows=len(train_data))
+    rows = 0 if config.streaming else len(train_data)
+    args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
+    finished = finished_at(config, found, this_machine(), rows=rows)
     checkpoint = found.checkpoint() if finished is None else None
     optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
     if files is not None and finished is None:

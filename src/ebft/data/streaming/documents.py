@@ -1,0 +1,118 @@
+"""The raw rows of several sources in blocks, and exact positions from which they can be read again.
+
+A block is what is in memory at once. Its rows are shuffled among themselves, so that the position of a row is the
+position of its block in the sources, and its place in the block: resuming reads one block again, and no more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import IterableDataset
+
+from ebft.errors import DataError, EBFTError, cause
+
+State = dict[str, Any]  # of JSON values
+
+
+class Document(NamedTuple):
+    """A raw row, with the number of its source and its number within the source."""
+
+    source: int
+    number: int
+    row: dict[str, Any]
+
+
+class Block(NamedTuple):
+    """Rows that are in memory together, in the order of training; `start` is the position before them."""
+
+    start: State
+    documents: list[Document]
+    ends_pass: bool  # whether the sources begin again after it
+
+
+class Source:
+    """The rows of one dataset entry, in order; `name` is its name in messages."""
+
+    def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
+        self.name, self._skip = name, skip
+        self._rows = rows.skip(skip) if skip else rows
+        self._beginning = copy.deepcopy(self._rows.state_dict())
+        self.begin()
+
+    def begin(self) -> None:
+        """Continue with the first row."""
+        self.restore({"read": 0, "rows": self._beginning})
+
+    def state(self) -> State:
+        """The position of the next row."""
+        # datasets returns the former position until a row is read from the new one.
+        rows = self._rows.state_dict() if self._is_moving else self._restored
+        return {"read": self._read, "rows": copy.deepcopy(rows)}
+
+    def restore(self, state: State) -> None:
+        """Continue at a result of `state`."""
+        self._read, self._restored, self._is_moving = state["read"], state["rows"], False
+        self._rows.load_state_dict(copy.deepcopy(state["rows"]))
+        self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
+
+    def next_row(self) -> tuple[int, dict[str, Any]] | None:
+        """The next row and its number, or None at the end. Raises DataError if it cannot be read."""
+        self._is_moving = True
+        try:
+            row = next(self._iterator, None)
+        except EBFTError:
+            raise
+        except Exception as error:  # builders, parsers and networks raise many types of errors
+            raise DataError(
+                f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
+            ) from error
+        if row is None and not self._read:
+            raise DataError(f"{self.name}: there are no rows{f' after skip: {self._skip}' if self._skip else ''}.")
+        if row is None:
+            return None
+        self._read += 1
+        return self._skip + self._read - 1, row
+
+
+class Documents:
+    """The rows of all sources, one source after the other and then again from the first, in blocks of `size` rows.
+
+    A block ends with the last source, so that each row is read once before any is read again. `seed`: of the order of
+    the rows in a block; None for that of the sources.
+    """
+
+    def __init__(self, sources: Callable[[], list[Source]], size: int, seed: int | None) -> None:
+        self._open, self._size, self._seed = sources, size, seed
+
+    def blocks(self, start: State | None = None) -> Iterator[Block]:
+        """Blocks without end, from the first or from a block's `start` on."""
+        sources = self._open()
+        number, current = 0, 0
+        if start is not None:
+            number, current = start["block"], start["source"]
+            sources[current].restore(start["rows"])
+        while True:
+            before = {"block": number, "source": current, "rows": sources[current].state()}
+            found: list[Document] = []
+            while len(found) < self._size and current < len(sources):
+                row = sources[current].next_row()
+                if row is None:
+                    current += 1
+                else:
+                    found.append(Document(current, *row))
+            ends = current == len(sources)
+            yield Block(before, self._shuffled(found, number), ends)
+            number += 1
+            if ends:
+                current = 0
+                for source in sources:
+                    source.begin()
+
+    def _shuffled(self, documents: list[Document], number: int) -> list[Document]:
+        if self._seed is None:
+            return documents
+        return [documents[place] for place in np.random.default_rng([self._seed, number]).permutation(len(documents))]

@@ -1,0 +1,1 @@
+"""Training on a stream of packed documents, and continuing it exactly."""

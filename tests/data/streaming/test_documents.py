@@ -1,0 +1,104 @@
+"""Blocks of raw rows: their order, where they end, and reading them again from a position."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from ebft.data.streaming.documents import Documents, Source
+from ebft.errors import DataError
+
+
+def counted(number, seen):
+    """Rows 0 to `number` - 1 as a stream; `seen` gets each row when it is read."""
+
+    def rows():
+        for value in range(number):
+            seen.append(value)
+            yield {"n": value}
+
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(rows)
+
+
+def documents(sizes, size, seed=None, skip=0):
+    def sources():
+        made = []
+        for number, count in enumerate(sizes):
+            rows = Dataset.from_dict({"n": list(range(count))}).to_iterable_dataset()
+            made.append(Source(f"source {number}", rows, skip))
+        return made
+
+    return Documents(sources, size, seed)
+
+
+def taken(blocks, number):
+    return [next(blocks) for _ in range(number)]
+
+
+def places(block):
+    return [(document.source, document.row["n"]) for document in block.documents]
+
+
+def test_sources_are_read_one_after_the_other_and_then_again():
+    blocks = taken(documents([3, 2], size=2).blocks(), 4)
+    assert [places(block) for block in blocks] == [
+        [(0, 0), (0, 1)],
+        [(0, 2), (1, 0)],
+        [(1, 1)],
+        [(0, 0), (0, 1)],
+    ]
+    assert [block.ends_pass for block in blocks] == [False, False, True, False]
+
+
+def test_rows_are_shuffled_within_a_block_and_otherwise_in_each_pass():
+    first, second, third = taken(documents([30], size=20, seed=1).blocks(), 3)
+    assert places(first) != sorted(places(first)) and sorted(places(first)) == [(0, n) for n in range(20)]
+    assert sorted(places(second)) == [(0, n) for n in range(20, 30)]
+    assert sorted(places(third)) == sorted(places(first)) and places(third) != places(first)
+
+
+def test_the_seed_determines_the_order():
+    orders = [places(next(documents([30], size=30, seed=seed).blocks())) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_position_gives_the_same_blocks_again(number):
+    made = documents([7, 4], size=3, seed=5)
+    blocks = taken(made.blocks(), 9)
+    start = json.loads(json.dumps(blocks[number].start))
+    again = taken(made.blocks(start), 9 - number)
+    assert [places(block) for block in again] == [places(block) for block in blocks[number:]]
+    assert [block.ends_pass for block in again] == [block.ends_pass for block in blocks[number:]]
+
+
+def test_skip_leaves_out_the_beginning_of_each_pass():
+    blocks = taken(documents([5], size=3, skip=3).blocks(), 2)
+    assert [places(block) for block in blocks] == [[(0, 3), (0, 4)]] * 2
+    assert [document.number for document in blocks[0].documents] == [3, 4]
+
+
+def test_no_more_than_a_block_is_read_ahead():
+    seen = []
+    made = Documents(lambda: [Source("rows", counted(10_000, seen))], 8, seed=0)
+    taken(made.blocks(), 3)
+    assert len(seen) == 24
+
+
+def test_a_source_without_rows_is_an_error():
+    with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
+        next(documents([5], size=3, skip=5).blocks())
+
+
+def test_an_unreadable_row_is_named_by_its_source_and_place():
+    def rows():
+        yield {"n": 0}
+        raise OSError("the disk is gone")
+
+    from datasets import IterableDataset
+
+    source = Source("rows.jsonl, train", IterableDataset.from_generator(rows))
+    with pytest.raises(DataError, match=r"rows.jsonl, train: cannot be read after row 1 .*the disk is gone"):
+        next(Documents(lambda: [source], 8, seed=0).blocks())
