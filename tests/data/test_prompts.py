@@ -153,6 +153,13 @@ def test_template_arguments_count(make_structured, write_jsonl, chatml):
         load_prompts(make_structured(path, trl={"chat_template_kwargs": {"long": True}}), chatml)
 
 
+@pytest.mark.parametrize("map_kwargs", ["{}", '{"remove_columns": ["q"]}', '{"remove_columns": "__all__"}'])
+def test_own_transform_that_changes_its_row(make_grpo, write_jsonl, tokenizer, own, map_kwargs):
+    type = own('example.update(prompt=example.pop("q"), answer=example["answer"] + 1) or example', map_kwargs)
+    train, _ = load_prompts(make_grpo(write_jsonl([{"q": "2+2?", "answer": 4}]), type), tokenizer)
+    assert (train[0]["prompt"], train[0]["answer"]) == ("2+2?", 5)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_own_transform_of_texts_with_columns_for_rewards(make_structured, write_jsonl, tokenizer, own, processes):
     result = '{"prompt": example["q"], "ground_truth": "4", "n": len(example["q"]), "tests": [{"in": example["q"]}]}'

@@ -141,7 +141,7 @@ class _Step:
 
     def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            result = self.transform_fn(example, tokenizer=self.tokenizer)
+            result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except RAISED as error:
