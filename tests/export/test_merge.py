@@ -107,6 +107,30 @@ def test_embeddings_that_were_resized_before_training(tied, tmp_path):
     assert_equal(merged, expected)
 
 
+@pytest.mark.parametrize("trained", [["embed_tokens", "lm_head"], ["embed_tokens"]], ids=["both", "input"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_embeddings_that_were_resized_and_trained_fully(tied, trained, tmp_path):
+    # PEFT saves them three times: as trained, the same as a part of its wrapper, and as they were before training.
+    base = save_base(tmp_path / "base", llama(tie_word_embeddings=tied))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(131)
+    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=trained, init_lora_weights=False)
+    tuned = get_peft_model(model, settings)
+    torch.manual_seed(1)
+    for name, parameter in tuned.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.add_(torch.randn_like(parameter))
+    tuned.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(name.endswith("embed_tokens.modules_to_save.weight") for name in saved)
+    expected, plain = logits(tuned), tuned.merge_and_unload()
+    result = merge_adapter(MergeSource(tmp_path / "adapter", str(base)), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.vocab_size == 131 and result.untied == tied
+    assert_equal(merged, plain)
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", ["15KB", "90KB", "1GB"])
 def test_shards_of_another_size(size, tmp_path):
     base = save_base(tmp_path / "base", mixtral())

@@ -116,6 +116,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
     Raises ModelError if a weight of the adapter belongs to no part of the model or has another shape, or if the adapter
     has no weights for a part that it should change.
     """
+    weights = _without_copies(weights)
     vocab_size = _fit_vocabulary(base, weights)
     modules = {id(module): name for name, module in base.named_modules()}
     parameters = dict(base.named_parameters(remove_duplicate=False))
@@ -177,6 +178,16 @@ def _ties(base: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> dict[st
     for name in sorted(parameters, key=lambda name: _owner(base, name)[0] is not embedding):
         first.setdefault(id(parameters[name]), name)
     return {name: first[id(parameter)] for name, parameter in parameters.items() if first[id(parameter)] != name}
+
+
+def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without the second copy that PEFT saves of embeddings that were resized and trained fully."""
+
+    def is_copy(name: str) -> bool:
+        trained = weights.get(name.replace(".modules_to_save.", "."))
+        return ".modules_to_save." in name and trained is not None and torch.equal(trained, weights[name])
+
+    return {name: value for name, value in weights.items() if not is_copy(name)}
 
 
 def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
