@@ -58,6 +58,12 @@ def arguments(config, has_eval=False):
         ({"noisy_embedding_alpha": 5}, "Use 'neftune_noise_alpha' instead"),
         ({"processor_type": "AutoProcessor"}, "processor_type is not supported: models are trained on text only"),
         ({"auto_find_batch_size": True}, "`ebft doctor` measures"),
+        ({"batch_size": 8}, "batch_size is micro_batch_size times gradient_accumulation_steps. Set one of them"),
+        ({"batch_size": 8, "micro_batch_size": 3}, "batch_size: 8 is not a multiple of micro_batch_size: 3"),
+        (
+            {"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
+            "batch_size: 8 is not micro_batch_size: 2 times gradient_accumulation_steps: 2. Remove batch_size",
+        ),
     ],
 )
 def test_what_is_refused(make, keys, message):
@@ -118,6 +124,13 @@ def test_arguments_of_the_trainer(make):
     found = arguments(make(**keys, trackio_space_id="me/space"))
     assert {key: found[key] for key in keys} == keys and found["trackio_space_id"] == "me/space"
     assert make(torch_compile="auto").torch_compile is False
+
+
+@pytest.mark.parametrize("given", [{"micro_batch_size": 2}, {"gradient_accumulation_steps": 4}])
+def test_the_batch_of_an_optimizer_step(make, given):
+    found = arguments(make(batch_size=8, **given))
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (2, 4)
+    assert arguments(make(batch_size=8, micro_batch_size=2, gradient_accumulation_steps=4)) == found
 
 
 def test_a_fraction_of_the_steps_as_warmup(make):

@@ -131,7 +131,6 @@ OTHER_NAMES = {
     "max_new_tokens": "trl.max_completion_length",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
-    "batch_size": "micro_batch_size",
     "per_device_train_batch_size": "micro_batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
     "epochs": "num_epochs",

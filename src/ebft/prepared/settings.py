@@ -38,7 +38,7 @@ _REASONS = {
         cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale
         loraplus_lr_ratio loraplus_lr_embedding""",
     "it only affects how rows are batched and how often": """
-        micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs max_steps budget.documents
+        micro_batch_size gradient_accumulation_steps batch_size eval_batch_size num_epochs max_steps budget.documents
         budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor
         pad_to_sequence_len eval_sample_packing batch_flattening""",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
 from ebft.data.keys import SeedKeys
@@ -70,7 +70,9 @@ class OptimizerKeys(Section):
         None, description="The same, as a multiple of learning_rate."
     )
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="LoRA+: learning rate of the adapter's matrices B, as a multiple of learning_rate."
+        None,
+        description="LoRA+: learning rate of the adapter's matrices B, and of vectors such as the magnitudes of DoRA, "
+        "as a multiple of learning_rate.",
     )
     loraplus_lr_embedding: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Learning rate of adapters of embeddings with loraplus_lr_ratio. If unset, 1e-6."
@@ -115,6 +117,11 @@ class LengthKeys(SeedKeys):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="Number of micro-batches to accumulate gradients for, per optimizer step."
     )
+    batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="micro_batch_size times gradient_accumulation_steps: rows per device and optimizer step. It "
+        "determines the one of these two keys that is not set.",
+    )
     eval_batch_size: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Rows per device in evaluation. If unset, micro_batch_size."
     )
@@ -135,6 +142,31 @@ class LengthKeys(SeedKeys):
     @classmethod
     def _minus_one_is_unset(cls, value: Any) -> Any:
         return None if value == -1 else value
+
+    @model_validator(mode="after")
+    def _batch_size_is_a_product(self) -> "LengthKeys":
+        """Replace `batch_size` by the factor that is not given."""
+        size, micro, steps = self.batch_size, "micro_batch_size", "gradient_accumulation_steps"
+        given = [key for key in (micro, steps) if key in self.model_fields_set]
+        if size is None:
+            return self
+        if not given:
+            raise ValueError(f"batch_size is {micro} times {steps}. Set one of them as well: the other is derived.")
+        if len(given) == 1:
+            (known,), (missing,) = given, {micro, steps} - {*given}
+            if size % getattr(self, known):
+                raise ValueError(
+                    f"batch_size: {size} is not a multiple of {known}: {getattr(self, known)}. Change one of them, or "
+                    f"replace batch_size by {missing}."
+                )
+            setattr(self, missing, size // getattr(self, known))
+        elif self.micro_batch_size * self.gradient_accumulation_steps != size:
+            raise ValueError(
+                f"batch_size: {size} is not {micro}: {self.micro_batch_size} times {steps}: "
+                f"{self.gradient_accumulation_steps}. Remove batch_size, or correct it."
+            )
+        self.batch_size = None
+        return self
 
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
     dataloader_num_workers: int = Field(0, ge=0, description="Number of processes that load batches.")
