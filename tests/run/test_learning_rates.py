@@ -38,6 +38,25 @@ def test_lora_plus(make):  # noqa: F811
     assert {rate for name, (rate, _) in found.items() if "lm_head" in name} == {0.25}
 
 
+def test_lora_plus_is_that_of_peft(make):  # noqa: F811
+    from peft.optimizers import create_loraplus_optimizer
+    from torch.optim import AdamW
+
+    from ebft.models.base import load_model
+    from ebft.models.tokenizer import load_tokenizer
+
+    modules = {"lora_target_modules": ["embed_tokens", "q_proj"], "lora_modules_to_save": ["norm"]}
+    config = make(**{**LORA, **modules, "lora_target_linear": False}, peft_use_dora=True, loraplus_lr_ratio=16.0)
+    model = load_model(config, load_tokenizer(config))
+    optimizer = create_loraplus_optimizer(model, AdamW, lr=config.learning_rate, loraplus_lr_ratio=16.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = {names[id(value)]: group["lr"] for group in optimizer.param_groups for value in group["params"]}
+    rate_of = rates_of(config, model)
+    assert {name: rate_of(name) for name in expected} == expected
+    magnitudes = {rate for name, rate in expected.items() if "magnitude" in name}
+    assert magnitudes == {16e-3} and set(expected.values()) == {1e-6, 1e-3, 16e-3}
+
+
 def test_a_resumed_run_continues_exactly(make, tmp_path):  # noqa: F811
     keys = {**LORA, "loraplus_lr_ratio": 16.0, "max_steps": 4, "save_steps": 2}
     first = weights(train(strided(make, **keys, output_dir=tmp_path / "a")).model)

@@ -15,7 +15,7 @@ from ebft.run.keys import RATE_KEYS
 def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:
     """A function from the names of parameters to their learning rates; None if all have the same one.
 
-    The first that applies: an element of `lr_groups`, the rate of embeddings, that of LoRA's B. Raises ModelError if an
+    The first that applies: an element of `lr_groups`, the rate of embeddings, that of LoRA+. Raises ModelError if an
     element of `lr_groups` applies to no trained parameter.
     """
     if all(getattr(config, key) is None for key in RATE_KEYS):
@@ -27,6 +27,8 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
                 raise ModelError(f"lr_groups: {part!r} is not part of the name of a trained parameter. Remove it.")
     embeddings = _embedding_names(model)
     rate = config.learning_rate
+    # PEFT's LoRA+ also multiplies the rate of vectors: the magnitudes of DoRA, biases and norms.
+    vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
     def rate_of(name: str) -> float:
         for group in config.lr_groups or []:
@@ -39,7 +41,7 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
                 return config.embedding_lr
             if config.embedding_lr_scale is not None:
                 return rate * config.embedding_lr_scale
-        if config.loraplus_lr_ratio is not None and "lora_B" in name:
+        if config.loraplus_lr_ratio is not None and ("lora_B" in name or name in vectors):
             return rate * config.loraplus_lr_ratio
         return rate
 
