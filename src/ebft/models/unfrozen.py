@@ -21,6 +21,7 @@ def freeze_except(
     names = dict(model.named_parameters())
     for pattern in patterns:
         if not any(re.match(pattern, name) for name in names):
+            _refuse_tied(model, pattern)
             raise ModelError(
                 f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
                 f"{_example(names)}."
@@ -31,6 +32,18 @@ def freeze_except(
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
         model.enable_input_require_grads()
     return model
+
+
+def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:
+    """Raise ModelError if the pattern matches another name of a parameter, as of a tied output layer."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(parameter), name)
+        if shared != name and re.match(pattern, name):
+            raise ModelError(
+                f"unfrozen_parameters: {pattern!r} matches {name}, which is the same parameter as {shared} in this "
+                f"model (tie_word_embeddings). Name {shared}: both layers are then trained."
+            )
 
 
 def _example(names: dict) -> str:
