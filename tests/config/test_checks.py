@@ -22,7 +22,7 @@ def warned(make, **keys):
     [
         ({"adapter": "lora"}, "adapter: lora needs lora_r"),
         ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
-        ({**LORA, "lora_target_modules": ["q_proj"]}, "lora_target_modules is also set. Keep one"),
+        ({**LORA, "lora_target_modules": ".*q_proj"}, "lora_target_modules is also set, to a regular expression"),
         ({**LORA, "adapter": "qlora"}, "Add load_in_4bit: true"),
         ({**LORA, "rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, "no effect with an adapter"),
         ({"load_in_4bit": True}, "Set adapter: qlora"),
@@ -43,9 +43,8 @@ def warned(make, **keys):
             r"save_steps conflicts with save_strategy: epoch. Remove it \(as an override: save_steps=\)",
         ),
         ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "Keep one"),
-        ({"eval_steps": 5}, "eval_steps needs held-out data"),
-        ({"eval_on_start": True}, "eval_on_start needs held-out data"),
-        ({"eval_strategy": "epoch"}, "eval_strategy needs held-out data"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end needs held-out data"),
+        ({"metric_for_best_model": "loss"}, "metric_for_best_model needs held-out data"),
         ({"val_set_size": 2, "metric_for_best_model": "accuracy"}, "'accuracy' is not computed .* Choose from loss"),
         ({**STRIDED, "val_set_size": 2, "metric_for_best_model": "loss"}, "Choose from cfm_loss, "),
         ({"save_strategy": "best"}, "save_strategy: best needs held-out data"),
@@ -78,6 +77,24 @@ def warned(make, **keys):
 def test_a_contradiction_names_the_way_out(make, keys, message):
     with pytest.raises(ConfigError, match=message):
         make(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"eval_steps": 5}, {"eval_on_start": True}, {"eval_strategy": "epoch"}, {"evals_per_epoch": 4}]
+)
+def test_a_schedule_without_held_out_data_warns(make, keys):
+    messages = warned(make, **keys, val_set_size=0.0)[1]
+    assert messages == [
+        f"{next(iter(keys))}: no effect because there is no held-out data, so nothing is evaluated during training. "
+        "Set val_set_size or test_datasets."
+    ]
+    assert warned(make, **keys, val_set_size=2)[1] == []
+
+
+def test_all_linear_layers_and_further_modules(make):
+    message = "lora_target_modules: q_proj, embed_tokens: adapted in addition to all linear layers, which "
+    with pytest.warns(UserWarning, match=message):
+        make(**LORA, lora_target_modules=["q_proj", "embed_tokens"])
 
 
 def test_a_saved_adapter_brings_its_own_settings(make):

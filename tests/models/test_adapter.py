@@ -46,6 +46,22 @@ def test_targets(make_config, keys, layers):
     assert adapted_layers(adapted(make_config(**LORA, **keys))) == layers
 
 
+def test_all_linear_layers_and_others(make_config):
+    def parts(names, **keys):
+        return adapted(make_config(**LORA, lora_target_linear=True, lora_target_modules=names, **keys))
+
+    linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert adapted_layers(parts(["q_proj", "layers.1.self_attn.v_proj"])) == linear
+    assert adapted_layers(parts(["q_proj", "lm_head"])) == sorted([*linear, "lm_head"])
+    assert adapted_layers(parts(["embed_tokens"])) == sorted([*linear, "embed_tokens"])
+    first = parts(["q_proj"], peft_layers_to_transform=0)
+    assert adapted_layers(first) == linear and not any(
+        "layers.1" in n for n, w in first.named_parameters() if "lora" in n
+    )
+    with pytest.raises(ModelError, match="'q_prj' matches no module"):
+        parts(["q_prj"])
+
+
 def test_rank_scale_and_dropout(make_config):
     model = adapted(make_config(**LORA, lora_target_linear=True, lora_dropout=0.25))
     settings = model.peft_config["default"]
@@ -202,6 +218,16 @@ def test_fused_experts(mixtral):
 def test_parameters_that_cannot_be_adapted(mixtral, wanted, message):
     with pytest.raises(ModelError, match=message):
         adapted(mixtral(lora_target_parameters=[wanted]))
+
+
+def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixtral):
+    def trained(**keys):
+        found = adapted(mixtral(lora_target_linear=True, **keys)).named_parameters()
+        return {name for name, weight in found if weight.requires_grad}
+
+    assert trained(lora_target_modules=["q_proj"]) == trained()
+    with pytest.raises(ModelError, match="'embed_tokens' is not a linear layer .* also selects the fused experts"):
+        trained(lora_target_modules=["q_proj", "embed_tokens"])
 
 
 @pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])

@@ -18,8 +18,11 @@ def adapter_problems(config: "RunConfig") -> Iterator[str]:
         if getattr(config, key) is None:
             example = "lora_r: 16 with lora_alpha: 32"
             yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
-    if config.lora_target_linear and config.lora_target_modules is not None:
-        yield "lora_target_linear: true selects every linear layer, but lora_target_modules is also set. Keep one."
+    if config.lora_target_linear and isinstance(config.lora_target_modules, str):
+        yield (
+            "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "
+            "expression. Keep one."
+        )
     elif not config.lora_target_linear and config.lora_target_modules is None and config.lora_target_parameters is None:
         yield (
             f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "

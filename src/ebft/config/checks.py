@@ -112,11 +112,9 @@ def _evaluation(config: "RunConfig") -> Iterator[str]:
         return
     if config.save_strategy == "best":
         yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
-    for key in ("eval_steps", "eval_on_start", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model"):
+    for key in ("load_best_model_at_end", "metric_for_best_model"):
         if getattr(config, key):
             yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
-    if config.eval_strategy not in (None, "no"):
-        yield "eval_strategy needs held-out data. Set val_set_size or test_datasets, or remove it."
 
 
 def _resuming(config: "RunConfig") -> Iterator[str]:
@@ -190,7 +188,8 @@ def resolve(config: "RunConfig") -> None:
     resolve_carried(config)
     _warn_ignored(config)
     _warn_of_activations(config)
-    _warn_without_adapter(config)
+    _warn_of_adapter(config)
+    _warn_without_held_out_data(config)
     _warn_without_ray(config)
     _resolve_transforms(config)
     _warn_of_other_methods(config)
@@ -258,11 +257,30 @@ def _warn_of_activations(config: "RunConfig") -> None:
         )
 
 
-def _warn_without_adapter(config: "RunConfig") -> None:
+def _warn_of_adapter(config: "RunConfig") -> None:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
     if config.adapter is None and given:
         reason = "adapter is not set (all weights are trained)"
         warnings.warn(f"{', '.join(given)}: no effect because {reason}.", stacklevel=2)
+    elif config.lora_target_linear and config.lora_target_modules is not None and config.lora_model_dir is None:
+        warnings.warn(
+            f"lora_target_modules: {', '.join(config.lora_target_modules)}: adapted in addition to all linear layers, "
+            "which lora_target_linear: true selects.",
+            stacklevel=2,
+        )
+
+
+def _warn_without_held_out_data(config: "RunConfig") -> None:
+    """Published configs often have a schedule of evaluations with `val_set_size: 0.0`."""
+    keys = ("eval_steps", "eval_on_start", "evals_per_epoch")
+    given = [key for key in keys if getattr(config, key)]
+    given += ["eval_strategy"] if config.eval_strategy not in (None, "no") else []
+    if given and not (config.test_datasets or config.val_set_size):
+        warnings.warn(
+            f"{', '.join(given)}: no effect because there is no held-out data, so nothing is evaluated during "
+            "training. Set val_set_size or test_datasets.",
+            stacklevel=2,
+        )
 
 
 def _warn_without_ray(config: "RunConfig") -> None:

@@ -85,22 +85,49 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 def _targets(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
     wanted = config.lora_target_modules
+    if config.lora_target_linear and isinstance(wanted, list):
+        return _all_linear_and(model, config, wanted)
     if wanted is None and not config.lora_target_linear:
         return []  # lora_target_parameters alone; with None, PEFT would choose modules by the model's type
     if wanted is None and config.peft_layers_to_transform is not None:
         return _all_linear(model)  # PEFT restricts lists to some layers, but not its name for all linear layers
     if wanted is None:
         return "all-linear"
-    names = [name for name, _ in model.named_modules()]
     for given in [wanted] if isinstance(wanted, str) else wanted:
-        # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
-        pattern = given if isinstance(wanted, str) else rf"(.*\.)?{re.escape(given)}"
-        if not any(_full_match(pattern, name) for name in names):
-            raise ModelError(
-                f"lora_target_modules: {given!r} matches no module. The linear layers are "
-                f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true."
-            )
+        _matching(model, given, is_expression=isinstance(wanted, str))
     return wanted
+
+
+def _matching(model: PreTrainedModel, given: str, is_expression: bool) -> list[str]:
+    """The names of the modules that an element of `lora_target_modules` selects. Raises ModelError if none are."""
+    # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
+    pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
+    found = [name for name, _ in model.named_modules() if _full_match(pattern, name)]
+    if not found:
+        raise ModelError(
+            f"lora_target_modules: {given!r} matches no module. The linear layers are "
+            f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true."
+        )
+    return found
+
+
+def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[str]) -> str | list[str]:
+    """All linear layers and the modules `wanted`."""
+    linear = _all_linear(model)
+    others = [
+        given
+        for given in wanted
+        if any(name.rpartition(".")[2] not in linear for name in _matching(model, given, is_expression=False))
+    ]
+    if others and any(parameter.dim() == 3 for parameter in model.parameters()):
+        raise ModelError(
+            f"lora_target_modules: {others[0]!r} is not a linear layer that lora_target_linear: true selects, and the "
+            "setting also selects the fused experts of this model. Remove the setting, and list all modules in "
+            "lora_target_modules and the experts in lora_target_parameters."
+        )
+    if others:
+        return [*linear, *others]
+    return linear if config.peft_layers_to_transform is not None else "all-linear"
 
 
 def _all_linear(model: PreTrainedModel) -> list[str]:

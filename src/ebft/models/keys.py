@@ -164,7 +164,9 @@ class AdapterKeys(Section):
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
-        None, description="Modules to adapt: a list of name suffixes, or one regular expression."
+        None,
+        description="Modules to adapt: a list of name suffixes, or one regular expression. With lora_target_linear, a "
+        "list is adapted in addition to the linear layers.",
     )
     lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")
     lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
