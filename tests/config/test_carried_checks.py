@@ -139,6 +139,34 @@ def test_a_fraction_of_the_steps_as_warmup(make):
         make(warmup_steps=1.5)
 
 
+@pytest.mark.parametrize(
+    ("keys", "loads_best"),
+    [
+        ({"eval_steps": 2, "save_steps": 4}, True),
+        ({"eval_steps": 0.1, "save_steps": 0.2}, True),
+        ({"evals_per_epoch": 4, "saves_per_epoch": 2}, True),
+        ({}, True),  # both every epoch
+        ({"eval_steps": 2, "save_strategy": "best"}, True),
+        ({"eval_steps": 2, "save_steps": 3}, None),
+        ({"eval_steps": 2, "save_steps": 0.5}, None),
+        ({"eval_steps": 2}, None),
+        ({"saves_per_epoch": 0}, None),
+        ({"eval_steps": 2, "save_steps": 4, "load_best_model_at_end": False}, False),
+    ],
+)
+def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best):
+    from transformers import TrainingArguments
+
+    config = make(early_stopping_patience=2, val_set_size=2, **keys)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = arguments(config, has_eval=True)
+    assert found.get("load_best_model_at_end") is loads_best
+    assert any("the result is the last model" in str(each.message) for each in caught) == (loads_best is None)
+    TrainingArguments(**found)
+    assert "load_best_model_at_end" not in arguments(make(val_set_size=2), has_eval=True)
+
+
 def test_never_saving_and_evaluating(make):
     found = arguments(make(saves_per_epoch=0, evals_per_epoch=0, val_set_size=2), has_eval=True)
     assert (found["save_strategy"], found["eval_strategy"]) == ("no", "no")

@@ -1,6 +1,9 @@
 """Runs that end before their last step, and settings of SFT that change its losses."""
 
+from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from ebft import train
@@ -17,7 +20,8 @@ def steps(result):
 @pytest.mark.slow
 def test_evaluations_that_do_not_improve_end_a_run(make, tmp_path):  # noqa: F811
     keys = {**WORSE, "eval_steps": 2, "save_steps": 20, "early_stopping_patience": 2}
-    result = train(make(**keys))
+    with pytest.warns(UserWarning, match="The best evaluation was that of step .* the result is not the best model"):
+        result = train(make(**keys))
     losses = [entry["eval_loss"] for entry in result.trainer.state.log_history if "eval_loss" in entry]
     best = losses.index(min(losses))
     assert len(losses) == best + 3 and steps(result) == 2 * len(losses) < 20
@@ -31,7 +35,11 @@ def test_evaluations_that_do_not_improve_end_a_run(make, tmp_path):  # noqa: F81
 
 def test_the_count_of_evaluations_continues_in_a_resumed_run(make, tmp_path):  # noqa: F811
     keys = {**WORSE, "eval_steps": 2, "save_steps": 2, "early_stopping_patience": 2}
-    unbroken = steps(train(make(**keys, output_dir=tmp_path / "a")))
+    unbroken = steps(result := train(make(**keys, output_dir=tmp_path / "a")))
+    best = result.trainer.state.best_global_step
+    assert best < unbroken and Path(result.trainer.state.best_model_checkpoint) == tmp_path / "a" / f"checkpoint-{best}"
+    own, saved = (load_file(tmp_path / "a" / part / "model.safetensors") for part in ("", f"checkpoint-{best}"))
+    assert all(value.equal(saved[name]) for name, value in own.items())
     checkpoint = tmp_path / "a" / f"checkpoint-{unbroken - 2}"
     assert steps(train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))) == unbroken < 20
 

@@ -71,7 +71,11 @@ class EvaluationKeys(Section):
         None,
         description="Stop training after this number of evaluations without a better metric_for_best_model.",
     )
-    load_best_model_at_end: bool = Field(False, description="Load the best checkpoint at the end of training.")
+    load_best_model_at_end: bool | None = Field(
+        None,
+        description="Load the best checkpoint at the end of training. If unset, true with early_stopping_patience, if "
+        "checkpoints are saved at evaluations: save_steps is a multiple of eval_steps, or both happen every epoch.",
+    )
     metric_for_best_model: str | None = Field(
         None,
         description="Held-out metric used to select the best checkpoint; if unset, cfm_loss with rl: ebft, "

@@ -5,6 +5,7 @@ The tables contain keys with the same or another name in transformers; the funct
 
 import math
 import os
+import warnings
 from typing import Any
 
 from ebft.config.schema import RunConfig
@@ -84,6 +85,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
     kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
+    kwargs |= _best_of_early_stopping(config, kwargs) if has_eval else {}
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
     if not machine.has_accelerator:  # as check_machine warns
@@ -150,3 +152,35 @@ def _best_model(config: RunConfig) -> dict[str, Any]:
     if greater is None:
         greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
     return {"metric_for_best_model": metric, "greater_is_better": greater}
+
+
+def _best_of_early_stopping(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`load_best_model_at_end` of a run that stops early, if it is unset and the arguments allow it."""
+    if config.early_stopping_patience is None or config.load_best_model_at_end is not None:
+        return {}
+    if config.save_only_model and (config.fsdp or config.deepspeed):
+        problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
+    elif not _saves_at_evaluations(kwargs):
+        problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
+    else:
+        return {"load_best_model_at_end": True}
+    warnings.warn(
+        f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
+        "load_best_model_at_end: false.",
+        stacklevel=3,
+    )
+    return {}
+
+
+def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
+    """Whether each checkpoint has an evaluation, as transformers requires for loading the best one."""
+    if kwargs["save_strategy"] == "best":
+        return True
+    save, evaluate = kwargs.get("save_steps"), kwargs.get("eval_steps")
+    if kwargs["save_strategy"] != kwargs["eval_strategy"] or kwargs["save_strategy"] == "no":
+        return False
+    if kwargs["save_strategy"] == "epoch":
+        return True
+    if save is None or evaluate is None or (save < 1) != (evaluate < 1):
+        return False
+    return save % evaluate == 0 if save >= 1 else (save * 1_000_000) % (evaluate * 1_000_000) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,17 @@ class EarlyStopping(EarlyStoppingCallback):
                     f"Stopping at step {state.global_step}: {self.early_stopping_patience} evaluations without a "
                     f"better {args.metric_for_best_model} (early_stopping_patience)"
                 )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best = f"checkpoint-{state.best_global_step}"
+        if state.best_global_step is None or not args.load_best_model_at_end:
+            return
+        if Path(state.best_model_checkpoint or "").name != best:
+            warnings.warn(
+                f"The best evaluation was that of step {state.best_global_step}, but no checkpoint was saved there, so "
+                "the result is not the best model. Set save_steps to eval_steps.",
+                stacklevel=2,
+            )
 
 
 class LossWatchdog(TrainerCallback):
