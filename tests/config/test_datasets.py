@@ -99,6 +99,19 @@ def test_keys_of_axolotl_with_another_place(make, key, message):
         make(**{key: 1})
 
 
+def test_empty_names_of_columns_and_prompts_are_unset():
+    from ebft.data.keys import DatasetEntry
+
+    given = {"system_prompt": "", "field_system": "", "field_input": "", "system_format": "", "format": "{instruction}"}
+    found = DatasetEntry(path="x", type=given)
+    assert found == DatasetEntry(path="x", type={"system_format": "", "format": "{instruction}"})
+    assert found.user_defined.field_input == "input" and found.user_defined.system_prompt is None
+    columns = {"field_prompt": "q", "field_system": "", "field_chosen": ""}
+    assert DatasetEntry(path="x", type=columns).type == DatasetEntry(path="x", type={"field_prompt": "q"}).type
+    keys = {"system_prompt": "", "field_system": "", "field_messages": "", "field_thinking": ""}
+    assert DatasetEntry(path="x", type="chat_template", **keys) == DatasetEntry(path="x", type="chat_template")
+
+
 def test_editors_accept_a_mapping_as_type():
     from ebft.config.schema import RunConfig
 

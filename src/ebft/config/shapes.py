@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,17 @@ from ebft.config.section import NotBlank, Section
 
 THINKING = "reasoning_content"
 EOS = Literal["turn", "all", "last", "none"]
+
+
+def without_empty_names(data: Any) -> Any:
+    """Treat columns and system prompts that are empty, as `system_prompt: ""`, as if the keys were absent."""
+    if not isinstance(data, dict):
+        return data
+    return {
+        key: value
+        for key, value in data.items()
+        if value != "" or not (key == "system_prompt" or str(key).startswith("field_"))
+    }
 
 
 class PromptFormat(Section):
@@ -31,6 +42,8 @@ class PromptFormat(Section):
         description="The prompt of rows without an input, with {instruction}. If unset: {instruction} if format is not "
         "set either, else format with an empty input.",
     )
+
+    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
 
     @model_validator(mode="after")
     def _known_placeholders(self) -> "PromptFormat":
@@ -114,3 +127,5 @@ class ShapeKeys(Section):
     user_defined: PromptFormat | None = Field(
         None, description="Columns and format of prompts written out as text; `type` can be this mapping itself."
     )
+
+    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)

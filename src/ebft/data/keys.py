@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
 from ebft.config.section import STRICT, NotBlank, Section, paths
-from ebft.config.shapes import PromptFormat, ShapeKeys
+from ebft.config.shapes import PromptFormat, ShapeKeys, without_empty_names
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
@@ -116,6 +116,8 @@ class PreferenceColumns(Section):
         return f"{{{given}}}"
 
     __str__ = __repr__
+
+    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
 
     @model_validator(mode="after")
     def _formats_name_their_column(self) -> "PreferenceColumns":
