@@ -76,6 +76,18 @@ def test_unsupported_keys_that_ask_for_nothing(make, empty):
     assert warned(make, **dict.fromkeys(UNSUPPORTED, empty))[1] == []
 
 
+def test_keys_that_repeat_another_key(make):
+    data = {"path": "some/data", "type": "chat_template", "conversation": "chatml"}
+    keys = {"chat_template": "chatml", "datasets": [data], "test_datasets": [data]}
+    config, messages = warned(make, bf16=True, bfloat16=True, **keys)
+    assert config.bf16 is True and config.chat_template == "chatml" and messages == []
+    assert make(datasets=[{**data, "chat_template": "chatml"}]).chat_template == "chatml"
+    with pytest.raises(ConfigError, match="bfloat16 is not supported: set bf16: true"):
+        make(bf16=False, bfloat16=True)
+    with pytest.raises(ConfigError, match="datasets.0.conversation is not supported: set chat_template"):
+        make(**{**keys, "chat_template": "llama3"})
+
+
 def test_sizes_of_one(make):
     keys = ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "dp_shard_size")
     assert warned(make, **dict.fromkeys((*keys, "expert_parallel_size"), 1))[1] == []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model, model_validator
 
-from ebft.config.refused import REFUSED, without_unset
+from ebft.config.refused import REFUSED, without_repeated, without_unset
 from ebft.config.section import Section
 from ebft.config.without_effect import IN_CHUNKS, WITHOUT_EFFECT, Ignored
 
@@ -60,7 +60,7 @@ class CarriedOverKeys(KeysWithoutEffect):
         """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
         if not isinstance(data, dict):
             return data
-        found = without_unset(data, UNSUPPORTED)
+        found = without_repeated(without_unset(data, UNSUPPORTED))
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found

@@ -92,3 +92,21 @@ def without_unset(values: dict[str, Any], unsupported: dict[str, str]) -> dict[s
         return value not in (None, False, "", [], {})
 
     return {key: value for key, value in values.items() if key not in unsupported or asks(key, value)}
+
+
+def without_repeated(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config without those that repeat the value of another key, under a name that is refused."""
+    again = {"bfloat16": "bf16", "float16": "fp16"}
+    found = {key: value for key, value in values.items() if key not in again or value != values.get(again[key])}
+    for section in ("datasets", "test_datasets"):
+        entries = found.get(section)
+        if isinstance(entries, list):
+            found[section] = [_without_conversation(entry, found.get("chat_template")) for entry in entries]
+    return found
+
+
+def _without_conversation(entry: Any, chat_template: Any) -> Any:
+    """A dataset without `conversation`, the name of its chat template in older configs, if the template is the same."""
+    if not isinstance(entry, dict) or entry.get("conversation") != (entry.get("chat_template") or chat_template):
+        return entry
+    return {key: value for key, value in entry.items() if key != "conversation"}
