@@ -127,6 +127,9 @@ def test_columns_of_chats_need_a_format_that_reads_them(tmp_path):
         (None, "chatml.intel", "returns rows of prompt, chosen and rejected or prompt, completion and label, but SFT"),
         (None, {"field_prompt": "a"}, "the mapping of columns returns rows of"),
         ("dpo", "chatml.intell", "intell"),
+        ("orpo", "orpo.chat_template", "'orpo.chat_template' is not supported: use chat_template.argilla"),
+        ("dpo", "user_defined.default", "not supported: write the columns as a mapping, type: {field_prompt: "),
+        (None, "pretrain", "'pretrain' is not supported: use completion, with field for the column"),
         ("dpo", "zephyr.nectar", "'zephyr.nectar' is not supported: it samples pairs from a ranking"),
     ],
 )
@@ -135,6 +138,20 @@ def test_formats_of_other_rows(method, type, message, tmp_path):
     config = config_of(method or "dpo", tmp_path, datasets=[{"path": "x", "type": type}], **changes)
     with pytest.raises(DataError, match=message):
         check_runnable(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "type", "other"),
+    [
+        ("dpo", "passthrough.default", "passthrough"),
+        ("kto", "passthrough.default", "passthrough"),
+        ("orpo", "orpo.chat_template.argilla", "chat_template.argilla"),
+    ],
+)
+def test_other_names_of_formats(method, type, other, tmp_path):
+    config = config_of(method, tmp_path, datasets=[{"path": "x", "type": type}])
+    assert config.datasets[0].type == other
+    check_runnable(config)
 
 
 def test_keys_without_effect_give_one_warning(tmp_path):

@@ -46,7 +46,12 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
 }
 
 # Names of transforms in axolotl that are different here.
-OTHER_TYPES = {"sharegpt": "chat_template", "alpaca_chat.load_qa": "alpaca_chat.transform"}
+OTHER_TYPES = {
+    "sharegpt": "chat_template",
+    "alpaca_chat.load_qa": "alpaca_chat.transform",
+    "passthrough.default": "passthrough",
+    "orpo.chat_template.argilla": "chat_template.argilla",
+}
 
 # Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
 # a run needs that kind, so that one dataset works with every method.

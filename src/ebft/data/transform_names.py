@@ -34,7 +34,7 @@ _STRATEGIES = {
         "explainchoice",
         "gpteacher",
     ),
-    *("instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pretrain", "pygmalion"),
+    *("instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pygmalion"),
     *("reflection", "sharegpt", "sharegpt_jokes", "simple_shareGPT", "summarizetldr"),
 }
 _FIELDS = {
@@ -47,7 +47,12 @@ _FIELDS = {
 }
 _REFUSED = {
     "zephyr.nectar": "it samples pairs from a ranking, with other pairs in each run. Convert the rows to prompt, "
-    "chosen and rejected once, and use passthrough"
+    "chosen and rejected once, and use passthrough",
+    "user_defined.default": "write the columns as a mapping, type: {field_prompt: ..., field_chosen: ..., "
+    "field_rejected: ...}",
+    "orpo.chat_template": "use chat_template.argilla, for chats in the columns chosen and rejected that differ in "
+    "their last message",
+    "pretrain": "use completion, with field for the column of the text",
 }
 Type = str | PreferenceColumns  # the `type` of a dataset
 
@@ -60,7 +65,7 @@ def built_in(name: Type) -> tuple[str, str] | None:
         module, function = name, "transform"
     if name in PREFERENCE_FORMATS:
         return module, function
-    if name in _REFUSED:
+    if name in _REFUSED and not _is_module(name.partition(".")[0]):
         raise DataError(f"{_KEY}: {name!r} is not supported: {_REFUSED[name]}.")
     formats = [each.rpartition(".")[2] for each in PREFERENCE_FORMATS if each.startswith(f"{module}.")]
     functions = [*BUILT_IN_TRANSFORMS.get(module, ()), *formats]
