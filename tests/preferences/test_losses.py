@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ from ebft.models.base import load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.building import build_trainer, training_arguments
 from ebft.run.training import load_data
-from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, write_inputs
+from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, trained, write_inputs
 
 BETA = 0.3
 
@@ -102,6 +103,36 @@ def test_pairs_with_a_reference(method, changes, adapter, tmp_path):
     assert trainer.logged("eval")["rewards/accuracies"] == pytest.approx([(margins > 0).double().mean().item()])
 
 
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("dpo", {"lora_modules_to_save": ["embed_tokens", "norm"]}),
+        ("ipo", {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("dpo", {"lora_modules_to_save": ["lm_head"], "precompute_ref_log_probs": True}),
+    ],
+)
+def test_modules_that_are_trained_fully_are_those_of_the_base_model_in_the_reference(method, changes, tmp_path):
+    test_pairs_with_a_reference(method, changes, True, tmp_path)
+
+
+def test_the_reference_of_a_continued_adapter_has_its_modules(tmp_path):
+    trained("dpo", write_inputs(tmp_path), lora_modules_to_save=["embed_tokens", "lm_head"])
+    trainer = trainer_of("dpo", tmp_path, lora_model_dir=str(tmp_path / "out"))
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    policy, base = models(trainer, tmp_path)
+    reference = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    margins = []
+    for row in rows:
+        sides = [row["chosen_ids"], row["rejected_ids"]]
+        chosen, rejected = (
+            logp(policy, row["prompt_ids"], ids) - logp(reference, row["prompt_ids"], ids) for ids in sides
+        )
+        margins.append(BETA * (chosen.sum() - rejected.sum()))
+    expected = -F.logsigmoid(torch.stack(margins)).mean().item()
+    assert loss_of(trainer, rows) == pytest.approx(expected, rel=2e-4)
+    assert torch.stack(margins).abs().min() > 1e-3
+
+
 def weight(model, prompt, completion):
     """The mean over tokens of log p minus the log of the probability that two samples are equal."""
     with torch.no_grad():
@@ -111,9 +142,17 @@ def weight(model, prompt, completion):
     return (chosen - (2 * logps).logsumexp(-1)).mean()
 
 
-@pytest.mark.parametrize(("adapter", "precompute"), [(True, False), (False, False), (True, True)])
-def test_kto(adapter, precompute, tmp_path):
-    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, "precompute_ref_log_probs": precompute}
+@pytest.mark.parametrize(
+    ("adapter", "changes"),
+    [
+        (True, {}),
+        (False, {}),
+        (True, {"precompute_ref_log_probs": True}),
+        (True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+)
+def test_kto(adapter, changes, tmp_path):
+    weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, **changes}
     trainer = trainer_of("kto", write_inputs(tmp_path), adapter, **weights)
     rows = [trainer.train_dataset[index] for index in range(4)]
     assert {row["label"] for row in rows} == {True, False}
