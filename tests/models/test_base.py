@@ -1,5 +1,7 @@
 """Loading the base model: type, placement, vocabulary and limits."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -144,6 +146,31 @@ def test_new_tokens_and_the_size_of_embeddings(make_config):
     config = make_config(special_tokens=special)
     tokenizer = load_tokenizer(config)
     assert len(tokenizer) == 513 and tokenizer.tokenize("a<tool>b")[1] == "<tool>"
+
+
+@pytest.mark.parametrize(
+    ("keys", "frozen"),
+    [
+        ({"tokens": ["<new>"]}, "tokens: the adapter does not train embed_tokens and lm_head"),
+        ({"tokens": ["<new>"], "lora_modules_to_save": ["embed_tokens"]}, "tokens: the adapter does not train lm_head"),
+        ({"tokens": ["<new>"], "lora_modules_to_save": ["embed_tokens", "lm_head"]}, None),
+        ({"tokens": ["<new>"], "lora_target_modules": ["embed_tokens", "lm_head"], "lora_target_linear": False}, None),
+        ({"additional_special_tokens": ["<new>"]}, "special_tokens.additional_special_tokens: the adapter does not"),
+        ({"additional_special_tokens": ["<|end|>"]}, None),
+        ({}, None),
+    ],
+)
+def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
+    special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
+    keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
+    lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+    config = make_config(special_tokens=special, **{**lora, **keys})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(config, load_tokenizer(config))
+    found = [str(each.message) for each in caught if "initial values" in str(each.message)]
+    assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)
+    assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
 
 
 def test_embeddings_are_shrunk_when_asked_for(make_config, tiny_llama_dir, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
@@ -11,6 +12,7 @@ from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError, shortened
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
+from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.gguf import check_gguf_file
 from ebft.models.heads import LANGUAGE, Head
 from ebft.models.placement import usable_attention, usable_device_map
@@ -33,7 +35,10 @@ def load_model(
     head: Head = LANGUAGE,
 ) -> PreTrainedModel | PeftModel:
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
-    return attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
+    model = attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
+    if config.adapter is not None:
+        _warn_of_untrained_tokens(config, model, tokenizer)
+    return model
 
 
 def load_base_model(
@@ -140,6 +145,28 @@ def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreT
         raise ModelError(
             f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
             f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"
+        )
+
+
+def _warn_of_untrained_tokens(
+    config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen."""
+    size = load_model_config(config).get_text_config().vocab_size
+    special = config.special_tokens.additional_special_tokens or []
+    added = [*(config.tokens or []), *(token for token in special if tokenizer.convert_tokens_to_ids(token) >= size)]
+    causal_lm = unwrap_adapter(model)
+    layers = [
+        layer for layer in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()) if layer is not None
+    ]
+    names = {id(module): name.rpartition(".")[2] for name, module in causal_lm.named_modules()}
+    frozen = [names[id(layer)] for layer in layers if not any(own.requires_grad for own in layer.parameters())]
+    if added and frozen:
+        warnings.warn(
+            f"{'tokens' if config.tokens else 'special_tokens.additional_special_tokens'}: the adapter does not train "
+            f"{' and '.join(frozen)}, so the rows of new tokens such as {added[0]} keep their initial values. Set "
+            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}].",
+            stacklevel=3,
         )
 
 
