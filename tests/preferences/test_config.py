@@ -69,6 +69,7 @@ def test_what_no_method_supports(method, changes, message, tmp_path):
         ("kto", {"micro_batch_size": 1}, "micro_batch_size: 1 is not supported by rl: kto"),
         ("kto", {"eval_batch_size": 1, "val_set_size": 2}, "eval_batch_size: 1 is not supported by rl: kto"),
         ("orpo", {"orpo_alpha": 0.1, "rl_beta": 0.2}, "two names of the same weight"),
+        ("dpo", {"lora_modules_to_save": ["lm_head"], "fsdp": True}, "is not supported with fsdp by rl: dpo"),
         ("kto", {"lora_target_modules": ["lm_head"], "lora_target_linear": False}, "lora_target_modules: lm_head"),
         ("dpo", {"max_prompt_len": 3}, "max_prompt_len.*rows whose prompt and completions do not fit"),
         ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),

@@ -18,6 +18,7 @@ LOSSES = [
     ("dpo", {"dpo_use_weighting": True}),
     ("dpo", {"dpo_loss_type": ["sigmoid", "sft"]}),
     ("ipo", {}),
+    ("dpo", {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
     ("kto", {}),
     ("orpo", {}),
     ("simpo", {}),

@@ -82,6 +82,11 @@ class PreferenceMethod(Method):
         targets = config.lora_target_modules or []
         if config.adapter and any("lm_head" in name for name in ([targets] if isinstance(targets, str) else targets)):
             yield f"lora_target_modules: lm_head is not supported by {self.name}: TRL uses its weight without adapter."
+        if config.adapter and config.lora_modules_to_save and (config.fsdp or config.fsdp_config):
+            yield (
+                f"lora_modules_to_save is not supported with fsdp by {self.name}, where it is not tested. Remove one "
+                "of them."
+            )
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
