@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ebft import train
 from ebft.reward_models.comparisons import pair_losses
-from tests.reward_models.conftest import LORA
+from tests.reward_models.conftest import KINDS, LORA, PAIRS
 
 
 def score(model, ids: list[int]) -> torch.Tensor:
@@ -62,6 +62,27 @@ def test_held_out_metrics_are_means_over_pairs(make):
     assert metrics["eval_accuracy"] == pytest.approx(sum(value > 0 for value in differences) / 3)
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert [entry["step"] for entry in logged] == [2, 2] and logged[0]["eval_accuracy"] == metrics["eval_accuracy"]
+
+
+def test_margins_are_those_of_the_loss_of_trl(make, monkeypatch):
+    margins = [0.5 * (index % 4) for index in range(len(PAIRS))]
+    pairs = [{**pair, "margin": margin} for pair, margin in zip(PAIRS, margins)]
+    monkeypatch.setitem(KINDS, "outcome", (KINDS["outcome"][0], pairs, KINDS["outcome"][2]))
+    trainer = train(make("outcome", max_steps=1)).trainer
+    model, rows = trainer.model.eval(), [trainer.train_dataset[index] for index in range(4)]
+    assert trainer.compute_loss(model, trainer.data_collator(rows)).item() == pytest.approx(
+        with_margins(model, rows), rel=1e-5
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(with_margins(model, list(trainer.eval_dataset)), rel=1e-5)
+
+
+def with_margins(model, rows) -> float:
+    """The mean over pairs of -log(sigmoid(chosen - rejected - margin))."""
+    assert sum(row["margin"] for row in rows) > 0
+    with torch.no_grad():
+        scores = [(score(model, row["chosen_ids"]).item(), score(model, row["rejected_ids"]).item()) for row in rows]
+    terms = [math.log(1 + math.exp(no + row["margin"] - yes)) for (yes, no), row in zip(scores, rows, strict=True)]
+    return sum(terms) / len(terms)
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
