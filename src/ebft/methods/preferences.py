@@ -132,6 +132,7 @@ class PreferenceMethod(Method):
         if self.has_reference:
             arguments["precompute_ref_log_probs"] = config.precompute_ref_log_probs
             arguments["activation_offloading"] = config.activation_offloading
+            arguments["router_aux_loss_coef"] = 0.0  # TRL would take that of the model
         return arguments
 
     @abstractmethod
@@ -139,6 +140,9 @@ class PreferenceMethod(Method):
         """The trainer, of `ebft.preferences`."""
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.preferences.router import without_router_loss
+
+        without_router_loss(model)
         if not self.has_reference:
             return self.trainer_class()(model, **common)
         from ebft.models.frozen import frozen_copy
