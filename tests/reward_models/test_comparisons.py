@@ -1,5 +1,6 @@
 """Reward models: the loss against a naive one, what is saved, and the held-out metrics."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ebft import train
+from ebft.errors import ConfigError
 from ebft.reward_models.comparisons import pair_losses
 from tests.reward_models.conftest import KINDS, LORA, PAIRS
 
@@ -108,3 +110,11 @@ def test_training_separates_the_pairs(make):
     log = train(make("outcome", max_steps=20, learning_rate=5e-3)).trainer.state.log_history
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+
+
+def test_an_adapter_of_a_language_model_is_refused_before_a_model_is_loaded(make, tmp_path):
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    config = make("outcome", adapter="lora", lora_model_dir=str(tmp_path), base_model="does/not-exist")
+    with pytest.raises(ConfigError, match="is an adapter of a language model, but this run trains a reward model"):
+        train(config)
