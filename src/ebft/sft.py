@@ -20,6 +20,7 @@ from ebft.models.sharding import keep_output_dtype
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_trainer import OverTrainer
+from ebft.over_trainer.router_loss import WeighsRouterLoss
 from ebft.over_transformers import has_flash_attention
 from ebft.packed import (
     check_layers,
@@ -34,8 +35,10 @@ from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropie
 from ebft.prefix.policy import take_programs
 from ebft.scores import perplexities
 
+_HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")
 
-class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
+
+class SFTTrainer(CountsBudget, StopOnNonFinite, WeighsRouterLoss, OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss.
 
     Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
@@ -115,9 +118,12 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None
-        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in ("ce_loss", "ce_loss_all")}
+        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in _HELD_OUT}
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         means = {name: mean for held_out in self._held_out.values() for name, mean in held_out.means().items()}
+        router_loss = means.pop("router_loss", 0.0)
+        if "ce_loss" in means:  # transformers' eval_loss is a mean over batches, which depends on their size
+            output.metrics[f"{metric_key_prefix}_loss"] = means["ce_loss"] + router_loss
         means |= perplexities(means)
         output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
         return output
@@ -126,17 +132,25 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
         self._check_once(model, inputs)
-        loss, found, _ = super().prediction_step(model, inputs, False, ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
         padding_free = self.is_padding_free(inputs)
-        nll = found if self.is_in_chunks else token_losses(found, model_inputs(inputs, padding_free)["input_ids"])
+        if self.is_in_chunks:
+            nll = outputs["token_losses"]
+        else:
+            nll = token_losses(outputs["logits"], model_inputs(inputs, padding_free)["input_ids"])
         nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
         real = has_label(inputs)
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
         for name, mask in masks.items():
             counts = mask.sum(-1)
             self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
-        return loss, None, None
+        router_loss = self.router_loss(outputs)
+        if router_loss is not None:
+            counts = masks["ce_loss"].sum(-1)
+            self._held_out["router_loss"].add({"router_loss": router_loss.expand(len(counts))}, counts)
+        return loss.detach(), None, None
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         """Compare packed with separate documents before their first batch, when the model is placed and sharded."""

@@ -152,5 +152,10 @@ def test_an_output_folder_that_cannot_be(make, tmp_path):
         check_runnable(make(output_dir=tmp_path / "file" / "out"))
 
 
+def test_an_output_folder_with_a_null_character(make):
+    with pytest.raises(ConfigError, match=r"output_dir: cannot create 'a.x00', which contains a NUL character"):
+        check_runnable(make(output_dir="a\0"))
+
+
 def test_a_schedule_with_its_arguments(make):
     check_runnable(make(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}))

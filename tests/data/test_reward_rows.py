@@ -68,6 +68,41 @@ def test_lists_of_messages_are_whole_conversations_or_follow_the_prompt(load):
     assert texts(whole) == texts(parts) == [(CHAT.format("Yes"), CHAT.format("No"))]
 
 
+def test_whole_conversations_that_start_with_the_prompt_do_not_repeat_it(load):
+    asked = {"role": "user", "content": "Hi"}
+    replies = [{"role": "assistant", "content": text} for text in ("Yes", "No")]
+    rows, _ = load("reward_model", [{"prompt": [asked], "chosen": [asked, replies[0]], "rejected": replies[1:]}])
+    assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": ["Hi", "Yes"], "rejected": ["Ho", "No"]}, "different messages before their last one.*'prompt'"),
+        ({"prompt": ["Hi"], "chosen": ["Ho", "Yes"], "rejected": ["Hi", "No"]}, "column 'chosen' starts with .*'user'"),
+    ],
+)
+def test_replies_to_different_questions_are_refused(load, row, message):
+    roles = ("user", "assistant")
+    chats = {name: [{"role": r, "content": c} for r, c in zip(roles, chat)] for name, chat in row.items()}
+    with pytest.raises(DataError, match=f"row 0: .*{message}"):
+        load("reward_model", [chats])
+
+
+def test_margins_are_passed_on(load):
+    pair = {"input": "Hi", "chosen": "Yes", "rejected": "No"}
+    rows, _ = load("reward_model", [{**pair, "margin": 1.5}, {**pair, "margin": 0}])
+    assert rows["margin"][:] == [1.5, 0.0]
+    assert "margin" not in load("reward_model", [{**pair, "margin": 0}])[0].column_names
+
+
+@pytest.mark.parametrize("margin", [None, "1", True, float("inf"), float("nan")])
+def test_margins_that_are_no_finite_numbers_are_refused(load, margin):
+    pair = {"input": "Hi", "chosen": "Yes", "rejected": "No", "margin": margin}
+    with pytest.raises(DataError, match="row 0: margin must be a finite number, got"):
+        load("reward_model", [pair])
+
+
 def test_pairs_without_a_reply_and_long_ones_are_dropped_and_counted(load):
     rows, report = load(
         "reward_model",

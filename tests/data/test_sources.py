@@ -1,5 +1,6 @@
 """Every kind of source: files, folders, saved datasets, formats with data_files, and hub ids without a hub."""
 
+import gzip
 import json
 import os
 
@@ -101,6 +102,14 @@ def test_only_unknown_endings(tmp_path):
     (tmp_path / "b.png").write_bytes(b"\x89")
     with pytest.raises(DataError, match=r"no file of a known format \(found .png x1\). Set ds_type"):
         read_source(entry(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.zip"])
+@pytest.mark.parametrize("keys", [{}, {"ds_type": "json"}])
+def test_compressed_files_are_refused(name, keys, tmp_path):
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(DataError, match=f"{name} is compressed.* Unpack it"):
+        read_source(entry(tmp_path / name, **keys))
 
 
 def test_files_named_for_splits(tmp_path):

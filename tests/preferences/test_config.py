@@ -1,5 +1,6 @@
 """Keys of the preference methods: what they become, and what is refused before a model is loaded."""
 
+import json
 import warnings
 
 import pytest
@@ -70,7 +71,12 @@ def test_what_no_method_supports(method, changes, message, tmp_path):
         ("kto", {"eval_batch_size": 1, "val_set_size": 2}, "eval_batch_size: 1 is not supported by rl: kto"),
         ("orpo", {"orpo_alpha": 0.1, "rl_beta": 0.2}, "two names of the same weight"),
         ("dpo", {"lora_modules_to_save": ["lm_head"], "fsdp": True}, "is not supported with fsdp by rl: dpo"),
-        ("kto", {"lora_target_modules": ["lm_head"], "lora_target_linear": False}, "lora_target_modules: lm_head"),
+        (
+            "kto",
+            {"lora_target_modules": ["lm_head"], "lora_target_linear": False},
+            "selects lm_head, which is not supp",
+        ),
+        ("dpo", {"lora_target_modules": ".*(proj|head)", "lora_target_linear": False}, "selects lm_head, which is not"),
         ("dpo", {"max_prompt_len": 3}, "max_prompt_len.*rows whose prompt and completions do not fit"),
         ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),
         ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
@@ -179,6 +185,27 @@ def test_reference_values_are_computed_by_one_process(tmp_path):
     with pytest.raises(ConfigError, match="precompute_ref_log_probs: true is not supported with several processes"):
         check_machine(config, Machine(False, False, processes=2))
     check_machine(config, Machine(False, False))
+
+
+@pytest.mark.parametrize("method", WITH_REFERENCE)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ".*(proj|head)"},
+    ],
+)
+def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(method, settings, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM", **settings}))
+    config = config_of(method, tmp_path, base_model="does/not-exist", lora_model_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"lora_model_dir: the adapter in .* adapts lm_head, which .* rl: {method}"):
+        train(config)
+
+
+def test_expressions_that_leave_out_the_output_layer_are_accepted(tmp_path):
+    expression = r"^(?!lm_head).*_proj"
+    config = config_of("dpo", tmp_path, lora_target_linear=False, lora_target_modules=expression)
+    assert config.lora_target_modules == expression
 
 
 def test_gdpo_is_grpo_with_another_aggregation(tmp_path):

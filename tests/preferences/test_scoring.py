@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.preferences.over_trl import scoring, with_reference
@@ -125,17 +125,3 @@ def test_fsdp_does_not_round_log_probabilities(method, tmp_path, monkeypatch):
     trainer_of(method, write_inputs(tmp_path)).accelerator.state.fsdp_plugin = None
     assert plugin.mixed_precision_policy.output_dtype is None
     assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("method", ["dpo", "orpo"])
-def test_models_with_an_auxiliary_loss_keep_the_forward_of_trl(method, tmp_path, monkeypatch):
-    write_inputs(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "pad_token_id", "eos_token_id")}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    mixture = AutoConfig.for_model("mixtral", intermediate_size=16, output_router_logits=True, **sizes)
-    AutoModelForCausalLM.from_config(mixture).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(scoring, "choose_tokens", None)
-    loss, gradients, logs = step(method, tmp_path, adapter=False)
-    assert loss.isfinite() and len(gradients) > 10
-    assert method != "dpo" or logs["aux_loss"][0] > 0

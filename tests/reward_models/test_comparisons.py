@@ -1,5 +1,6 @@
 """Reward models: the loss against a naive one, what is saved, and the held-out metrics."""
 
+import json
 import math
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ebft import train
+from ebft.errors import ConfigError
 from ebft.reward_models.comparisons import pair_losses
-from tests.reward_models.conftest import LORA
+from tests.reward_models.conftest import KINDS, LORA, PAIRS
 
 
 def score(model, ids: list[int]) -> torch.Tensor:
@@ -64,6 +66,27 @@ def test_held_out_metrics_are_means_over_pairs(make):
     assert [entry["step"] for entry in logged] == [2, 2] and logged[0]["eval_accuracy"] == metrics["eval_accuracy"]
 
 
+def test_margins_are_those_of_the_loss_of_trl(make, monkeypatch):
+    margins = [0.5 * (index % 4) for index in range(len(PAIRS))]
+    pairs = [{**pair, "margin": margin} for pair, margin in zip(PAIRS, margins)]
+    monkeypatch.setitem(KINDS, "outcome", (KINDS["outcome"][0], pairs, KINDS["outcome"][2]))
+    trainer = train(make("outcome", max_steps=1)).trainer
+    model, rows = trainer.model.eval(), [trainer.train_dataset[index] for index in range(4)]
+    assert trainer.compute_loss(model, trainer.data_collator(rows)).item() == pytest.approx(
+        with_margins(model, rows), rel=1e-5
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(with_margins(model, list(trainer.eval_dataset)), rel=1e-5)
+
+
+def with_margins(model, rows) -> float:
+    """The mean over pairs of -log(sigmoid(chosen - rejected - margin))."""
+    assert sum(row["margin"] for row in rows) > 0
+    with torch.no_grad():
+        scores = [(score(model, row["chosen_ids"]).item(), score(model, row["rejected_ids"]).item()) for row in rows]
+    terms = [math.log(1 + math.exp(no + row["margin"] - yes)) for (yes, no), row in zip(scores, rows, strict=True)]
+    return sum(terms) / len(terms)
+
+
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
 def test_the_saved_model_gives_the_scores_of_the_trained_one(make, adapter, tmp_path):
     trainer = train(make("outcome", **adapter)).trainer
@@ -87,3 +110,11 @@ def test_training_separates_the_pairs(make):
     log = train(make("outcome", max_steps=20, learning_rate=5e-3)).trainer.state.log_history
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+
+
+def test_an_adapter_of_a_language_model_is_refused_before_a_model_is_loaded(make, tmp_path):
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    config = make("outcome", adapter="lora", lora_model_dir=str(tmp_path), base_model="does/not-exist")
+    with pytest.raises(ConfigError, match="is an adapter of a language model, but this run trains a reward model"):
+        train(config)

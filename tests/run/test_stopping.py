@@ -51,6 +51,25 @@ def test_losses_above_a_threshold_end_a_run(make):  # noqa: F811
     assert ended(1.0, 2) == 2 and ended(1.0, None) == 3 and ended(1000.0, 1) == 6
 
 
+def test_the_count_of_losses_continues_in_a_resumed_run(make, tmp_path):  # noqa: F811
+    keys = {"max_steps": 8, "save_steps": 3, "loss_watchdog_threshold": 1.0, "loss_watchdog_patience": 4}
+    assert steps(train(make(**keys, output_dir=tmp_path / "a"))) == 4
+    checkpoint = tmp_path / "a" / "checkpoint-3"
+    assert steps(train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))) == 4
+
+
+def test_a_run_that_its_losses_ended_is_complete(make, tmp_path):  # noqa: F811
+    keys = {"max_steps": 5, "save_steps": 100, "loss_watchdog_threshold": 1.0, "loss_watchdog_patience": 2}
+    train(make(**keys))
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    with pytest.warns(UserWarning, match="already complete.*Increase loss_watchdog_threshold or loss_watchdog_pat"):
+        assert steps(train(make(**keys, auto_resume_from_checkpoints=True))) == 2
+    keys["loss_watchdog_patience"] = 3
+    assert steps(train(make(**keys, auto_resume_from_checkpoints=True))) == 3
+    keys["loss_watchdog_threshold"] = 1000.0
+    assert steps(train(make(**keys, auto_resume_from_checkpoints=True))) == 5
+
+
 def test_noise_of_embeddings_changes_the_loss(make):  # noqa: F811
     def loss(alpha):
         return train(make(max_steps=1, neftune_noise_alpha=alpha)).trainer.state.log_history[0]["loss"]

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
 
 Message = dict[str, Any]
@@ -97,10 +98,7 @@ class Renderer:
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Ids of a text with the tokenizer's special tokens, or of messages with the generation prompt."""
         if isinstance(prompt, str):
-            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
-            eos = self.tokenizer.eos_token_id
-            if len(ids) > 1 and ids[-1] == eos and not prompt.endswith(self.tokenizer.eos_token):
-                ids = ids[:-1]  # some tokenizers end every text with EOS, but a prompt is continued
+            ids = continued_ids(self.tokenizer, prompt) or self.tokenizer(prompt, verbose=False)["input_ids"]
         elif prompt and prompt[-1].get("role") == "assistant":
             raise DataError(
                 "a prompt must not end with an assistant message: the policy generates a new reply and does not "

@@ -31,6 +31,7 @@ KINDS = {
 }
 # Formats that can run code when they are loaded; they are never read.
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
@@ -75,6 +76,7 @@ def files_below(root: Path) -> list[Path]:
 def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
     """Each file with its format; files of unknown format are skipped with one warning."""
     if kind is not None:
+        _refuse_compressed(files if kind != "csv" else [], source)  # which datasets unpacks
         return [(path, kind) for path in files]
     known = {suffix: name for name, suffixes in KINDS.items() for suffix in suffixes}
     taken = [(path, known[path.suffix.lower()]) for path in files if path.suffix.lower() in known]
@@ -86,6 +88,7 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             "Save the rows as JSON lines or Parquet."
         )
     if not taken:
+        _refuse_compressed(files, source)
         seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "no files"
         raise DataError(
             f"{source}: no file of a known format (found {seen}). Set ds_type to one of "
@@ -98,6 +101,15 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             stacklevel=2,
         )
     return taken
+
+
+def _refuse_compressed(files: list[Path], source: str) -> None:
+    found = next((path for path in files if path.suffix.lower() in _COMPRESSED), None)
+    if found is not None:
+        raise DataError(
+            f"{source}: {found.name} is compressed; local files are read uncompressed. Unpack it, and set path to the "
+            "unpacked file."
+        )
 
 
 def _split_of(path: Path, root: Path, kind: str) -> str:

@@ -1,10 +1,12 @@
 """Rows of reward models, with the rows that cannot be used dropped and counted.
 
-A comparison has `chosen_ids` and `rejected_ids`, a row of steps `input_ids` and `labels`.
+A comparison has `chosen_ids` and `rejected_ids`, and `margin` if any row has one other than 0; a row of steps has
+`input_ids` and `labels`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +28,10 @@ _IDS = List(Value("int32"))
 
 
 def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
-    """Rows of `chosen_ids` and `rejected_ids`. A pair is dropped if one of them exceeds `sequence_len`."""
+    """Rows of `chosen_ids` and `rejected_ids`, and of `margin` if one of them is not 0.
+
+    A pair is dropped if one of them exceeds `sequence_len`.
+    """
     hint = wanted_rows(config.required_rows)
 
     def check(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -34,10 +39,26 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
         chosen, rejected = (_ids(row, name, where, hint, len(tokenizer)) for name in names)
         too_long = max(len(chosen), len(rejected)) > config.sequence_len
         reason = NO_REPLY if not (chosen and rejected) else REPLY_TOO_LONG if too_long else ""
-        return {"chosen_ids": chosen, "rejected_ids": rejected, "reason": reason}
+        margin = _margin(row, where)
+        return {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin, "reason": reason}
 
     advice = f"provide pairs whose texts have at most sequence_len: {config.sequence_len} tokens, or increase it."
-    return _load(config, tokenizer, check, Features({"chosen_ids": _IDS, "rejected_ids": _IDS, **_OWN}), advice)
+    features = Features({"chosen_ids": _IDS, "rejected_ids": _IDS, "margin": Value("float64"), **_OWN})
+    loaded = _load(config, tokenizer, check, features, advice)
+    found = [rows for rows in (loaded.train, loaded.evaluation) if rows is not None]
+    if any(np.any(rows["margin"]) for rows in found):
+        return loaded
+    evaluation = None if loaded.evaluation is None else loaded.evaluation.remove_columns("margin")
+    return LoadedRows(loaded.train.remove_columns("margin"), evaluation, loaded.reports)
+
+
+def _margin(row: Mapping[str, Any], where: str) -> float:
+    margin = row.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"{where}: margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it."
+        )
+    return float(margin)
 
 
 def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_labels: int) -> LoadedRows:

@@ -12,6 +12,7 @@ from pydantic import Field
 from ebft.config.section import Section
 from ebft.data.keys import PreferenceColumns
 from ebft.methods.method import Method
+from ebft.models.adapter_files import adapted_heads, adapted_head
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -79,14 +80,28 @@ class PreferenceMethod(Method):
 
     def _adapter_conflicts(self, config: RunConfig) -> Iterator[str]:
         """TRL multiplies with the weight of the head itself, without its adapter."""
-        targets = config.lora_target_modules or []
-        if config.adapter and any("lm_head" in name for name in ([targets] if isinstance(targets, str) else targets)):
-            yield f"lora_target_modules: lm_head is not supported by {self.name}: TRL uses its weight without adapter."
+        new = config.adapter and config.lora_model_dir is None
+        for head in adapted_heads(config.lora_target_modules) if new else ():
+            yield (
+                f"lora_target_modules: {config.lora_target_modules!r} selects {head}, which is not supported by "
+                f"{self.name}: TRL uses its weight without adapter. Leave it out."
+            )
         if config.adapter and config.lora_modules_to_save and (config.fsdp or config.fsdp_config):
             yield (
                 f"lora_modules_to_save is not supported with fsdp by {self.name}, where it is not tested. Remove one "
                 "of them."
             )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        yield from super().problems(config)
+        if config.adapter and config.lora_model_dir is not None and self.has_reference:
+            head = adapted_head(config.lora_model_dir)
+            if head is not None:
+                yield (
+                    f"lora_model_dir: the adapter in {config.lora_model_dir} adapts {head}, which is not supported by "
+                    f"{self.name}: TRL uses its weight without adapter. Merge the adapter into its base model (ebft "
+                    "merge-lora), and set base_model to the result."
+                )
 
     def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
@@ -132,6 +147,7 @@ class PreferenceMethod(Method):
         if self.has_reference:
             arguments["precompute_ref_log_probs"] = config.precompute_ref_log_probs
             arguments["activation_offloading"] = config.activation_offloading
+            arguments["router_aux_loss_coef"] = 0.0  # TRL would take that of the model
         return arguments
 
     @abstractmethod
@@ -139,6 +155,9 @@ class PreferenceMethod(Method):
         """The trainer, of `ebft.preferences`."""
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        from ebft.preferences.router import without_router_loss
+
+        without_router_loss(model)
         if not self.has_reference:
             return self.trainer_class()(model, **common)
         from ebft.models.frozen import frozen_copy

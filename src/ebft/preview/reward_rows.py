@@ -12,13 +12,16 @@ from ebft.preview.view import Part, RowView, TokenTexts
 
 
 class ComparisonView:
-    """Shows the chosen and the rejected text of a pair, which have no labels."""
+    """Shows the chosen and the rejected text of a pair, which have no labels, and its margin."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts, self.padding = TokenTexts(tokenizer), tokenizer.pad_token_id
 
     def __call__(self, row: dict[str, Any]) -> RowView:
-        return RowView([self._part(name, row[f"{name}_ids"]) for name in ("chosen", "rejected")])
+        parts = [self._part(name, row[f"{name}_ids"]) for name in ("chosen", "rejected")]
+        if "margin" in row:
+            parts[0].facts.append(("margin", f"{row['margin']:g}"))
+        return RowView(parts)
 
     def _part(self, name: str, ids: list[int]) -> Part:
         scored = max((index for index, token in enumerate(ids) if token != self.padding), default=0)

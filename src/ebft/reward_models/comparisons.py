@@ -44,12 +44,13 @@ class RewardModelTrainer(CountsBudget, StopOnNonFinite, ResumesComparisons):
     ) -> tuple[Tensor | None, None, None]:
         loss, scores, _ = super().prediction_step(model, inputs, False, ignore_keys)
         chosen, rejected = scores.float().squeeze(-1).chunk(2)  # (B,) each
-        pairs = pair_losses(chosen, rejected, self.args.center_rewards_coefficient or 0.0)
+        pairs = pair_losses(chosen, rejected, self.args.center_rewards_coefficient or 0.0, inputs.get("margin"))
         values = {"loss": pairs, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
         self._held_out.add(values, pairs.new_ones(len(pairs)))
         return loss, None, None
 
 
-def pair_losses(chosen: Tensor, rejected: Tensor, centring: float) -> Tensor:
-    """The terms of the loss by pair (B,), whose mean TRL computes."""
-    return -F.logsigmoid(chosen - rejected) + centring * (chosen + rejected) ** 2
+def pair_losses(chosen: Tensor, rejected: Tensor, centring: float, margin: Tensor | None = None) -> Tensor:
+    """The terms of the loss by pair (B,), whose mean TRL computes; `margin` (B,)."""
+    distance = chosen - rejected if margin is None else chosen - rejected - margin.to(chosen)
+    return -F.logsigmoid(distance) + centring * (chosen + rejected) ** 2

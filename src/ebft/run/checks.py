@@ -11,6 +11,7 @@ from ebft.config.schema import RunConfig
 from ebft.data.locate import lasting_name
 from ebft.data.transform_names import built_in, check_transform
 from ebft.errors import ConfigError, shortened
+from ebft.models.adapter_files import task_problem
 from ebft.run.deepspeed import check_deepspeed
 from ebft.run.fsdp import offloads
 from ebft.run.optimizer import check_optimizer
@@ -72,6 +73,9 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     problems = list(config.method.problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
+    problem = None if config.lora_model_dir is None else task_problem(config.lora_model_dir, config.method.class_ending)
+    if problem is not None:
+        raise ConfigError(problem)
     check_types(config)
     _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
@@ -141,6 +145,9 @@ def _check_processes(config: RunConfig, processes: int) -> None:
 
 def _check_output_dir(folder: Path) -> None:
     """Check that the folder can be created, which happens when training starts."""
+    if "\0" in str(folder):
+        name = shortened(repr(str(folder)), 200)
+        raise ConfigError(f"output_dir: cannot create {name}, which contains a NUL character. Choose another folder.")
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:  # for example a name that is too long

@@ -27,7 +27,7 @@ def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) ->
     is_complete = (
         step_of(found.newest) >= last_step
         or limit_reached(config.budget, spent_at(found.newest)) is not None
-        or stopped_early(config, found.newest)
+        or stopped_early(config, found.newest) is not None
     )
     return found.newest if is_complete else None
 
@@ -36,8 +36,8 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
     step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
     keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
-    if limit is None and stopped_early(config, folder):
-        keys = "early_stopping_patience"
+    if limit is None:
+        keys = stopped_early(config, folder) or keys
     warnings.warn(
         f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
         "continue training.",

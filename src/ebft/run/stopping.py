@@ -12,6 +12,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
 
+_PATIENCE = 3  # of loss_watchdog_threshold
+
 
 def stopping_callbacks(config: RunConfig) -> list[TrainerCallback]:
     """The callbacks for `early_stopping_patience` and `loss_watchdog_threshold`."""
@@ -19,7 +21,7 @@ def stopping_callbacks(config: RunConfig) -> list[TrainerCallback]:
     if config.early_stopping_patience is not None:
         found.append(EarlyStopping(config.early_stopping_patience))
     if config.loss_watchdog_threshold is not None:
-        found.append(LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or 3))
+        found.append(LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE))
     return found
 
 
@@ -52,29 +54,39 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 class LossWatchdog(TrainerCallback):
-    """Stops training after `patience` logged losses above `threshold` in succession."""
+    """Stops training after `patience` logged losses above `threshold` in succession, and saves the last step."""
 
     def __init__(self, threshold: float, patience: int) -> None:
-        self.threshold, self.patience, self.above = threshold, patience, 0
+        self.threshold, self.patience = threshold, patience
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" not in logs:
+        if "loss" not in logs or _losses_above(self.threshold, state.log_history) < self.patience:
             return
-        self.above = self.above + 1 if logs["loss"] > self.threshold else 0
-        if self.above == self.patience:
-            control.should_training_stop = True
-            if state.is_world_process_zero:
-                tqdm.write(
-                    f"Stopping at step {state.global_step}: the last {self.patience} logged losses are above "
-                    f"{self.threshold:g} (loss_watchdog_threshold)"
-                )
+        control.should_training_stop = True
+        control.should_save |= args.save_strategy == "steps"
+        if state.is_world_process_zero:
+            tqdm.write(
+                f"Stopping at step {state.global_step}: the last {self.patience} logged losses are above "
+                f"{self.threshold:g} (loss_watchdog_threshold)"
+            )
 
 
-def stopped_early(config: RunConfig, checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint has reached `early_stopping_patience`."""
+def stopped_early(config: RunConfig, checkpoint: Path) -> str | None:
+    """The key whose limit the run of a checkpoint has reached before its last step; None if it has not."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    counted = _counted(state.get("stateful_callbacks", {}))
-    return config.early_stopping_patience is not None and counted >= config.early_stopping_patience
+    counted, patience = _counted(state.get("stateful_callbacks", {})), config.early_stopping_patience
+    if patience is not None and counted >= patience:
+        return "early_stopping_patience"
+    threshold, patience = config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE
+    if threshold is not None and _losses_above(threshold, state.get("log_history", [])) >= patience:
+        return "loss_watchdog_threshold or loss_watchdog_patience"
+    return None
+
+
+def _losses_above(threshold: float, log_history: list[dict[str, float]]) -> int:
+    """The number of logged losses above the threshold since the last one that is not."""
+    losses = [entry["loss"] for entry in log_history if "loss" in entry]
+    return next((count for count, loss in enumerate(reversed(losses)) if not loss > threshold), len(losses))
 
 
 def _counted(callbacks: dict[str, Any]) -> int:

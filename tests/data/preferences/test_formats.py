@@ -70,6 +70,13 @@ def test_messages_with_two_replies(tmp_path):
     assert convert({"messages": [ASKED], "chosen": [RIGHT], "rejected": [ASKED, WRONG]}) == expected
 
 
+@pytest.mark.parametrize("chosen", [[RIGHT, ASKED], [ASKED, RIGHT, ASKED], {**RIGHT, "role": "user"}])
+def test_replies_must_end_with_an_answer(chosen, tmp_path):
+    row = {"messages": [ASKED], "chosen": chosen, "rejected": WRONG}
+    with pytest.raises(DataError, match="column 'chosen' ends with a message of the role 'user'.*role assistant"):
+        converted(row, tmp_path, type="chat_template.default")
+
+
 def test_names_of_columns_and_of_the_keys_of_messages(tmp_path):
     named = lambda message: {"from": message["role"], "value": message["content"], "role": None}
     row = {"talk": [named(ASKED)], "good": named(RIGHT), "bad": [named(WRONG)]}

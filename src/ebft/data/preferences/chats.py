@@ -32,16 +32,19 @@ def chat(example: Mapping[str, Any], name: str, normal: Normaliser | None = None
 def reply(
     example: Mapping[str, Any], name: str, asked: list[Message], normal: Normaliser | None = None
 ) -> list[Message]:
-    """The messages that a column adds to `asked`: a text, one message, or several, with or without `asked`."""
+    """The messages that a column adds to `asked`: a text, one message, or several, with or without `asked`.
+
+    The last one must be an assistant turn.
+    """
     value = column(example, name)
     if value is None:
         return []
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value.strip() else []
-    if isinstance(value, Mapping):
-        return chat({name: [value]}, name, normal)
-    messages = chat(example, name, normal)
-    return messages[len(asked) :] if messages[: len(asked)] == asked else messages
+    messages = chat({name: [value]} if isinstance(value, Mapping) else example, name, normal)
+    added = messages[len(asked) :] if messages[: len(asked)] == asked else messages
+    split_reply(added, name)  # raises
+    return added
 
 
 def split_reply(messages: list[Message], name: str) -> tuple[list[Message], list[Message]]:

@@ -17,7 +17,7 @@ from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
 from ebft.data.transform_names import wanted_rows
-from ebft.data.transforms.rows import encode
+from ebft.data.transforms.rows import continued_ids, encode
 from ebft.errors import DataError
 
 Text = str | list[Message]
@@ -69,7 +69,7 @@ class PreferenceRow:
 
     def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
-            return self._prompt_ids(prompt), [self._ended(text) for text in completions]
+            return continued_ids(self.tokenizer, prompt), [self._ended(text) for text in completions]
         start = self._render(prompt, add_generation_prompt=True)
         ids = []
         for completion in completions:
@@ -81,12 +81,6 @@ class PreferenceRow:
                 )
             ids.append(encode(self.tokenizer, full[len(start) :], special=False))
         return encode(self.tokenizer, start, special=False), ids
-
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        ids = encode(self.tokenizer, prompt, special=True)
-        eos = self.tokenizer.eos_token
-        # Some tokenizers end every text with EOS, but a prompt is continued.
-        return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] and not prompt.endswith(eos) else ids
 
     def _ended(self, text: str) -> list[int]:
         """The ids of a completion, which ends with EOS, so that the model learns where to stop."""

@@ -2,7 +2,8 @@
 
 `chat_template` renders both conversations with the tokenizer's chat template. `chosen` and `rejected` are texts, the
 replies to the user message `input` after an optional `system` message; or lists of messages, whole conversations or
-what follows the messages in `prompt`.
+what follows the messages in `prompt`. `margin` is the number by which the score of the chosen reply should exceed that
+of the rejected one.
 """
 
 from typing import Any
@@ -24,7 +25,10 @@ def chat_template(cfg, **kwargs):
         if tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
         chats = {name: _chat(example, name) for name in ("chosen", "rejected")}
-        return {f"{name}_ids": _ids(tokenizer, chat, template) for name, chat in chats.items()}
+        if "prompt" not in example:
+            _check_same(chats["chosen"], chats["rejected"])
+        row = {f"{name}_ids": _ids(tokenizer, chat, template) for name, chat in chats.items()}
+        return {**row, "margin": example["margin"]} if "margin" in example else row
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -47,7 +51,28 @@ def _chat(example: dict[str, Any], name: str) -> list[Message]:
         raise DataError(f"column {column!r} must end with an assistant message, the reply that is compared.")
     if not content_text(messages[-1]).strip():
         return []
-    return [*(messages_of(example["prompt"], "column 'prompt'") if "prompt" in example else []), *messages]
+    asked = messages_of(example["prompt"], "column 'prompt'") if "prompt" in example else []
+    return _continued(asked, messages, column)
+
+
+def _continued(asked: list[Message], messages: list[Message], column: str) -> list[Message]:
+    """The whole conversation of a column that contains it, or only what follows `asked`."""
+    if messages[: len(asked)] == asked:
+        return messages
+    if asked[-1]["role"] == "user" and messages[0]["role"] != "assistant":
+        raise DataError(
+            f"column {column!r} starts with a message of the role {messages[0]['role']!r} that is not the one in "
+            "column 'prompt'. Provide whole conversations that start with the prompt, or only the replies to it."
+        )
+    return [*asked, *messages]
+
+
+def _check_same(chosen: list[Message], rejected: list[Message]) -> None:
+    if chosen and rejected and chosen[:-1] != rejected[:-1]:
+        raise DataError(
+            "the columns 'chosen' and 'rejected' have different messages before their last one. Provide two replies "
+            "to the same messages; if replies consist of several messages, put what they have in common into 'prompt'."
+        )
 
 
 def _ids(tokenizer: Any, chat: list[Message], template: str) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ebft.data.thinking import thinking_spans, token_mask
-from ebft.data.transforms.rows import encode, segments_row, text_of, without_labels
+from ebft.data.transforms.rows import continued_ids, encode, segments_row, text_of, without_labels
 from ebft.errors import DataError
 
 Pair = Callable[[dict[str, Any]], tuple[str, str]]  # prompt and completion of a row
@@ -52,13 +52,13 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
         prompt, completion = read(example)
         if not completion.strip():
             return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
-        prompt_ids = _without_eos(tokenizer, encode(tokenizer, prompt, special=True))
+        before = continued_ids(tokenizer, prompt)
         completion_ids = encode(tokenizer, completion, special=False)
-        row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
+        row = segments_row([(before, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
         if not mask_thinking:
             return row
         thought = token_mask(tokenizer, completion, thinking_spans(completion))
-        masked = [False] * len(prompt_ids) + thought
+        masked = [False] * len(before) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 
     return transform_fn, {"remove_columns": "__all__"}
@@ -79,8 +79,3 @@ def _with_eos(tokenizer, ids: list[int]) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token.")
     return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-
-
-def _without_eos(tokenizer, ids: list[int]) -> list[int]:
-    """Some tokenizers end every text with EOS, but a prompt is continued."""
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids

@@ -38,6 +38,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
+def continued_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a text that is continued, with the special tokens that the tokenizer puts before it.
+
+    Some tokenizers end every text with EOS, which is removed; an EOS in the text itself, such as the end of a turn, is
+    kept.
+    """
+    ids, eos = encode(tokenizer, prompt, special=True), tokenizer.eos_token_id
+    if ids[-1:] != [eos]:
+        return ids
+    own = encode(tokenizer, prompt, special=False)
+    return ids if _ending(ids, eos) == _ending(own, eos) else ids[:-1]
+
+
+def _ending(ids: list[int], token: int) -> int:
+    """How many times `ids` ends with a token."""
+    return next((number for number, other in enumerate(reversed(ids)) if other != token), len(ids))
+
+
 def text_row(input_ids: list[int]) -> dict[str, Any]:
     """Fields of a raw text: all tokens are labels, and there is no prompt."""
     return {

@@ -24,7 +24,6 @@ class HasReference(KeepsMetrics):
     """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
 
     ref_model: nn.Module | None
-    aux_loss_enabled: bool
 
     def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
@@ -33,9 +32,7 @@ class HasReference(KeepsMetrics):
         self.replace_forwards()
 
     def replace_forwards(self) -> None:
-        """Score in chunks. The loss of mixture-of-experts models has another term, for which TRL's forward is kept."""
-        if self.aux_loss_enabled:
-            return
+        """Score in chunks."""
         score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *self.more_statistics()))
         if self.ref_model is not None:
             score_in_chunks(self.ref_model)

@@ -25,7 +25,6 @@ class PreparedBatches(KeepsMetrics):
     scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
     loss_name = "eval_loss"
     use_dpo_data_collator: bool
-    aux_loss_enabled: bool
 
     def __init__(
         self,
@@ -60,11 +59,8 @@ class PreparedBatches(KeepsMetrics):
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return mean log-probabilities (B,) and the mean logit of completions, by side, and the cross-entropy.
 
-        TRL keeps all logits, and returns them in the place of the mean logit, since it logs their mean. The loss of
-        mixture-of-experts models has another term, for which TRL's forward is kept.
+        TRL keeps all logits, and returns them in the place of the mean logit, since it logs their mean.
         """
-        if self.aux_loss_enabled:
-            return super().concatenated_forward(model, batch)
         joined = self.concatenated_inputs(
             batch, padding_value=self.processing_class.pad_token_id, device=self.accelerator.device
         )
