@@ -12,7 +12,7 @@ from pydantic import Field
 from ebft.config.section import Section
 from ebft.data.keys import PreferenceColumns
 from ebft.methods.method import Method
-from ebft.models.adapter_files import adapted_heads, adapted_head
+from ebft.models.adapter_files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
