@@ -12,7 +12,8 @@ from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, replies
 from ebft.data.thinking import thinking_spans, token_mask
 from ebft.data.transforms.rows import encode, segments_row, without_labels
-from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_pieces
+from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
+from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
 
@@ -57,7 +58,9 @@ def chat_transform(
         tools = None if labels is None else tools_of(example, entry)
         render = partial(_render, tokenizer, template=template, tools=tools)
         end = ends[tokenizer.chat_template]
-        pieces = labelled(turn_pieces(render, messages, turns, template, end), messages, end, eos)
+        found = Places(render, messages, tokenizer.all_special_tokens, template)
+        parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
+        pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
     return transform_fn, {"remove_columns": "__all__"}
