@@ -4,6 +4,7 @@ import pytest
 
 from ebft.data.preferences.load import load_preference_rows
 from ebft.errors import DataError
+from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.preferences.runs import config_of, write_inputs
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -104,3 +105,20 @@ def test_a_custom_transform_returns_the_same_fields(tmp_path, monkeypatch):
     assert tokens(row["chosen_ids"]) == ["Y", "e", "s", "<|endoftext|>"]
     with pytest.raises(DataError, match="the field 'rejected' is missing; .*rl: dpo trains on rows of prompt, chosen"):
         loaded(tmp_path, [{"a": "Yes", "b": "No!"}], type="mine.half")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_completions_follow_the_prompt_without_an_added_space(scheme, tmp_path):
+    tokenizer = space_tokenizer(scheme, "{% for m in messages %}[{{ m.content }}]\n{% endfor %}")
+    texts = {"prompt": "b\n", "chosen": "c b", "rejected": "Hi"}
+    asked = {name: [{"role": "user", "content": text.strip()}] for name, text in texts.items()}
+    write_inputs(tmp_path, [texts])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": "passthrough"}]
+    config = config_of("dpo", tmp_path, datasets=datasets)
+    (row,) = load_preference_rows(config, tokenizer).train
+    shown = {name: tokenizer.convert_ids_to_tokens(ids) for name, ids in row.items()}
+    assert shown == {"prompt_ids": ["▁b", "\n"], "chosen_ids": ["c", "▁b", "</s>"], "rejected_ids": ["Hi", "</s>"]}
+    write_inputs(tmp_path, [asked])
+    (row,) = load_preference_rows(config, tokenizer).train
+    whole = tokenizer.apply_chat_template(asked["prompt"] + asked["chosen"], return_dict=True)["input_ids"]
+    assert row["prompt_ids"] + row["chosen_ids"] == whole

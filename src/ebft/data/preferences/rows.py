@@ -13,6 +13,7 @@ from datasets import Features, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.joined import ids_after
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
@@ -69,7 +70,7 @@ class PreferenceRow:
 
     def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
-            return self._prompt_ids(prompt), [self._ended(text) for text in completions]
+            return self._prompt_ids(prompt), [self._ended(prompt, text) for text in completions]
         start = self._render(prompt, add_generation_prompt=True)
         ids = []
         for completion in completions:
@@ -79,7 +80,7 @@ class PreferenceRow:
                     f"chat template {self.template} renders the messages before a completion differently than with "
                     "it, so the prompt cannot be separated from the completion. Use another chat_template"
                 )
-            ids.append(encode(self.tokenizer, full[len(start) :], special=False))
+            ids.append(ids_after(self.tokenizer, start, full[len(start) :]))
         return encode(self.tokenizer, start, special=False), ids
 
     def _prompt_ids(self, prompt: str) -> list[int]:
@@ -88,9 +89,9 @@ class PreferenceRow:
         # Some tokenizers end every text with EOS, but a prompt is continued.
         return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] and not prompt.endswith(eos) else ids
 
-    def _ended(self, text: str) -> list[int]:
+    def _ended(self, prompt: str, text: str) -> list[int]:
         """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
-        ids = encode(self.tokenizer, text, special=False)
+        ids = ids_after(self.tokenizer, prompt, text)
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
         return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
