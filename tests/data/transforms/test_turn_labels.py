@@ -134,6 +134,12 @@ def test_marked_messages(trained, yes, no):
     assert trained(chat, {"message_field_training": "learn"}) == expected
 
 
+def test_only_marked_messages(trained):
+    chat = [{**message, "learn": mark} for message, mark in zip(CHAT, [None, True, None, None, None, None])]
+    keys = {"message_field_training": "learn", "roles_to_train": []}
+    assert trained(chat, keys) == "system Be brief END user [Hi] [END]"
+
+
 def test_a_mark_that_is_neither(trained):
     chat = [{**message, "learn": "yes"} for message in CHAT]
     with pytest.raises(DataError, match=r"'learn' \(message_field_training\) must be true or false, got 'yes'"):
