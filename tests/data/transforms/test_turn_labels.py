@@ -171,6 +171,7 @@ def test_a_role_whose_content_the_template_changes(trained, tokenizer):
         trained(CHAT, {"roles_to_train": ["user"]})
 
 
+@pytest.mark.filterwarnings("ignore:chat template of the tokenizer writes nothing")
 @pytest.mark.parametrize("end", ["", "\n\n"])
 def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
     tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)

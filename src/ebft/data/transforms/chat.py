@@ -13,6 +13,7 @@ from ebft.data.joined import adds_space
 from ebft.data.messages import Message, replies
 from ebft.data.thinking import thinking_spans, token_mask
 from ebft.data.transforms.rows import encode, segments_row, without_labels
+from ebft.data.transforms.turn_checks import TurnChecks
 from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
 from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
@@ -39,6 +40,7 @@ def chat_transform(
     turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
     ends: dict[str, str] = {}  # by template
+    checks = TurnChecks(template, with_ends=eos != "none")
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
@@ -61,6 +63,7 @@ def chat_transform(
         end = ends[tokenizer.chat_template]
         found = Places(render, messages, tokenizer.all_special_tokens, template)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
+        checks.check(found, parts, tools, partial(_render, tokenizer, template=template, tools=None))
         pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 

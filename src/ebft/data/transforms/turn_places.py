@@ -40,11 +40,7 @@ class Places:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
         content = self._content(index)
         if content is None:
-            what = "tool calls" if self.messages[index].get("tool_calls") else "content"
-            raise DataError(
-                f"chat template {self.template} omits the {what} of {self._named(index)}, so it cannot be trained on. "
-                "Use another chat_template."
-            )
+            raise DataError(self.omission(index))
         is_reply = self.messages[index]["role"] == "assistant" and index > 0
         start = self._reply_start(index, content[0]) if is_reply else content[0]
         stop = self._stop(index, content[1])
@@ -53,6 +49,31 @@ class Places:
             found = self.special.search(self.text, ends, stop)
             ends = found.start() if found else stop
         return Place(start, ends, stop)
+
+    def shows_content(self, index: int) -> bool:
+        """Whether the rendering depends on the content of a message."""
+        return self._depends_on(index, [{**self.messages[index], "content": mark} for mark in _MARKS])
+
+    def shows_calls(self, index: int) -> bool:
+        """Whether the rendering depends on the tool calls of a message."""
+        message = self.messages[index]
+        calls = [[_marked_call(call, mark, with_names=True) for call in message["tool_calls"]] for mark in _MARKS]
+        return self._depends_on(index, [{**message, "tool_calls": changed} for changed in calls])
+
+    def _depends_on(self, index: int, variants: list[Message]) -> bool:
+        before, after = self.messages[:index], self.messages[index + 1 :]
+        try:
+            return len({self.render([*before, message, *after]) for message in variants}) > 1
+        except DataError:  # the template reads what it refuses
+            return True
+
+    def omission(self, index: int) -> str:
+        """The message of the error for a turn that the template omits."""
+        what = "tool calls" if self.messages[index].get("tool_calls") else "content"
+        return (
+            f"chat template {self.template} omits the {what} of message {index} ({self.messages[index]['role']}), so "
+            "it cannot be trained on. Use another chat_template."
+        )
 
     def _reply_start(self, index: int, content: int) -> int:
         """The end of the generation prompt, as far as it is in the chat."""
