@@ -64,7 +64,8 @@ def test_omitted_calls():
         rows(TALK, CALLING)
     with pytest.raises(DataError, match="omits the tool calls"):
         rows(TALK, [CHAT[0], {**CALLING[1], "content": "Let me add"}])
-    strict = CALLS + "{{ raise_exception('unknown') if messages[-1].tool_calls[0].function.name != 'add' }}"
+    strict = CALLS + "{{ raise_exception('unknown') if messages[-1].tool_calls and "
+    strict += "messages[-1].tool_calls[0].function.name != 'add' }}"
     assert rows(strict, CALLING) == ["<call>add</call><|im_end|>\n"]
     assert rows(CALLS, CALLING) == ["<call>add</call><|im_end|>\n"]
 

@@ -257,6 +257,11 @@ def test_a_reply_with_another_header_than_a_new_reply(trained):
         trained(other, TALK)
 
 
+def test_a_prompt_that_depends_on_the_reply(trained):
+    with pytest.raises(DataError, match=r"depending on the content of message 1 \(assistant\)"):
+        trained("{{ messages[-1].content | length }}" + ENDS_TEXT, TALK[:2])
+
+
 def test_the_last_turn_of_strided_mode(trained):
     strided = {"rl": "ebft", "ebft": {"mode": "strided"}, "type": "ebft_strided_chat"}
     assert trained(OPENS_THINKING, TALK, **strided) == "<bos><U>Hi<A>Hello<e><U>Bye<A>[Goodbye<e>]"

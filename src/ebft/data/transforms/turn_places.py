@@ -81,6 +81,11 @@ class Places:
         asked = self.render(before, add_generation_prompt=True)
         done, done_asked = self._last_content_end(index, asked, before)
         header, header_asked = self.text[done:content], asked[done_asked:]
+        if content < done:
+            raise DataError(
+                f"chat template {self.template} renders earlier messages differently depending on the content of "
+                f"{self._named(index)}, so the prompt cannot be separated from the reply. Use another chat_template."
+            )
         if header.startswith(header_asked):
             return done + len(header_asked)
         if header_asked.startswith(header):  # such as the opening tag of a thinking block
