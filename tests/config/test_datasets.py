@@ -50,7 +50,7 @@ def test_other_names(entry, given, key, value):
         ({"shards": 2, "shards_idx": 2}, "datasets.0.shards_idx: 2 must be less than shards: 2"),
         ({"trust_remote_code": True}, "trust_remote_code: datasets that consist of a Python program are not supported"),
         ({"train_on_eos": "some"}, "datasets.0.train_on_eos: invalid value 'some'; expected 'turn', 'all', 'last' or"),
-        ({"roles_to_train": []}, "datasets.0.roles_to_train: .* at least 1 element"),
+        ({"roles_to_train": []}, "roles_to_train: \\[\\] trains on no turn. List roles .*message_field_training"),
         ({"conversation": "chatml"}, "datasets.0.conversation is not supported: set chat_template"),
         ({"message_field_training_detail": "x"}, "detail is not supported: use message_field_training"),
         ({"type": "completion", "roles": {"user": ["a"]}}, "roles has no effect with type: completion.*chat_template"),
@@ -73,6 +73,22 @@ def test_all_tokens_and_some_turns(entry, keys):
         ConfigError, match=f"train_on_inputs: true trains on all tokens, but datasets.0.{next(iter(keys))}"
     ):
         entry(keys, train_on_inputs=True)
+
+
+def test_no_roles_with_marked_turns(entry):
+    assert entry({"roles_to_train": [], "message_field_training": "train"}).roles_to_train == []
+
+
+@pytest.mark.parametrize("keys", [{"roles_to_train": None}, {"train_on_eos": None, "roles_to_train": None}])
+def test_empty_keys_of_labels_have_one_warning(entry, keys):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        config = entry(keys)
+        stored = entry(config.model_dump())
+    assert config.roles_to_train is None and stored.train_on_eos is None
+    (warning,) = [str(warning.message) for warning in found]
+    assert warning.endswith("To train on the last turn only, use type: ebft_strided_chat.")
+    assert all(f"datasets.0.{key}" in warning for key in keys)
 
 
 @pytest.mark.parametrize("method", [PROMPTS, STRIDED])

@@ -85,6 +85,29 @@ def test_system_messages(chat, keys, system):
     assert found == ([{"role": "system", "content": system}] if system else []) + PLAIN
 
 
+@pytest.mark.parametrize(
+    ("chat", "column", "keys", "system"),
+    [
+        (PLAIN, "Be exact", {}, "Be exact"),
+        (PLAIN, "Be exact", {"system_prompt": "Be kind"}, "Be exact"),
+        (PLAIN, None, {"system_prompt": "Be kind"}, "Be kind"),
+        (PLAIN, " ", {}, None),
+        ([SYSTEM, *PLAIN], "Be exact", {}, "Be brief"),
+        (PLAIN, "Be exact", {"drop_system_message": True}, None),
+        (PLAIN, "Be exact", {"field_system": "rules"}, "Be fair"),
+    ],
+)
+def test_the_column_of_system_messages_that_is_not_named(chat, column, keys, system):
+    found = chat_of({"messages": chat, "system": column, "rules": "Be fair"}, entry(**keys))
+    assert found == ([{"role": "system", "content": system}] if system else []) + PLAIN
+
+
+def test_a_column_of_this_name_that_is_not_text():
+    with pytest.raises(DataError, match="column 'system' must contain text, got int"):
+        chat_of({"messages": PLAIN, "system": 3}, entry())
+    assert chat_of({"messages": [], "system": "Be exact"}, entry()) == []
+
+
 def test_two_system_messages_are_refused():
     with pytest.raises(DataError, match="column 'rules' has another one. Set drop_system_message: true"):
         chat_of({"messages": [SYSTEM, *PLAIN], "rules": "Be exact"}, entry(field_system="rules"))

@@ -48,7 +48,7 @@ trl:
   max_completion_length: 16
   temperature: 0.7
   use_vllm: true
-  vllm_server_timeout: 120
+  vllm_server_timeout: 600
 vllm: {{port: {port}, max_model_len: 128, python: {python}}}
 datasets:
   - path: {rows}
@@ -124,7 +124,7 @@ def arguments(folder, port, config_class=EBFTConfig, **changes):
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_port": port,
-        "vllm_server_timeout": 120,
+        "vllm_server_timeout": 600,
         "per_device_eval_batch_size": 64,
     }
     return config_class(output_dir=str(folder), **{**settings, **changes})
@@ -150,7 +150,7 @@ def differences(history):
 def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
     config = write_config(tmp_path, base, port)
     command = [sys.executable, "-m", "ebft.cli", "train", str(config), f"trl.async_prefetch={mode == 'async'}".lower()]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     assert "Model saved in" in finished.stdout
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]

@@ -94,8 +94,10 @@ class ShapeKeys(Section):
         description="Roles for the chat template, and their names in the data, for example {user: [human, customer], "
         "assistant: [gpt]}. human and gpt mean user and assistant unless they are named.",
     )
-    roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None, description="SFT: roles whose turns are trained on. If unset, the key roles_to_train of the config."
+    roles_to_train: list[NotBlank] | None = Field(
+        None,
+        description="SFT: roles whose turns are trained on. If unset, the key roles_to_train of the config. Can be "
+        "empty with message_field_training, if only marked turns are trained on.",
     )
     train_on_eos: EOS | None = Field(
         None,
@@ -117,7 +119,11 @@ class ShapeKeys(Section):
         "template_thinking_key.",
     )
     drop_system_message: bool = Field(False, description="Leave out the system messages of chats.")
-    field_system: NotBlank | None = Field(None, description="Column with the system message of a chat.")
+    field_system: NotBlank | None = Field(
+        None,
+        description="Column with the system message of a chat. If unset: for chats without one, the column system if "
+        "rows have it.",
+    )
     system_prompt: NotBlank | None = Field(None, description="System message of chats without one.")
     field_tools: NotBlank = Field(
         "tools",

@@ -17,6 +17,7 @@ from ebft.errors import DataError
 # Other names of roles, unless the dataset uses them differently.
 _ALIASES = {"human": "user", "gpt": "assistant"}
 _SHAREGPT = {"role": "from", "content": "value"}
+_SYSTEM = "system"  # column of the system message, if the dataset names none
 _FIX = "Set `field_messages` of the entry to its name."
 
 
@@ -35,7 +36,17 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     normal = normaliser(entry)
     if isinstance(found, list):
         found = [normal(message, number) for number, message in enumerate(found)]
-    return with_system(messages_of(found, where), example, entry)
+    messages = messages_of(found, where)
+    if entry.field_system is None and not entry.drop_system_message and _lacks_system(messages, example):
+        return [{"role": "system", "content": text_of(example, _SYSTEM)}, *messages]
+    return with_system(messages, example, entry)
+
+
+def _lacks_system(messages: list[Message], example: dict[str, Any]) -> bool:
+    """Whether a chat has no system message, but its row does."""
+    if not messages or messages[0]["role"] == "system" or _SYSTEM not in example:
+        return False
+    return bool(text_of(example, _SYSTEM).strip())
 
 
 def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.joined import ids_after
 from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
 
@@ -120,7 +121,7 @@ class Renderer:
         if isinstance(before, str):
             raise DataError("remaining_turns requires a prompt of messages, since the chat template joins the turns")
         text = self._after_reply(_clean(before), messages, True)
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids_after(self.tokenizer, "", text)
 
     def end_id(self, prompt: Prompt) -> int | None:
         """The token that ends a reply to `prompt`: the template's end of turn for messages, else end of sequence."""
@@ -143,7 +144,7 @@ class Renderer:
 
     @cached_property
     def _end_of_turn(self) -> int | None:
-        ids = self.tokenizer(self.end_of_turn, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids_after(self.tokenizer, "", self.end_of_turn)
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         return ids[0] if ids and ids[0] in special else None
 

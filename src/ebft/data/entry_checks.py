@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ebft.data.keys import DatasetEntry, DataSettings
+from ebft.data.keys import LABELS, DatasetEntry, DataSettings
 from ebft.data.transform_names import built_in
 from ebft.errors import DataError
 
 # Keys that only some of the built-in transforms read, and the modules of those transforms. A custom transform may read
 # any key of its dataset.
 _CHATS = ("chat_template", "ebft_strided_chat", "ebft_chat_multiturn", "ebft_reasoning")
-_LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -25,7 +24,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("field_system", "system_prompt"), (*_CHATS, "alpaca_chat")),
     # SFT replaces the second with the first.
-    **dict.fromkeys((*_LABELS, "field_tools"), ("chat_template", "ebft_chat_multiturn")),
+    **dict.fromkeys((*LABELS, "field_tools"), ("chat_template", "ebft_chat_multiturn")),
     "field_messages": (*_CHATS, "nemo_gym"),
     "user_defined": ("user_defined",),
 }
@@ -52,7 +51,7 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
             yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one of them."
         if entry.template_thinking_key != "reasoning_content" and _module(entry) == "ebft_reasoning":
             yield f"{where}.template_thinking_key is not supported with {entry.type}. Use type: chat_template."
-        labels = [key for key in _LABELS if _is_set(entry, key)]
+        labels = [key for key in LABELS if _is_set(entry, key)]
         if config.train_on_inputs and labels:
             yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
     if config.train_on_inputs and config.roles_to_train not in (None, ["assistant"]):
@@ -81,14 +80,25 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
             yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
     required = config.required_rows
     if required.kind == "tokens" and required.block is None:
+        yield from _empty_labels(config)
         return
-    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in _LABELS if _is_set(entry, key)]
+    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in LABELS if _is_set(entry, key)]
     found += ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
     if found:
         yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
     tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
     if tools and required.kind != "tokens":
         yield f"{', '.join(tools)}: no effect with {required.method}, which renders chats without tools of rows."
+
+
+def _empty_labels(config: DataSettings) -> Iterator[str]:
+    for where, entry in entries_of(config):
+        if entry.empty_labels:
+            keys = ", ".join(f"{where}.{key}" for key in entry.empty_labels)
+            yield (
+                f"{keys}: empty, so the default applies, which trains on every assistant turn and its end. To train on "
+                "the last turn only, use type: ebft_strided_chat."
+            )
 
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:

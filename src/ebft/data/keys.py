@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from ebft.config.options import EBFTSection
 from ebft.config.section import STRICT, NotBlank, Section, paths
@@ -133,6 +133,9 @@ class PreferenceColumns(Section):
         return self
 
 
+# Keys of the turns that SFT trains on; an empty one of the first three can be meant as in axolotl.
+LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
+
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
@@ -200,6 +203,21 @@ class SourceKeys(Section):
 class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the fields of the last base class first
     """One element of `datasets:` or `test_datasets:`."""
 
+    _empty_labels: tuple[str, ...] = PrivateAttr(())  # keys of labels that the config lists without a value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_empty_labels(cls, data: Any, build: ModelWrapValidatorHandler["DatasetEntry"]) -> "DatasetEntry":
+        entry = build(data)
+        if isinstance(data, dict) and not cls.model_fields.keys() <= data.keys():  # a stored config lists all keys
+            entry._empty_labels = tuple(key for key in LABELS[:3] if key in data and data[key] is None)
+        return entry
+
+    @property
+    def empty_labels(self) -> tuple[str, ...]:
+        """The keys of labels that are given without a value, which selects the last turn in axolotl."""
+        return self._empty_labels
+
     @model_validator(mode="before")
     @classmethod
     def _format_as_type(cls, data: Any) -> Any:
@@ -232,6 +250,15 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         module = str(self.type).partition(".")[0]
         if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
             raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
+        return self
+
+    @model_validator(mode="after")
+    def _some_turns_are_trained_on(self) -> "DatasetEntry":
+        if self.roles_to_train == [] and self.message_field_training is None:
+            raise ValueError(
+                "roles_to_train: [] trains on no turn. List roles (such as assistant), or set message_field_training "
+                "to the key of messages that marks the turns to train on."
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import pytest
 
 from ebft.data.preferences.load import load_preference_rows
 from ebft.errors import DataError
+from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.preferences.runs import config_of, write_inputs
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -104,3 +105,50 @@ def test_a_custom_transform_returns_the_same_fields(tmp_path, monkeypatch):
     assert tokens(row["chosen_ids"]) == ["Y", "e", "s", "<|endoftext|>"]
     with pytest.raises(DataError, match="the field 'rejected' is missing; .*rl: dpo trains on rows of prompt, chosen"):
         loaded(tmp_path, [{"a": "Yes", "b": "No!"}], type="mine.half")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_completions_follow_the_prompt_without_an_added_space(scheme, tmp_path):
+    tokenizer = space_tokenizer(scheme, "{% for m in messages %}[{{ m.content }}]\n{% endfor %}")
+    texts = {"prompt": "b\n", "chosen": "c b", "rejected": "Hi"}
+    asked = {name: [{"role": "user", "content": text.strip()}] for name, text in texts.items()}
+    write_inputs(tmp_path, [texts])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": "passthrough"}]
+    config = config_of("dpo", tmp_path, datasets=datasets)
+    (row,) = load_preference_rows(config, tokenizer).train
+    shown = {name: tokenizer.convert_ids_to_tokens(ids) for name, ids in row.items()}
+    assert shown == {"prompt_ids": ["▁b", "\n"], "chosen_ids": ["c", "▁b", "</s>"], "rejected_ids": ["Hi", "</s>"]}
+    write_inputs(tmp_path, [asked])
+    (row,) = load_preference_rows(config, tokenizer).train
+    whole = tokenizer.apply_chat_template(asked["prompt"] + asked["chosen"], return_dict=True)["input_ids"]
+    assert row["prompt_ids"] + row["chosen_ids"] == whole
+
+
+@pytest.mark.parametrize("opened", ["<think>", ""])
+def test_a_template_that_renders_the_prompt_differently_before_a_completion(opened, tmp_path):
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>OPENED{% else %}<|im_end|>{% endif %}"
+    ).replace("OPENED", opened)
+    write_inputs(tmp_path, [CHAT])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": "passthrough"}]
+    (row,) = load_preference_rows(config_of("dpo", tmp_path, datasets=datasets), tokenizer).train
+    assert {name: tokenizer.decode(ids) for name, ids in row.items()} == {
+        "prompt_ids": "2<|im_start|>Hi<|im_start|>",
+        "chosen_ids": "Yes<|im_end|>",
+        "rejected_ids": "No!<|im_end|>",
+    }
+
+
+def test_completions_with_different_prompts(tmp_path):
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    completions = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    write_inputs(tmp_path, [{**CHAT, **completions, "rejected": completions["rejected"] + CHAT["prompt"]}])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": "passthrough"}]
+    with pytest.raises(DataError, match="renders the messages before the completions differently before each of them"):
+        load_preference_rows(config_of("dpo", tmp_path, datasets=datasets), tokenizer)

@@ -146,12 +146,12 @@ def test_chat_without_template(run):
         run("ebft_strided_chat.transform", [{"messages": CHAT}])
 
 
-def test_chat_with_a_template_that_rewrites_history(run):
-    rewriting = "{{ messages | length }}" + CHATML
-    with pytest.raises(
-        DataError, match="chat template of the tokenizer renders .* differently .* another chat_template"
-    ):
-        run("ebft_strided_chat.transform", [{"messages": CHAT}], template=rewriting)
+def test_chat_with_a_template_that_rewrites_history(run, tokenizer):
+    out = run("ebft_strided_chat.transform", [{"messages": CHAT}], template="{{ messages | length }}" + CHATML)
+    ids, length = out["input_ids"][0], out["prompt_length"][0]
+    assert tokenizer.decode(ids).startswith("4<|im_start|>")
+    assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"
+    assert out["labels"][0] == [-100] * length + ids[length:]
 
 
 def test_chat_with_a_template_that_refuses(run):

@@ -134,6 +134,12 @@ def test_marked_messages(trained, yes, no):
     assert trained(chat, {"message_field_training": "learn"}) == expected
 
 
+def test_only_marked_messages(trained):
+    chat = [{**message, "learn": mark} for message, mark in zip(CHAT, [None, True, None, None, None, None])]
+    keys = {"message_field_training": "learn", "roles_to_train": []}
+    assert trained(chat, keys) == "system Be brief END user [Hi] [END]"
+
+
 def test_a_mark_that_is_neither(trained):
     chat = [{**message, "learn": "yes"} for message in CHAT]
     with pytest.raises(DataError, match=r"'learn' \(message_field_training\) must be true or false, got 'yes'"):
@@ -165,6 +171,7 @@ def test_a_role_whose_content_the_template_changes(trained, tokenizer):
         trained(CHAT, {"roles_to_train": ["user"]})
 
 
+@pytest.mark.filterwarnings("ignore:chat template of the tokenizer writes nothing")
 @pytest.mark.parametrize("end", ["", "\n\n"])
 def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
     tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)

@@ -13,11 +13,13 @@ from datasets import Features, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.joined import ids_after
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import continued_ids, encode
+from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
 Text = str | list[Message]
@@ -69,22 +71,29 @@ class PreferenceRow:
 
     def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
-            return continued_ids(self.tokenizer, prompt), [self._ended(text) for text in completions]
+            return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
+        texts = [self._render([*prompt, *completion]) for completion in completions]
         start = self._render(prompt, add_generation_prompt=True)
-        ids = []
-        for completion in completions:
-            full = self._render([*prompt, *completion])
-            if not full.startswith(start):
-                raise DataError(
-                    f"chat template {self.template} renders the messages before a completion differently than with "
-                    "it, so the prompt cannot be separated from the completion. Use another chat_template"
-                )
-            ids.append(encode(self.tokenizer, full[len(start) :], special=False))
+        if not all(text.startswith(start) for text in texts):
+            start = self._shared_start(prompt, completions)
+        ids = [ids_after(self.tokenizer, start, text[len(start) :]) for text in texts]
         return encode(self.tokenizer, start, special=False), ids
 
-    def _ended(self, text: str) -> list[int]:
+    def _shared_start(self, prompt: list[Message], completions: list[list[Message]]) -> str:
+        """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
+        special = self.tokenizer.all_special_tokens
+        chats = [Places(self._render, [*prompt, *completion], special, self.template) for completion in completions]
+        starts = {chat.text[: chat.of(len(prompt)).start] for chat in chats}
+        if len(starts) > 1:
+            raise DataError(
+                f"chat template {self.template} renders the messages before the completions differently before each of "
+                "them, so the prompt cannot be separated from the completions. Use another chat_template"
+            )
+        return starts.pop()
+
+    def _ended(self, prompt: str, text: str) -> list[int]:
         """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
-        ids = encode(self.tokenizer, text, special=False)
+        ids = ids_after(self.tokenizer, prompt, text)
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
         return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]

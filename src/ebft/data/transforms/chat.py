@@ -9,10 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.chats import tools_of
 from ebft.data.conversation import Renderer
+from ebft.data.joined import adds_space
 from ebft.data.messages import Message, replies
 from ebft.data.thinking import thinking_spans, token_mask
 from ebft.data.transforms.rows import encode, segments_row, without_labels
-from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_pieces
+from ebft.data.transforms.turn_checks import TurnChecks
+from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
+from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
 
@@ -37,6 +40,7 @@ def chat_transform(
     turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
     ends: dict[str, str] = {}  # by template
+    checks = TurnChecks(template, with_ends=eos != "none")
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
@@ -57,7 +61,10 @@ def chat_transform(
         tools = None if labels is None else tools_of(example, entry)
         render = partial(_render, tokenizer, template=template, tools=tools)
         end = ends[tokenizer.chat_template]
-        pieces = labelled(turn_pieces(render, messages, turns, template, end), messages, end, eos)
+        found = Places(render, messages, tokenizer.all_special_tokens, template)
+        parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
+        checks.check(found, parts, tools, partial(_render, tokenizer, template=template, tools=None))
+        pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
     return transform_fn, {"remove_columns": "__all__"}
@@ -78,6 +85,8 @@ def _row(
     tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
 ) -> dict[str, Any]:
     """The fields of a row; a piece that is trained on in part is labelled token by token."""
+    if adds_space(tokenizer):
+        return _row_of_whole(tokenizer, pieces, train_on_inputs, mask_thinking)
     segments = [(encode(tokenizer, piece.text, special=False), bool(piece.spans)) for piece in pieces]
     row = segments_row(segments, train_on_inputs)
     masked: list[bool] = []
@@ -90,6 +99,34 @@ def _row(
             off = [left or right for left, right in zip(off, thought, strict=True)]
         masked += off
     return without_labels(row, masked) if any(masked) else row
+
+
+def _row_of_whole(
+    tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
+) -> dict[str, Any]:
+    """The fields of a row whose text is tokenised at once, for tokenizers that add a space to each text.
+
+    A token is trained on if any of its characters is, so one at the start of a turn is part of the turn.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} adds a space to the start of texts and does not support offset mapping, so "
+            "the tokens of turns cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
+        )
+    text = "".join(piece.text for piece in pieces)
+    learned, thoughts, done = [], [], 0
+    for piece in pieces:
+        learned += [(done + first, done + last) for first, last in piece.spans]
+        found = thinking_spans(piece.text) if mask_thinking and piece.is_reply else []
+        thoughts += [(done + first, done + last) for first, last in found]
+        done += len(piece.text)
+    reply = token_mask(tokenizer, text, [(len(text) - len(pieces[-1].text), len(text))])
+    first = reply.index(True) if True in reply else len(reply)
+    ids = encode(tokenizer, text, special=False)
+    off = [False] * len(ids) if train_on_inputs else [not on for on in token_mask(tokenizer, text, learned)]
+    if thoughts:
+        off = [left or right for left, right in zip(off, token_mask(tokenizer, text, thoughts), strict=True)]
+    return without_labels(segments_row([(ids[:first], True), (ids[first:], True)], True), off)
 
 
 def _render(

@@ -7,7 +7,8 @@ completion ends with EOS. `ebft.mask_thinking_ce` removes the labels of thinking
 from collections.abc import Callable
 from typing import Any
 
-from ebft.data.thinking import thinking_spans, token_mask
+from ebft.data.joined import ids_after, mask_after
+from ebft.data.thinking import thinking_spans
 from ebft.data.transforms.rows import continued_ids, encode, segments_row, text_of, without_labels
 from ebft.errors import DataError
 
@@ -52,13 +53,13 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
         prompt, completion = read(example)
         if not completion.strip():
             return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
-        before = continued_ids(tokenizer, prompt)
-        completion_ids = encode(tokenizer, completion, special=False)
-        row = segments_row([(before, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
+        prompt_ids = continued_ids(tokenizer, prompt)
+        completion_ids = ids_after(tokenizer, prompt, completion)
+        row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
         if not mask_thinking:
             return row
-        thought = token_mask(tokenizer, completion, thinking_spans(completion))
-        masked = [False] * len(before) + thought
+        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
+        masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 
     return transform_fn, {"remove_columns": "__all__"}

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from ebft.config.shapes import EOS
 from ebft.data.chats import role_names
 from ebft.data.messages import Message, replies
+from ebft.data.transforms.turn_places import Place, Places
 from ebft.errors import DataError
-
-_PLACEHOLDER = "EBFT-TURN-EBFT"  # content whose place in the rendered chat shows that of a turn
 
 
 class Piece(NamedTuple):
@@ -21,6 +20,14 @@ class Piece(NamedTuple):
     text: str
     spans: list[tuple[int, int]]
     is_reply: bool  # of the assistant
+
+
+class Part(NamedTuple):
+    """A part of the rendered chat: a turn, or the text between two of them, for which `turn` is None."""
+
+    text: str
+    turn: int | None
+    end: str | None = None  # of the turn; None if it is the template's
 
 
 class TurnLabels(NamedTuple):
@@ -48,33 +55,48 @@ class TurnLabels(NamedTuple):
 def turn_labels(cfg: Any, entry: Any) -> TurnLabels:
     """The labels that the keys of a dataset ask for; a role can have its name in the data."""
     aliases = role_names(entry)
-    roles = entry.roles_to_train or cfg.roles_to_train or ["assistant"]
+    roles = entry.roles_to_train
+    if roles is None:
+        roles = cfg.roles_to_train or ["assistant"]
     return TurnLabels(
         tuple(aliases.get(role, role) for role in roles), entry.train_on_eos or "turn", entry.message_field_training
     )
 
 
-def labelled(pieces: list[tuple[str, int | None]], messages: list[Message], end: str, eos: EOS) -> list[Piece]:
-    """Add the trained ranges to pieces of text, each with the index of its turn or None for text between turns.
+def labelled(parts: list[Part], messages: list[Message], end: str, eos: EOS, template: str) -> list[Piece]:
+    """Add the trained ranges to the parts of a rendered chat.
 
-    `end` is what the template writes after a reply, empty if that is unknown.
+    `end` is what the template writes after the last reply, empty if that is unknown.
     """
     if eos != "turn" and not end.strip():
         raise DataError(
             f"train_on_eos: {eos} needs a chat template that ends turns with a text of its own, and this one does not. "
             "Remove train_on_eos, or use another chat_template."
         )
-    last = max((turn for _, turn in pieces if turn is not None), default=None)
+    if eos == "all" and _ends_differ(parts, end):
+        raise DataError(
+            f"train_on_eos: all is not supported with chat template {template}, which ends the last turn differently "
+            "than others. Use train_on_eos: turn, or another chat_template."
+        )
+    last = max((part.turn for part in parts if part.turn is not None), default=None)
     found = []
-    for text, turn in pieces:
+    for part in parts:
+        text, turn = part.text, part.turn
         if turn is None:
             found.append(Piece(text, _ends(text, end) if eos == "all" else [], is_reply=False))
         else:
             with_end = eos in ("turn", "all") or (eos == "last" and turn == last)
             is_reply = messages[turn]["role"] == "assistant"
             start_of = (lambda _: 0) if is_reply and turn > 0 else partial(_start_of, messages[turn])
-            found.append(Piece(text, [_content(text, start_of, end, with_end)], is_reply))
+            own_end = end if part.end is None else part.end
+            found.append(Piece(text, [_content(text, start_of, own_end, with_end)], is_reply))
     return found
+
+
+def _ends_differ(parts: list[Part], end: str) -> bool:
+    """Whether turns end differently, and the end of the last one is not that of the turns that are not trained on."""
+    varies = any(part.end not in (None, end) for part in parts)
+    return varies and not any(end in part.text for part in parts if part.turn is None)
 
 
 def _content(text: str, start_of: Callable[[str], int], end: str, with_end: bool) -> tuple[int, int]:
@@ -102,61 +124,43 @@ def _ends(text: str, end: str) -> list[tuple[int, int]]:
     return found
 
 
-def turn_pieces(
-    render: Callable[..., str], messages: list[Message], turns: list[int], template: str, end: str
-) -> list[tuple[str, int | None]]:
-    """The rendered chat as texts that alternate between other text and `turns`, each with its turn or None.
+def turn_parts(found: Places, turns: list[int], end: str | None) -> list[Part]:
+    """The rendered chat as parts that alternate between other text and `turns`.
 
-    A reply starts after the template's generation prompt, another turn after the message before it. Some templates
-    render earlier messages differently once others follow, for example without their thinking: a turn then is its
-    content and the text `end` that the template writes after a reply.
+    A reply starts after the template's generation prompt, another turn after the message before it, or with its content
+    if the template renders messages differently when others follow. `end` is the template's end of turn: the ends of
+    turns that end differently are also found, unless it is None.
     """
-    full = render(messages)
-    pieces: list[tuple[str, int | None]] = []
+    full = found.text
+    places = _prefix_places(found.render, found.messages, turns, full)
+    if places is None:
+        places = [found.of(index) for index in turns]
+    elif end is not None:
+        texts = (full[place.start : place.stop] for place in places)
+        known = [text.endswith(end) for text in texts]
+        places = [
+            place if same else place._replace(ends=max(place.start, found.of(index).ends))
+            for index, place, same in zip(turns, places, known, strict=True)
+        ]
+    parts: list[Part] = []
     done = 0
+    for index, place in zip(turns, places, strict=True):
+        end = None if place.ends is None else full[place.ends : place.stop]
+        parts += [Part(full[done : place.start], None), Part(full[place.start : place.stop], index, end)]
+        done = place.stop
+    return parts
+
+
+def _prefix_places(
+    render: Callable[..., str], messages: list[Message], turns: list[int], full: str
+) -> list[Place] | None:
+    """The places of turns if the rendering of the first messages is the start of that of all, else None."""
+    places = []
     for index in turns:
-        found = _after_start(render, messages, index, full) or _around_content(render, messages, index, full, end)
-        if found is None or found[0] < done:
-            raise DataError(
-                f"chat template {template} renders the messages before an assistant turn differently than in the "
-                "whole chat, so the prompt cannot be separated from the reply. Use another chat_template."
-            )
-        start, stop = found
-        pieces += [(full[done:start], None), (full[start:stop], index)]
-        done = stop
-    return pieces
-
-
-def _after_start(render: Callable[..., str], messages: list[Message], index: int, full: str) -> tuple[int, int] | None:
-    """The range of a turn, if the chat up to its start and the one up to its end are prefixes of the whole chat."""
-    is_reply = messages[index]["role"] == "assistant" and index > 0
-    start = render(messages[:index], add_generation_prompt=is_reply) if index else ""
-    end = render(messages[: index + 1])
-    if full.startswith(start) and full.startswith(end) and end.startswith(start):
-        return len(start), len(end)
-    return None
-
-
-def _around_content(
-    render: Callable[..., str], messages: list[Message], index: int, full: str, end: str
-) -> tuple[int, int] | None:
-    """The range of a turn's content and `end`, from the chat with another content in its place.
-
-    Spaces before a reply's content belong to it, unless the generation prompt has them.
-    """
-    if not end or index == len(messages) - 1 or not isinstance(messages[index].get("content"), str):
-        return None  # a model that answers the last turn must be given the chat before it as it is rendered here
-    other = _PLACEHOLDER
-    while any(other in str(message) for message in messages):
-        other += "-EBFT"
-    text = render([*messages[:index], {**messages[index], "content": other}, *messages[index + 1 :]])
-    before, _, after = text.partition(other)
-    fits = len(before) + len(after) <= len(full) and full.startswith(before) and full.endswith(after)
-    if other not in text or not fits or not after.startswith(end):
-        return None
-    start = len(before)
-    if messages[index]["role"] == "assistant" and not render(messages[:index], add_generation_prompt=True).endswith(
-        " "
-    ):
-        start = len(before.rstrip(" "))
-    return start, len(full) - len(after) + len(end)
+        is_reply = messages[index]["role"] == "assistant" and index > 0
+        start = render(messages[:index], add_generation_prompt=is_reply) if index else ""
+        stop = render(messages[: index + 1])
+        if not (full.startswith(start) and full.startswith(stop) and stop.startswith(start)):
+            return None
+        places.append(Place(len(start), None, len(stop)))
+    return places

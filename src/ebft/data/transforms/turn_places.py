@@ -1,0 +1,179 @@
+"""Where turns are in a rendered chat, for templates that render a message differently if other messages follow it.
+
+Examples are templates that omit the thinking of earlier turns, or that write another end after the last turn. A message
+is found by changing its text: the rendering is the same before and after it.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from ebft.data.messages import Message
+from ebft.errors import DataError
+
+Render = Callable[..., str]
+
+# Two texts without a common start or end, so that what they share with the rendering is outside of the message.
+_MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
+_NAMES = ("role", "name", "id", "tool_call_id")  # texts of a message that are not its contents
+
+
+class Place(NamedTuple):
+    """Character range of a turn in the rendered chat, and where its end begins, None if that was not looked for."""
+
+    start: int
+    ends: int | None
+    stop: int
+
+
+class Places:
+    """Finds turns in the rendering of a whole chat; `special` are the texts of the tokenizer's special tokens."""
+
+    def __init__(self, render: Render, messages: list[Message], special: Iterable[str], template: str) -> None:
+        self.render, self.messages, self.template = render, messages, template
+        self.text = render(messages)
+        self.special = re.compile("|".join(re.escape(token) for token in special if token) or "(?!)")
+        self._contents: dict[int, tuple[int, int] | None] = {}
+
+    def of(self, index: int) -> Place:
+        """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
+        content = self._content(index)
+        if content is None:
+            raise DataError(self.omission(index))
+        is_reply = self.messages[index]["role"] == "assistant" and index > 0
+        start = self._reply_start(index, content[0]) if is_reply else content[0]
+        stop = self._stop(index, content[1])
+        ends = content[1]
+        if self.messages[index].get("tool_calls"):
+            found = self.special.search(self.text, ends, stop)
+            ends = found.start() if found else stop
+        return Place(start, ends, stop)
+
+    def shows_content(self, index: int) -> bool:
+        """Whether the rendering depends on the content of a message."""
+        return self._depends_on(index, [{**self.messages[index], "content": mark} for mark in _MARKS])
+
+    def shows_calls(self, index: int) -> bool:
+        """Whether the rendering depends on the tool calls of a message."""
+        message = self.messages[index]
+        calls = [[_marked_call(call, mark, with_names=True) for call in message["tool_calls"]] for mark in _MARKS]
+        return self._depends_on(index, [{**message, "tool_calls": changed} for changed in calls])
+
+    def _depends_on(self, index: int, variants: list[Message]) -> bool:
+        before, after = self.messages[:index], self.messages[index + 1 :]
+        try:
+            return len({self.render([*before, message, *after]) for message in variants}) > 1
+        except DataError:  # the template reads what it refuses
+            return True
+
+    def omission(self, index: int) -> str:
+        """The message of the error for a turn that the template omits."""
+        what = "tool calls" if self.messages[index].get("tool_calls") else "content"
+        return (
+            f"chat template {self.template} omits the {what} of message {index} ({self.messages[index]['role']}), so "
+            "it cannot be trained on. Use another chat_template."
+        )
+
+    def _reply_start(self, index: int, content: int) -> int:
+        """The end of the generation prompt, as far as it is in the chat."""
+        before = self.messages[:index]
+        asked = self.render(before, add_generation_prompt=True)
+        done, done_asked = self._last_content_end(index, asked, before)
+        header, header_asked = self.text[done:content], asked[done_asked:]
+        if content < done:
+            raise DataError(
+                f"chat template {self.template} renders earlier messages differently depending on the content of "
+                f"{self._named(index)}, so the prompt cannot be separated from the reply. Use another chat_template."
+            )
+        if header.startswith(header_asked):
+            return done + len(header_asked)
+        if header_asked.startswith(header):  # such as the opening tag of a thinking block
+            return content
+        common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
+        rest, rest_asked = header[len(common) :], header_asked[len(common) :]
+        if common.strip() and not self.special.search(rest) and not self.special.search(rest_asked):
+            return done + len(common)  # such as a block that the generation prompt opens, and the reply closes
+        raise DataError(
+            f"chat template {self.template} writes another text before {self._named(index)} than before a new reply, "
+            "so the prompt cannot be separated from the reply. Use another chat_template."
+        )
+
+    def _last_content_end(self, index: int, asked: str, before: list[Message]) -> tuple[int, int]:
+        """Ends of the last message before `index` that is rendered, in the chat and in the prompt `asked`."""
+        for earlier in reversed(range(index)):
+            here = self._content(earlier)
+            there = _content_range(asked, self.render, before, earlier, add_generation_prompt=True)
+            if here is not None and there is not None:
+                return here[1], there[1]
+        return 0, 0
+
+    def _stop(self, index: int, content: int) -> int:
+        """The end of what the template writes after the content."""
+        later = (self._content(other) for other in range(index + 1, len(self.messages)))
+        following = next((found for found in later if found is not None), None)
+        if following is None:
+            return len(self.text)
+        gap = self.text[content : max(content, following[0])]
+        alone = self.messages[: index + 1]
+        last = self.render(alone)
+        found = _content_range(last, self.render, alone, index)
+        if found is not None and gap.startswith(last[found[1] :]):
+            return content + len(last) - found[1]
+        calls = self.messages[index].get("tool_calls")  # whose text goes on after their arguments
+        token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
+        if token is None:
+            raise DataError(
+                f"chat template {self.template} ends {self._named(index)} differently than the last turn and without a "
+                "special token, so the end of the turn cannot be found. Use another chat_template."
+            )
+        return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
+
+    def _content(self, index: int) -> tuple[int, int] | None:
+        if index not in self._contents:
+            self._contents[index] = _content_range(self.text, self.render, self.messages, index)
+        return self._contents[index]
+
+    def _named(self, index: int) -> str:
+        return f"message {index} ({self.messages[index]['role']})"
+
+
+def _content_range(
+    text: str, render: Render, messages: list[Message], index: int, **kwargs: Any
+) -> tuple[int, int] | None:
+    """Range of the content of a message (thinking, text, calls) in the rendering `text`; None if it is omitted."""
+    first = _rendered_marked(render, messages, index, with_names=True, **kwargs)
+    if len(set(first)) == 1:
+        return None
+    # The results of a call may be written with the name of the tool, so the name would hide the end of the message.
+    last = first
+    if messages[index].get("tool_calls"):
+        last = _rendered_marked(render, messages, index, with_names=False, **kwargs)
+        last = first if len(set(last)) == 1 else last
+    start = len(commonprefix([text, *first]))
+    end = len(text) - len(commonprefix([other[::-1] for other in (text, *last)]))
+    return start, max(start, end)
+
+
+def _rendered_marked(render: Render, messages: list[Message], index: int, with_names: bool, **kwargs: Any) -> list[str]:
+    """The chat with each of the marks in place of the texts of a message."""
+    chats = ([*messages[:index], _marked(messages[index], mark, with_names), *messages[index + 1 :]] for mark in _MARKS)
+    return [render(chat, **kwargs) for chat in chats]
+
+
+def _marked(message: Message, mark: str, with_names: bool) -> Message:
+    changed = {
+        key: mark if key not in _NAMES and (key == "content" or isinstance(value, str)) and value else value
+        for key, value in message.items()
+    }
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_marked_call(call, mark, with_names) for call in message["tool_calls"]]
+    return changed
+
+
+def _marked_call(call: dict[str, Any], mark: str, with_names: bool) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _marked_call(call["function"], mark, with_names)}
+    arguments = call.get("arguments")
+    new = {mark: mark} if not isinstance(arguments, str) else f'{{"{mark}": "{mark}"}}'
+    return {**call, "arguments": new, **({"name": mark} if with_names else {})}
