@@ -36,9 +36,11 @@ def test_contradictions_name_attn_implementation(make, keys):
         make(**keys)
 
 
-def test_xformers_is_refused_with_the_way_out(make):
-    with pytest.raises(ConfigError, match="attn_implementation: sdpa"):
-        make(xformers_attention=True)
+def test_xformers_is_replaced_with_a_warning(make):
+    with pytest.warns(UserWarning, match="so attn_implementation: sdpa is used"):
+        assert make(xformers_attention=True).attn_implementation == "sdpa"
+    with pytest.raises(ConfigError, match="xformers_attention: true, attn_implementation: eager"):
+        make(xformers_attention=True, attn_implementation="eager")
     assert make(xformers_attention=False).attn_implementation is None
 
 

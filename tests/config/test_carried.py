@@ -11,7 +11,6 @@ from tests.config.carried.configs import COMMON_LINES, CONFIGS
 
 # The configs that do not load, and what the message says.
 REFUSED = {
-    "falcon lora": "xformers_attention: true is not supported.*attn_implementation: sdpa",
     "llama-3 relora": "relora is not supported: ReLoRA merges the adapter",
     "llama-3 loftq": "peft is not supported: LoftQ moves",
     "llama-3 context parallel": "context_parallel_size: 4 is not supported: sequences are not split",

@@ -32,6 +32,7 @@ _ATTENTION_FLAGS = {
     "flex_attention": "flex_attention",
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
+    "xformers_attention": "sdpa",
 }
 
 
@@ -203,6 +204,12 @@ def resolve(config: "RunConfig") -> None:
 
 def _set_attention(config: "RunConfig") -> None:
     config.attn_implementation = _resolve_attention(config)
+    if config.xformers_attention:
+        warnings.warn(
+            "xformers_attention: transformers has no xformers attention, so attn_implementation: sdpa is used, which "
+            "has the same memory-efficient kernels.",
+            stacklevel=2,
+        )
     for flag in _ATTENTION_FLAGS:
         setattr(config, flag, None)
 
@@ -291,11 +298,6 @@ def _warn_without_ray(config: "RunConfig") -> None:
 
 def _resolve_attention(keys: AttentionKeys) -> str | None:
     """The requested implementation, or None. Raises ConfigError if several different ones are requested."""
-    if keys.xformers_attention:
-        raise ConfigError(
-            "xformers_attention: true is not supported: transformers has no xformers attention. "
-            "Set attn_implementation: sdpa, which uses the same memory-efficient kernels."
-        )
     asked = {flag: value for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag)}
     if keys.attn_implementation is not None:
         asked["attn_implementation"] = keys.attn_implementation

@@ -138,7 +138,7 @@ class AttentionKeys(Section):
     sdp_attention: bool | None = Field(None, description="Alias for attn_implementation: sdpa.")
     eager_attention: bool | None = Field(None, description="Alias for attn_implementation: eager.")
     xformers_attention: bool | None = Field(
-        None, description="Not supported: transformers has no xformers attention. Setting it to true is an error."
+        None, description="Replaced with attn_implementation: sdpa, which has the same memory-efficient kernels."
     )
 
     @field_validator("attn_implementation")
