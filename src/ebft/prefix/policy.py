@@ -219,10 +219,18 @@ def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cou
 
 
 class _GivenStates(nn.Module):
-    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states."""
+    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states.
+
+    Its other attributes, such as the factor of the logits in Falcon-H1, are those of the backbone.
+    """
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["replaced"] = backbone  # not a submodule
 
     def __getattr__(self, name):
-        return self
+        value = getattr(self.replaced, name)
+        return self if isinstance(value, nn.Module) else value
 
     def forward(self, *args, inputs_embeds=None, **kwargs):
         return _States(last_hidden_state=inputs_embeds)
@@ -242,7 +250,7 @@ class _States(ModelOutput):
 
 def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping."""
-    replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates()}
+    replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates(backbone_of(causal_lm))}
     output = causal_lm.get_output_embeddings()
     if is_sharded(output):
         # The hooks of FSDP2 communicate, but processes have different numbers of rows and apply the head to different
