@@ -48,11 +48,11 @@ class Section(BaseModel):
         required = schema.get("required", ())
         for name, key in schema.get("properties", {}).items():
             if name not in required:
-                schema["properties"][name] = _or_null(key)
+                schema["properties"][name] = or_null(key)
         return schema
 
 
-def _or_null(key: dict[str, Any]) -> dict[str, Any]:
+def or_null(key: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key that may also be null; its description and default stay at the top."""
     choices = key.get("anyOf", [])
     if {"type": "null"} in choices or key.get("type") == "null":

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from pydantic import GetJsonSchemaHandler, model_validator
 
+from ebft.config.section import or_null
 from ebft.data.keys import DatasetEntry, DataSettings
 from ebft.data.streaming.keys import StreamKeys
 
@@ -18,6 +19,7 @@ class StreamSettings(StreamKeys, DataSettings):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         schema["required"] = [key for key in schema["required"] if key != "datasets"]
+        schema["properties"]["datasets"] = or_null(schema["properties"]["datasets"])
         return schema | {"anyOf": [{"required": ["datasets"]}, {"required": ["pretraining_dataset"]}]}
 
     @model_validator(mode="before")
