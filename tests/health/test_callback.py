@@ -90,9 +90,9 @@ def test_the_checks_can_be_turned_off(tmp_path):
 def test_a_learning_rate_that_ends_training(tmp_path):
     with pytest.raises(NonFiniteLossError):
         run("sft", tmp_path, learning_rate=10, adapter=None)
-    diverged, ended = lines(tmp_path / "out")
-    assert diverged["name"] == "cross-entropy diverges" and ended["name"] == "non-finite values"
-    assert "nan" in ended["message"] and ended["step"] >= diverged["step"]
+    *diverged, ended = lines(tmp_path / "out")  # the values may be NaN before the loss has been high for long enough
+    assert ended["name"] == "non-finite values" and "nan" in ended["message"]
+    assert all(line["name"] == "cross-entropy diverges" and line["step"] <= ended["step"] for line in diverged)
 
 
 @pytest.mark.slow
