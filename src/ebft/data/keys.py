@@ -1,6 +1,7 @@
 """Config keys of datasets, of the length of rows and of seeds, and the rows that a run requires."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -207,11 +208,15 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
 
     @model_validator(mode="wrap")
     @classmethod
-    def _note_empty_labels(cls, data: Any, build: ModelWrapValidatorHandler["DatasetEntry"]) -> "DatasetEntry":
+    def _with_empty_labels(cls, data: Any, build: ModelWrapValidatorHandler["DatasetEntry"]) -> "DatasetEntry":
         entry = build(data)
         if isinstance(data, dict) and not cls.model_fields.keys() <= data.keys():  # a stored config lists all keys
-            entry._empty_labels = tuple(key for key in LABELS[:3] if key in data and data[key] is None)
+            entry.note_empty_labels(key for key in LABELS[:3] if key in data and data[key] is None)
         return entry
+
+    def note_empty_labels(self, keys: Iterable[str]) -> None:
+        """Keep the `keys` of labels that are given without a value; None is also the default of these keys."""
+        self._empty_labels = tuple(keys)
 
     @property
     def empty_labels(self) -> tuple[str, ...]:
