@@ -139,7 +139,7 @@ def turn_parts(found: Places, turns: list[int], end: str | None) -> list[Part]:
         texts = (full[place.start : place.stop] for place in places)
         known = [text.endswith(end) for text in texts]
         places = [
-            place if same else place._replace(ends=max(place.start, found.of(index).ends))
+            place if same else Place(place.start, max(place.start, found.of(index).ends), place.stop)
             for index, place, same in zip(turns, places, known, strict=True)
         ]
     parts: list[Part] = []
