@@ -104,7 +104,6 @@ def test_labels_of_sft_have_no_effect_with_other_methods(entry, keys, method):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("eot_tokens", "the end of a turn is what the chat template writes"),
         ("default_system_message", "set system_prompt of the datasets"),
         ("dataset_shard_num", "set shards of the datasets"),
         ("dataset_processes", "Use 'dataset_num_proc' instead"),
@@ -113,6 +112,11 @@ def test_labels_of_sft_have_no_effect_with_other_methods(entry, keys, method):
 def test_keys_of_axolotl_with_another_place(make, key, message):
     with pytest.raises(ConfigError, match=message):
         make(**{key: 1})
+
+
+def test_ends_of_turns_are_those_of_the_template(make):
+    with pytest.warns(UserWarning, match="eot_tokens: .* has no effect: the end of a turn is"):
+        make(eot_tokens=["<end_of_turn>"])
 
 
 def test_empty_names_of_columns_and_prompts_are_unset():

@@ -89,7 +89,6 @@ _REFERENCE = "the reference model is base_model, or the adapter of lora_model_di
 
 UNSUPPORTED = {
     **REFUSED,
-    "eot_tokens": "remove it; the end of a turn is what the chat template writes after its content",
     "dataset_shard_num": "set shards of the datasets",
     "dataset_shard_idx": "set shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",

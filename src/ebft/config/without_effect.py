@@ -71,6 +71,7 @@ WITHOUT_EFFECT: dict[str, Ignored] = {
     **_off("a model that is quantised with GPTQ is recognised by its files", "gptq", "gptq_groupsize", "gptq_model_v1"),
     "gptq_disable_exllama": Ignored((True, False), "a model that is quantised with GPTQ is recognised by its files"),
     # Data
+    "eot_tokens": Ignored((), "the end of a turn is what the chat template writes after its content"),
     "remove_unused_columns": Ignored((True, False), "each method selects the columns that it reads"),
     "dataset_keep_in_memory": Ignored((False,), "datasets maps its files into memory"),
     "shuffle_before_merging_datasets": Ignored((False,), "see shuffle_merged_datasets"),
