@@ -37,9 +37,10 @@ def test_a_pretraining_dataset_is_a_stream_of_datasets(given):
 
 def test_the_keys_of_its_entries_are_those_of_datasets():
     entry = {"path": "json", "data_files": ["a.jsonl"], "text_column": "body", "skip": 3, "split": "test", "name": "en"}
+    entry["weight"] = 0.25
     (found,) = config(pretraining_dataset=[entry]).datasets
     assert (found.path, found.data_files, found.field, found.skip) == ("json", ["a.jsonl"], "body", 3)
-    assert (found.split, found.name, found.type) == ("test", "en", "completion")
+    assert (found.split, found.name, found.type, found.weight) == ("test", "en", "completion", 0.25)
 
 
 def test_a_config_of_a_stream_can_be_loaded_again():
@@ -92,8 +93,8 @@ def test_the_older_name_of_the_buffer():
         ),
         ({"pretraining_dataset": ENTRY, "streaming_multipack_buffer_size": 0}, "a value of at least 1"),
         (
-            {"pretraining_dataset": None, "datasets": [{**ENTRY, "type": "completion", "weight": 2}]},
-            "datasets.0.weight",
+            {"pretraining_dataset": {**ENTRY, "weight": 0}},
+            "weight: invalid value 0; expected a value above",
         ),
         ({"pretraining_dataset": ENTRY, "dispatch_batches": True}, "dispatch_batches is not supported"),
     ],

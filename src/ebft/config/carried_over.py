@@ -113,7 +113,6 @@ UNSUPPORTED_IN_DATASETS = {
     "input_format": "set type to a mapping with format",
     "input_transform": "use a custom transform as type",
     "text_column": "set field",
-    "weight": "list a dataset several times to repeat its rows",
 }
 
 # Name of a key in other trainers -> its name here.

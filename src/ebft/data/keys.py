@@ -182,6 +182,13 @@ class SourceKeys(Section):
         None, ge=1, description="Read one of this many equal parts: each `shards`-th row, starting at `shards_idx`."
     )
     shards_idx: int = Field(0, ge=0, description="The part to read if shards is set, starting at 0.")
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None,
+        description="How often each training row appears in an epoch; 0.5 is a random half of the documents, 2.5 is "
+        "all of them twice and a random half once more. Rows that are held out are not repeated. streaming: if set for "
+        "any dataset, documents of all of them alternate in the proportion of the weights, and a dataset that ends "
+        "begins again; otherwise each dataset is read to its end before the next. If unset, 1.",
+    )
     skip: int = Field(0, ge=0, description="streaming: number of rows at the beginning that are left out.")
     preprocess_shards: int | None = Field(None, ge=1, description="No effect: rows are prepared in batches.")
     trust_remote_code: bool = Field(

@@ -14,10 +14,19 @@ from ebft.data.lengths import cut_and_drop
 from ebft.data.report import RowCounts, SectionReport, report
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
+from ebft.data.weights import weighted
 from ebft.errors import DataError, shortened
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
+
+
+class Section(NamedTuple):
+    """The usable rows of a section, with the column `document`, its report, and the first document of each entry."""
+
+    rows: Dataset
+    report: SectionReport
+    firsts: list[int]
 
 
 class LoadedRows(NamedTuple):
@@ -52,8 +61,8 @@ def load_section_of_tokens(
 ) -> tuple[Dataset, SectionReport]:
     """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
     load_entry = token_rows(config, tokenizer)
-    rows, found = _load_section(getattr(config, section), section, load_entry, hint(config))
-    return rows.remove_columns("document"), found
+    found = _load_section(getattr(config, section), section, load_entry, hint(config))
+    return found.rows.remove_columns("document"), found.report
 
 
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
@@ -69,15 +78,17 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
 def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> LoadedRows:
     """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
 
+    Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
     `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
     """
-    train, of_train = _load_section(config.datasets, "datasets", load_entry, hint)
+    train, of_train, firsts = _load_section(config.datasets, "datasets", load_entry, hint)
     evaluation, reports = None, [of_train]
     if config.test_datasets:
-        evaluation, of_evaluation = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
+        evaluation, of_evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
         reports.append(of_evaluation)
     elif config.val_set_size:
         train, evaluation = _hold_out(train, of_train.documents, config)
+    train = weighted(train, config.datasets, firsts, config.seed)
     if config.shuffle_merged_datasets:
         seed = config.seed if config.data_seed is None else config.data_seed
         train = train.shuffle(seed=seed, load_from_cache_file=False)
@@ -90,14 +101,14 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str
     Raises DataError if the config holds no data out.
     """
     if config.test_datasets:
-        return _load_section(config.test_datasets, "test_datasets", load_entry, hint)[0]
+        return _load_section(config.test_datasets, "test_datasets", load_entry, hint).rows
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    rows, of_rows = _load_section(config.datasets, "datasets", load_entry, hint)
-    return _hold_out(rows, of_rows.documents, config)[1]
+    found = _load_section(config.datasets, "datasets", load_entry, hint)
+    return _hold_out(found.rows, found.report.documents, config)[1]
 
 
-def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> tuple[Dataset, SectionReport]:
+def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> Section:
     """The usable rows of all entries, and the report of all documents, usable or not."""
     parts, counts, documents, sources = [], RowCounts(), 0, []
     for entry in entries:
@@ -112,7 +123,7 @@ def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str)
         raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
         print(found.with_example(), file=sys.stderr)
-    return joined, found
+    return Section(joined, found, [first for _, first in sources])
 
 
 def hint(config: DataSettings) -> str:

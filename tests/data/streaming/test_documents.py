@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from ebft.data.streaming.documents import Documents, Source
+from ebft.data.streaming.documents import Documents, MixedDocuments, Source
 from ebft.errors import DataError
 
 
@@ -22,7 +22,7 @@ def counted(number, seen):
     return IterableDataset.from_generator(rows)
 
 
-def documents(sizes, size, seed=None, skip=0):
+def documents(sizes, size, seed=None, skip=0, weights=None):
     def sources():
         made = []
         for number, count in enumerate(sizes):
@@ -30,7 +30,7 @@ def documents(sizes, size, seed=None, skip=0):
             made.append(Source(f"source {number}", rows, skip))
         return made
 
-    return Documents(sources, size, seed)
+    return Documents(sources, size, seed) if weights is None else MixedDocuments(sources, size, seed, weights)
 
 
 def taken(blocks, number):
@@ -72,6 +72,38 @@ def test_a_position_gives_the_same_blocks_again(number):
     again = taken(made.blocks(start), 9 - number)
     assert [places(block) for block in again] == [places(block) for block in blocks[number:]]
     assert [block.ends_pass for block in again] == [block.ends_pass for block in blocks[number:]]
+
+
+def test_weights_are_the_proportion_of_the_sources_in_every_stretch():
+    blocks = taken(documents([100, 100, 100], size=20, weights=[1, 2, 2]).blocks(), 3)
+    assert [[source for source, _ in places(block)] for block in blocks] == [[1, 2, 0, 1, 2] * 4] * 3
+    assert [row for block in blocks for source, row in places(block) if source == 1] == list(range(24))
+
+
+def test_a_source_of_a_mixture_begins_again_while_the_others_go_on():
+    blocks = taken(documents([2, 9], size=6, weights=[1, 1]).blocks(), 4)
+    assert [places(block) for block in blocks] == [
+        [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 2)],
+        [(0, 1), (1, 3), (0, 0), (1, 4), (0, 1), (1, 5)],
+        [(0, 0), (1, 6), (0, 1), (1, 7), (0, 0), (1, 8)],
+        [(0, 1), (1, 0), (0, 0), (1, 1), (0, 1), (1, 2)],
+    ]
+    assert [block.ends_pass for block in blocks] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_position_in_a_mixture_gives_the_same_blocks_again(number):
+    made = documents([3, 7, 4], size=5, seed=5, weights=[0.5, 3, 1.5])
+    blocks = taken(made.blocks(), 9)
+    start = json.loads(json.dumps(blocks[number].start))
+    again = taken(made.blocks(start), 9 - number)
+    assert [places(block) for block in again] == [places(block) for block in blocks[number:]]
+    assert [block.ends_pass for block in again] == [block.ends_pass for block in blocks[number:]]
+
+
+def test_a_source_without_rows_in_a_mixture_is_an_error():
+    with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
+        next(documents([5, 7], size=3, skip=5, weights=[1, 1]).blocks())
 
 
 def test_skip_leaves_out_the_beginning_of_each_pass():

@@ -7,7 +7,7 @@ position of its block in the sources, and its place in the block: resuming reads
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,3 +116,45 @@ class Documents:
         if self._seed is None:
             return documents
         return [documents[place] for place in np.random.default_rng([self._seed, number]).permutation(len(documents))]
+
+
+class MixedDocuments(Documents):
+    """The rows of all sources in the proportion of `weights`, in blocks of `size` rows.
+
+    The next row is that of the source that has given the fewest rows for its weight, so that every stretch of the
+    stream has the same mixture. A source that ends begins again. A pass ends with the block in which the last source
+    has ended.
+    """
+
+    def __init__(
+        self, sources: Callable[[], list[Source]], size: int, seed: int | None, weights: Sequence[float]
+    ) -> None:
+        super().__init__(sources, size, seed)
+        self._weights = weights
+
+    def blocks(self, start: State | None = None) -> Iterator[Block]:
+        """Blocks without end, from the first or from a block's `start` on."""
+        sources = self._open()
+        number, taken, ended = 0, [0] * len(sources), set[int]()
+        if start is not None:
+            number, taken, ended = start["block"], list(start["taken"]), set(start["ended"])
+            for source, state in zip(sources, start["sources"], strict=True):
+                source.restore(state)
+        while True:
+            states = [source.state() for source in sources]
+            before = {"block": number, "taken": list(taken), "ended": sorted(ended), "sources": states}
+            found: list[Document] = []
+            while len(found) < self._size:
+                current = min(range(len(sources)), key=lambda place: (taken[place] + 1) / self._weights[place])
+                row = sources[current].next_row()
+                if row is None:
+                    ended.add(current)
+                    sources[current].begin()
+                    continue
+                taken[current] += 1
+                found.append(Document(current, *row))
+            ends = len(ended) == len(sources)
+            yield Block(before, self._shuffled(found, number), ends)
+            number += 1
+            if ends:
+                ended.clear()

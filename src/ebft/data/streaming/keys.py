@@ -18,6 +18,11 @@ class StreamEntry(Section):
     type: Literal["pretrain", "completion"] = Field(
         "pretrain", description="Both mean type: completion, raw text and the end token."
     )
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None,
+        description="Share of the documents, relative to the other entries, whose documents then alternate; if no "
+        "entry has a weight, each is read to its end before the next.",
+    )
     skip: int = Field(0, ge=0, description="Number of rows at the beginning that are left out.")
     data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(

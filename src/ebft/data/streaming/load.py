@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.load import LoadedRows, load_section_of_tokens
-from ebft.data.streaming.documents import Document, Documents, Source
+from ebft.data.streaming.documents import Document, Documents, MixedDocuments, Source
 from ebft.data.streaming.rows import StreamRows
 from ebft.data.streaming.settings import StreamSettings
 from ebft.data.streaming.sources import open_source
 from ebft.data.tokenise import tokeniser
 
 # Keys of a dataset that determine its documents. Files may have moved, so paths are not compared.
-_SOURCE = ("name", "split", "revision", "field", "skip", "ds_type")
+_SOURCE = ("name", "split", "revision", "field", "skip", "ds_type", "weight")
 
 
 def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
@@ -37,7 +37,13 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
         _tokens(functions, Document(number, *source.next_row()))
     seed = config.seed if config.data_seed is None else config.data_seed
     order = seed if config.shuffle_merged_datasets else None
-    documents = Documents(partial(_sources, config.datasets), config.streaming_multipack_buffer_size, order)
+    open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
+    weights = [entry.weight for entry in config.datasets]
+    if any(weight is not None for weight in weights):
+        shares = [1.0 if weight is None else weight for weight in weights]
+        documents: Documents = MixedDocuments(open_all, size, order, shares)
+    else:
+        documents = Documents(open_all, size, order)
     encode = partial(_tokens, functions)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
