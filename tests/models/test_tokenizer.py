@@ -25,6 +25,46 @@ def test_special_tokens_are_applied_without_a_warning(make_config):
     assert tokenizer.pad_token == "<|pad|>" and tokenizer.pad_token_id == 512
 
 
+@pytest.fixture
+def reserving(tiny_tokenizer_dir, tmp_path):
+    """A folder with a tokenizer that has reserved tokens, special and not, after those of its vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>", "<|reserved_1|>"]})
+    tokenizer.add_tokens(["<plain_0>"])
+    tokenizer.pad_token = "<|end|>"
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_reserved_tokens_get_other_texts(make_config, reserving, tmp_path):
+    before = load_tokenizer(make_config(tokenizer_config=reserving))
+    texts = {"512": "<|think|>", 514: "<note>"}  # JSON has no numbers as keys
+    tokenizer = load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))
+    plain = before("one two")["input_ids"]
+    assert len(tokenizer) == len(before) == 515 and tokenizer("one two")["input_ids"] == plain
+    assert tokenizer("<|think|>one two<note>", add_special_tokens=False)["input_ids"] == [512, *plain[1:], 514]
+    assert tokenizer.decode([512, 513, 514]) == "<|think|><|reserved_1|><note>"
+    assert tokenizer.decode([512, 513, 514], skip_special_tokens=True) == "<note>"
+    assert 512 not in tokenizer("<|reserved_0|>")["input_ids"]
+    assert tokenizer.name_or_path == before.name_or_path and tokenizer.pad_token == "<|end|>"
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").decode([512, 513, 514]) == "<|think|><|reserved_1|><note>"
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ({7: "<a>"}, r"7: not the id of an added token. The added tokens are 514 \(<plain_0>\), 513"),
+        ({0: "<a>"}, "0 is the bos_token of the tokenizer"),
+        ({512: "<a>", 513: "<a>"}, "<a>: the text of more than one token"),
+        ({513: "<plain_0>"}, "'<plain_0>' is the token 514 already"),
+    ],
+)
+def test_tokens_that_cannot_get_another_text(make_config, reserving, texts, message):
+    with pytest.raises(ModelError, match=f"added_tokens_overrides: {message}"):
+        load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))
+
+
 def test_missing_folder_says_what_was_assumed(make_config):
     with pytest.raises(ModelError, match="base_model: the local path './nowhere' does not exist"):
         load_tokenizer(make_config(base_model="./nowhere"))

@@ -58,6 +58,11 @@ class ModelKeys(Section):
     tokens: list[NotBlank] | None = Field(
         None, description="Tokens to add to the vocabulary; new embeddings are appended to the model's."
     )
+    added_tokens_overrides: dict[Annotated[int, Field(ge=0)], NotBlank] | None = Field(
+        None,
+        description="Other texts for tokens that the tokenizer reserves, by id: the embeddings keep their number. "
+        "Tokens that are special stay special.",
+    )
     resize_token_embeddings_to_32x: bool = Field(
         False, description="Resize the embeddings to a multiple of 32, at least the size of the vocabulary."
     )
@@ -108,6 +113,14 @@ class ModelKeys(Section):
     )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
+
+    @field_validator("added_tokens_overrides", mode="before")
+    @classmethod
+    def _ids_as_numbers(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        is_number = lambda key: isinstance(key, str) and key.isascii() and key.isdigit()  # keys of JSON are strings
+        return {int(key) if is_number(key) else key: text for key, text in value.items()}
 
 
 class PrecisionKeys(Section):

@@ -12,6 +12,7 @@ from ebft.errors import ModelError
 from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_tokenizer
+from ebft.models.token_overrides import with_overrides
 from ebft.paths import exists
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
 
-    `special_tokens` that are not in the vocabulary are added to it (`load_model` resizes the embeddings). Without a
-    padding token, the end-of-sequence token is used, with a warning. Raises ModelError if there is no tokenizer.
+    `added_tokens_overrides` replaces texts of added tokens. `special_tokens` that are not in the vocabulary are added
+    to it (`load_model` resizes the embeddings). Without a padding token, the end-of-sequence token is used, with a
+    warning. Raises ModelError if there is no tokenizer.
     """
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
     name = find_model(config.tokenizer_config, key) if config.tokenizer_config else find_base_model(config)
@@ -33,6 +35,8 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
     except Exception as error:  # the files may contain anything
         _check_config(config, name, key)
         raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {explained(error)}") from error
+    if config.added_tokens_overrides:
+        tokenizer = with_overrides(tokenizer, config.added_tokens_overrides)
     special = config.special_tokens.model_dump(exclude_none=True)
     if special:
         tokenizer.add_special_tokens(special)

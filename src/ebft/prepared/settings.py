@@ -18,7 +18,7 @@ _REASONS = {
     "the tokenizer's files are compared": """
         base_model gguf_file base_model_config revision_of_model tokenizer_config trust_remote_code chat_template
         special_tokens.pad_token special_tokens.eos_token special_tokens.bos_token special_tokens.unk_token
-        special_tokens.additional_special_tokens tokens chat_template_jinja
+        special_tokens.additional_special_tokens tokens added_tokens_overrides chat_template_jinja
         model_type tokenizer_type is_llama_derived_model""",
     "it only affects the model": """
         torch_dtype device_map load_in_4bit load_in_8bit bf16 fp16 tf32
@@ -48,7 +48,7 @@ _REASONS = {
         pretrain_multipack_attn pretraining_dataset.path pretraining_dataset.name pretraining_dataset.split
         pretraining_dataset.text_column pretraining_dataset.type pretraining_dataset.skip
         pretraining_dataset.data_files pretraining_dataset.ds_type pretraining_dataset.revision
-        pretraining_dataset.trust_remote_code""",
+        pretraining_dataset.trust_remote_code pretraining_dataset.weight""",
     "it only affects how fast rows are prepared": "dataset_num_proc",
     "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
     "it only affects memory and processes": """
