@@ -12,7 +12,7 @@ from tests.config.carried.configs import COMMON_LINES, CONFIGS
 # The configs that do not load, and what the message says.
 REFUSED = {
     "llama-3 relora": "relora is not supported: ReLoRA merges the adapter",
-    "llama-3 loftq": "peft is not supported: LoftQ moves",
+    "llama-3 loftq": "peft is not supported: LoftQ replaces",
     "llama-3 context parallel": "context_parallel_size: 4 is not supported: sequences are not split",
     "llama-3 vision": "processor_type is not supported: models are trained on text only",
 }

@@ -183,3 +183,22 @@ def test_a_chat_template_of_the_datasets(make):
         make(datasets=entries, chat_template="llama3")
     with pytest.raises(ConfigError, match=r"datasets.1.chat_template: 'llama3' differs from 'chatml'"):
         make(datasets=[entries[0], {**entries[1], "chat_template": "llama3"}])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"rl": "dpo", "excess_length_strategy": "truncate"},
+            "truncate is not supported with .*always drop. Remove it",
+        ),
+        ({**PROMPTS, "excess_length_strategy": "raise"}, "raise is not supported with .*always drop. Remove it"),
+        (
+            {"rl": None, "process_reward_model": True, "excess_length_strategy": "drop"},
+            "where it is always truncate. Remove it",
+        ),
+    ],
+)
+def test_strategies_for_long_rows_that_a_method_does_not_have(make, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**keys)

@@ -96,6 +96,10 @@ def test_the_older_name_of_the_buffer():
             {"pretraining_dataset": {**ENTRY, "weight": 0}},
             "weight: invalid value 0; expected a value above",
         ),
+        (
+            {"pretraining_dataset": ENTRY, "excess_length_strategy": "drop"},
+            "excess_length_strategy is not supported with",
+        ),
         ({"pretraining_dataset": ENTRY, "dispatch_batches": True}, "dispatch_batches is not supported"),
     ],
 )

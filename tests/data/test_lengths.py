@@ -11,6 +11,7 @@ from ebft.data.lengths import (
     PROMPT_TOO_LONG,
     SPLIT,
     TAIL,
+    TOO_LONG,
     TOO_SHORT,
     TRUNCATED,
     cut_and_drop,
@@ -32,9 +33,8 @@ def cut(config, *rows):
         for length, prompt in rows
     ]
     counts = RowCounts()
-    kept = cut_and_drop(
-        Dataset.from_list(table, features=FEATURES), config.sequence_len, config.required_rows.block, counts
-    )
+    rows, too_long = Dataset.from_list(table, features=FEATURES), config.excess_length_strategy
+    kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
     return [len(ids) for ids in kept["input_ids"]], {reason: count for reason, count in counts.items() if count}
 
 
@@ -79,6 +79,22 @@ def test_strided_rows(config, row, kept, counts):
 )
 def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, counts):
     assert cut(make_config("unused", sequence_len=12, rl=None, ebft=None), row) == (kept, counts)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "row", "kept", "counts"),
+    [
+        ("truncate", (30, 0), [12], {TRUNCATED: 1}),
+        ("truncate", (20, 7), [12], {TRUNCATED: 1}),
+        ("truncate", (12, 0), [12], {}),
+        ("drop", (30, 0), [], {TOO_LONG: 1}),
+        ("drop", (13, 7), [], {TOO_LONG: 1}),
+        ("drop", (12, 7), [12], {}),
+    ],
+)
+def test_a_strategy_for_long_rows(make_config, strategy, row, kept, counts):
+    config = make_config("unused", sequence_len=12, rl=None, ebft=None, excess_length_strategy=strategy)
+    assert cut(config, row) == (kept, counts)
 
 
 def test_rule_is_the_layouts(config):

@@ -3,6 +3,7 @@
 import pytest
 
 from ebft.data.load import load_datasets
+from ebft.data.prompts import load_prompt_rows
 from ebft.errors import DataError
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
@@ -132,3 +133,39 @@ def test_plain_fine_tuning_keeps_short_rows(make_config, write_jsonl, tokenizer)
     path = write_jsonl([{"text": "hi"}])
     train, _ = load_datasets(make_config(path, "completion", rl=None, ebft=None), tokenizer)
     assert train[0]["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_a_long_row_stops_the_run_if_it_should(make_config, write_jsonl, tokenizer):
+    first, second = write_jsonl([{"text": TEXT}], "a.jsonl"), write_jsonl([{"text": ""}, {"text": TEXT * 6}], "b.jsonl")
+    entries = [{"path": str(path), "type": "completion"} for path in (first, second)]
+    keys = {"rl": None, "ebft": None, "datasets": entries}
+    config = make_config("unused", **keys, excess_length_strategy="raise")
+    with pytest.raises(DataError, match=r"b.jsonl, train: row 1 has more than sequence_len: 64 tokens, and so have 0"):
+        load_datasets(config, tokenizer)
+    assert len(load_datasets(make_config("unused", **keys, excess_length_strategy="drop"), tokenizer)[0]) == 1
+
+
+def test_repeated_rows_are_dropped_before_any_are_held_out(make_config, write_jsonl, tokenizer, capsys):
+    texts = [f"{TEXT} {number % 6}" for number in range(24)]
+    first, second = (
+        write_jsonl([{"text": text} for text in texts], "a.jsonl"),
+        write_jsonl([{"text": texts[0]}], "b.jsonl"),
+    )
+    entries = [{"path": str(path), "type": "ebft_pretrain.transform"} for path in (first, second)]
+    keys = {"datasets": entries, "val_set_size": 0.3, "dataset_exact_deduplication": True}
+    train, evaluation = load_datasets(make_config("unused", **keys, seed=5), tokenizer)
+    assert sorted(map(tuple, [*train["input_ids"], *evaluation["input_ids"]])) == sorted(
+        {tuple(tokenizer(text)["input_ids"]) for text in texts}
+    )
+    assert "dropped 19 equal to an earlier row (for example" in capsys.readouterr().err
+
+
+def test_rows_of_prompts_are_compared_by_all_that_they_contain(make_config, write_jsonl, tokenizer):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}, {"prompt": "a", "completion": "b"}]
+    config = make_config(
+        write_jsonl(rows),
+        "ebft_strided_structured.transform_prompts",
+        ebft={"mode": "structured"},
+        dataset_exact_deduplication=True,
+    )
+    assert sorted(load_prompt_rows(config, tokenizer).train["ground_truth"]) == ["b", "c"]

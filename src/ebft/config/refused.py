@@ -12,8 +12,8 @@ def _same(reason: str, *names: str) -> dict[str, str]:
 
 _TEXT_ONLY = "models are trained on text only. Remove it"
 _RELORA = (
-    "ReLoRA merges the adapter into the base weights during training, but features come from the unchanged base "
-    "model. Remove it, or train all weights"
+    "ReLoRA merges the adapter into the base weights during training, so that the result is not an adapter of "
+    "base_model. Remove it, or train all weights"
 )
 
 REFUSED: dict[str, str] = {
@@ -30,7 +30,7 @@ REFUSED: dict[str, str] = {
         "jagged_restart_warmup_steps",
         "jagged_restart_anneal_steps",
     ),
-    "peft": "LoftQ moves a part of the base weights into the adapter, but features come from the unchanged base model. "
+    "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of base_model. "
     "Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
     "lora_target_linear_modules": "set lora_target_modules",
@@ -44,16 +44,13 @@ REFUSED: dict[str, str] = {
     "float16": "set fp16: true, or bf16: true on GPUs that support it",
     "overrides_of_model_kwargs": "edit a copy of config.json, and name its folder in base_model_config",
     "rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
-    "added_tokens_overrides": "it rewrites the tokenizer's files. List new tokens in tokens",
     "fix_untrained_tokens": "it changes the base weights before training. List new tokens in tokens",
     # Attention
     "s2_attention": "shifted sparse attention differs from the model's own attention. Remove it",
     "sage_attention": "quantised attention differs from the model's own attention. Set attn_implementation: sdpa",
     # Data
     "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
-    "dataset_exact_deduplication": "remove repeated rows from the files",
     "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
-    "excess_length_strategy": "rows of tokens that are too long are cut, and prompts are dropped. Remove it",
     "use_pose": "positions are those of the document. Remove it",
     "dispatch_batches": "every process reads the whole stream. Remove it",
     "split_batches": "micro_batch_size is that of a process. Remove it",

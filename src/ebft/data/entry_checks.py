@@ -56,8 +56,20 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         labels = [key for key in LABELS if _is_set(entry, key)]
         if config.train_on_inputs and labels:
             yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
+    yield from _strategy(config)
     if config.train_on_inputs and config.roles_to_train not in (None, ["assistant"]):
         yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one of them."
+
+
+def _strategy(config: DataSettings) -> Iterator[str]:
+    """Rows that are not tokens are never cut, and steps always are."""
+    required, given = config.required_rows, config.excess_length_strategy
+    only = {"tokens": None, "steps": "truncate"}.get(required.kind, "drop")
+    if given is not None and only is not None and given != only:
+        yield (
+            f"excess_length_strategy: {given} is not supported with {required.method}, where it is always {only}. "
+            "Remove it."
+        )
 
 
 def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:

@@ -329,6 +329,17 @@ class DataKeys(Section):
         description="Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with "
         "their reference are dropped.",
     )
+    excess_length_strategy: Literal["truncate", "drop", "raise"] | None = Field(
+        None,
+        description="SFT and strided mode: what happens to rows of more than sequence_len tokens: truncate keeps their "
+        "beginning, drop none of them, and raise stops the run. If unset, text without a prompt is cut into windows, "
+        "and other rows are truncated.",
+    )
+    dataset_exact_deduplication: bool = Field(
+        False,
+        description="Drop rows that are equal to an earlier row after the transform, before documents are held out; "
+        "the rows of test_datasets are compared among themselves.",
+    )
     sample_packing: bool = Field(
         False,
         description="Strided mode and SFT: pack several short documents into one row of up to sequence_len tokens, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 EMPTY = "without text"
 NO_REFERENCE = "without a reference"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
+TOO_LONG = "longer than sequence_len"
+REPEATED = "equal to an earlier row"
 TOO_SHORT = "too short for one block"
 TAIL = "ends of long documents too short for one block"
 ONE_TOKEN = "with a single token"
@@ -39,6 +43,7 @@ DROPPED = (
     REFERENCE_TOO_LONG,
     NO_COMPLETION,
     COMPLETION_TOO_LONG,
+    TOO_LONG,
     TOO_SHORT,
     TAIL,
     ONE_TOKEN,
@@ -46,6 +51,7 @@ DROPPED = (
     NO_REPLY,
     REPLY_TOO_LONG,
     NO_STEP,
+    REPEATED,
 )
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
@@ -58,13 +64,16 @@ def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
     return first + ebft.generate_max_len <= length
 
 
-def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: RowCounts) -> Dataset:
+def cut_and_drop(
+    rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: RowCounts, too_long: str | None = None
+) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
-    Text without a prompt is cut into consecutive windows; rows with a prompt are truncated. Rows without room for
+    `too_long` is the value of `excess_length_strategy`; if None, text without a prompt is cut into consecutive windows,
+    and rows with a prompt are truncated; "raise" drops them, for the caller to raise an error. Rows without room for
     `block` are dropped, or those without a token to predict if it is None.
     """
-    step = _Cutter(sequence_len, block)  # it counts rows, so this runs in one process
+    step = _Cutter(sequence_len, block, too_long)  # it counts rows, so this runs in one process
     kept = rows.map(
         step,
         batched=True,
@@ -82,8 +91,8 @@ def cut_and_drop(rows: Dataset, sequence_len: int, block: EBFTSection | None, co
 class _Cutter:
     """A batched map function that counts cut and dropped rows."""
 
-    def __init__(self, sequence_len: int, block: EBFTSection | None) -> None:
-        self.sequence_len, self.block = sequence_len, block
+    def __init__(self, sequence_len: int, block: EBFTSection | None, too_long: str | None) -> None:
+        self.sequence_len, self.block, self.strategy = sequence_len, block, too_long
         self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if self.block is None else (TOO_SHORT, TAIL)
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
@@ -111,8 +120,11 @@ class _Cutter:
             return self._drop(row, EMPTY)
         if prompt_length >= length or not _learns(row["labels"]):
             return self._drop(row, NO_REFERENCE)
-        if length > self.sequence_len and prompt_length == 0:
-            return self._windows(row)
+        if length > self.sequence_len:
+            if self.strategy in ("drop", "raise"):
+                return self._drop(row, TOO_LONG)
+            if self.strategy is None and prompt_length == 0:
+                return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
         if not self.fits(len(cut["input_ids"]), prompt_length) or (self.needs_labels and not _learns(cut["labels"])):
             return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
@@ -146,6 +158,23 @@ def _learns(labels: list[int]) -> bool:
 
 def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     return {**row, "input_ids": row["input_ids"][start:stop], "labels": row["labels"][start:stop]}
+
+
+def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
+    """The rows without those that are equal to an earlier one in all columns but `document`, which are counted."""
+    seen: set[bytes] = set()
+    kept: list[int] = []
+    dropped: list[int] = []
+    for number, row in enumerate(rows):
+        document = row.pop("document")
+        digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).digest()
+        (dropped if digest in seen else kept).append(document if digest in seen else number)
+        seen.add(digest)
+    if not dropped:
+        return rows
+    counts[REPEATED] += len(dropped)
+    counts.note(REPEATED, dropped)
+    return rows.select(kept)
 
 
 def token_counts(rows: Any) -> list[int]:

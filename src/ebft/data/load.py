@@ -10,7 +10,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import cut_and_drop
+from ebft.data.lengths import TOO_LONG, cut_and_drop, without_repeated
 from ebft.data.report import RowCounts, SectionReport, report
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
@@ -61,7 +61,7 @@ def load_section_of_tokens(
 ) -> tuple[Dataset, SectionReport]:
     """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
     load_entry = token_rows(config, tokenizer)
-    found = _load_section(getattr(config, section), section, load_entry, hint(config))
+    found = _load_section(config, section, load_entry, hint(config))
     return found.rows.remove_columns("document"), found.report
 
 
@@ -70,7 +70,16 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         rows = tokenise(raw, entry, config, tokenizer, first_document)
-        return cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts)
+        too_long = config.excess_length_strategy
+        kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
+        if too_long == "raise" and counts[TOO_LONG]:
+            row = counts.documents[TOO_LONG][0] - first_document
+            raise DataError(
+                f"{entry.path}, {entry.split}: row {row} has more than sequence_len: {config.sequence_len} tokens, and "
+                f"so have {counts[TOO_LONG] - 1} others (excess_length_strategy: raise). Increase sequence_len, or set "
+                "excess_length_strategy to drop or truncate."
+            )
+        return kept
 
     return load_entry
 
@@ -81,10 +90,10 @@ def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> Loa
     Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
     `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
     """
-    train, of_train, firsts = _load_section(config.datasets, "datasets", load_entry, hint)
+    train, of_train, firsts = _load_section(config, "datasets", load_entry, hint)
     evaluation, reports = None, [of_train]
     if config.test_datasets:
-        evaluation, of_evaluation, _ = _load_section(config.test_datasets, "test_datasets", load_entry, hint)
+        evaluation, of_evaluation, _ = _load_section(config, "test_datasets", load_entry, hint)
         reports.append(of_evaluation)
     elif config.val_set_size:
         train, evaluation = _hold_out(train, of_train.documents, config)
@@ -101,22 +110,25 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str
     Raises DataError if the config holds no data out.
     """
     if config.test_datasets:
-        return _load_section(config.test_datasets, "test_datasets", load_entry, hint).rows
+        return _load_section(config, "test_datasets", load_entry, hint).rows
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    found = _load_section(config.datasets, "datasets", load_entry, hint)
+    found = _load_section(config, "datasets", load_entry, hint)
     return _hold_out(found.rows, found.report.documents, config)[1]
 
 
-def _load_section(entries: list, section: str, load_entry: LoadEntry, hint: str) -> Section:
+def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hint: str) -> Section:
     """The usable rows of all entries, and the report of all documents, usable or not."""
     parts, counts, documents, sources = [], RowCounts(), 0, []
+    entries = getattr(config, section)
     for entry in entries:
         raw = read_source(entry)
         sources.append((f"{entry.path}, {entry.split}", documents))
         parts.append(load_entry(entry, raw, documents, counts))
         documents += len(raw)
     joined = concatenate_datasets(parts)
+    if config.dataset_exact_deduplication:
+        joined = without_repeated(joined, counts)
     found = report(section, documents, len(joined), counts, sources)
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
