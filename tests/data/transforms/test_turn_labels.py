@@ -65,6 +65,14 @@ def trained(tokenizer):
 PROMPT = "system Be brief END user Hi END assistant"
 
 
+@pytest.mark.parametrize("empty", [{"role": "assistant", "content": " "}, {"role": "assistant", "content": None}])
+def test_empty_replies_at_the_end_do_not_drop_the_turns_before(trained, empty):
+    whole = trained(CHAT)
+    assert trained([*CHAT, empty]) == whole and "[Goodbye]" in whole
+    assert trained([*CHAT, empty, CHAT[5], empty]) == whole
+    assert trained([*CHAT[:2], empty]) == trained(CHAT[:2])
+
+
 def test_a_single_turn(trained):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert trained(chat) == "user Hi END assistant [Hello] [END]"

@@ -49,6 +49,8 @@ def chat_transform(
         if not messages:
             return segments_row([([], False)], False)
         turns = turns_of(messages)
+        if labels is not None:
+            turns = _up_to_a_text(messages, turns)
         last = messages[turns[-1]] if turns else None
         last = with_reply(last) if last is not None and with_reply is not None else last
         asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
@@ -70,13 +72,22 @@ def chat_transform(
     return transform_fn, {"remove_columns": "__all__"}
 
 
+def _up_to_a_text(messages: list[Message], turns: list[int]) -> list[int]:
+    """The turns without those at the end that neither say anything nor call a tool: the model does not learn them."""
+    said = [place for place, turn in enumerate(turns) if _says(messages[turn]) or messages[turn].get("tool_calls")]
+    return turns[: said[-1] + 1] if said else []
+
+
+def _says(message: Message) -> bool:
+    return bool(str(message.get("content") or "").strip())
+
+
 def _up_to(messages: list[Message], turns: list[int], last: Message | None, with_calls: bool) -> list[Message]:
     """The messages up to the last turn that is trained on, empty if there is none or it has no text.
 
     A turn that only calls tools counts if `with_calls`; it cannot be compared with a reference.
     """
-    says = last is not None and bool(str(last.get("content") or "").strip())
-    if last is None or not (says or (with_calls and last.get("tool_calls"))):
+    if last is None or not (_says(last) or (with_calls and last.get("tool_calls"))):
         return []
     return [*messages[: turns[-1]], last]
 
