@@ -316,7 +316,9 @@ COMPARED = {"chosen": [TURNS[0], ANSWERS[0]], "rejected": [TURNS[0], ANSWERS[1]]
 PREFERENCES = {
     "dpo": COMPARED,
     "kto": {"prompt": TURNS[:1], "completion": ANSWERS[:1], "label": True},
+    "ipo": COMPARED,
     "orpo": COMPARED,
+    "simpo": COMPARED,
 }
 ROWS = {
     **PREFERENCES,
@@ -375,7 +377,7 @@ def stream_of(text):
 
 def train_example(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
     """Train the config `path` for two steps on a tiny model and rows like its data."""
-    is_structured = path.stem.startswith(("structured", "grpo"))
+    is_structured = path.stem.startswith(("structured", "grpo", "gdpo"))
     if path.stem == "reward_model":
         overrides = ["chat_template=chatml", "sequence_len=120"]
     if is_structured or path.stem in ROWS:
