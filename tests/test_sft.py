@@ -1,5 +1,6 @@
 """The SFT trainer with the cross-entropy in chunks logs what the model's own loss gives, in training and evaluation."""
 
+from functools import wraps
 from unittest.mock import patch
 
 import pytest
@@ -67,6 +68,29 @@ def test_a_run_logs_the_same_with_the_loss_in_chunks(changes, tmp_path, monkeypa
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance / 10)
 
 
+@pytest.mark.parametrize("chunked", [None, False])
+def test_chunks_that_differ_from_the_logits_of_the_model_stop_the_run(chunked, tmp_path):
+    """A model that scales logits by their position, which the head does not know."""
+    model = tiny_model()
+    own = type(model).forward
+
+    @wraps(own)
+    def scaled(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits * torch.arange(1, output.logits.shape[1] + 1)[:, None]
+        return output
+
+    with patch.object(type(model), "forward", scaled):
+        args, collator = plain_trainer(tmp_path, model).args, DocumentCollator(0, with_prompt_length=False)
+        trainer = SFTTrainer(model, args, collator, train_dataset=rows(4), chunked_cross_entropy=chunked)
+        if chunked is False:
+            assert trainer.train().global_step == args.max_steps
+        else:
+            assert trainer.is_in_chunks
+            with pytest.raises(ModelError, match="log-probabilities in chunks differ .*chunked_cross_entropy: false"):
+                trainer.train()
+
+
 @pytest.mark.slow
 def test_a_compiled_run_logs_the_same_with_the_models_own_loss(tmp_path):
     found, trainer = logged(tmp_path, None, torch_compile=True, torch_compile_backend="aot_eager")
@@ -84,6 +108,7 @@ def test_evaluation_does_not_compute_the_logits_of_padding(tmp_path):
         DocumentCollator(0, with_prompt_length=False),
         eval_dataset=rows(5),
     )
+    trainer.evaluate()  # compares the chunks with all logits of a few tokens once
     seen = []
     trainer.model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits.numel() // 37))
     trainer.evaluate()

@@ -31,7 +31,7 @@ from ebft.packed import (
     model_inputs,
     needs_one_row,
 )
-from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
+from ebft.prefix.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
 from ebft.prefix.policy import take_programs
 from ebft.scores import perplexities
 
@@ -74,6 +74,7 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, WeighsRouterLoss, OverTrainer):
         if chunked_cross_entropy and why_not is not None:
             raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
         self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None
+        self._checks_chunks = self.is_in_chunks
         if self.is_in_chunks:
             keep_output_dtype(self.accelerator)
             take_programs(self.model)
@@ -153,7 +154,13 @@ class SFTTrainer(CountsBudget, StopOnNonFinite, WeighsRouterLoss, OverTrainer):
         return loss.detach(), None, None
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
-        """Compare packed with separate documents before their first batch, when the model is placed and sharded."""
+        """Compare chunks with the model's own logits before the first batch, when the model is placed and sharded, and
+        packed with separate documents before the first batch of them.
+        """
+        if self._checks_chunks:
+            with self.accelerator.autocast():
+                check_chunks(model, unwrap_adapter(self.model))
+            self._checks_chunks = False
         if not self._is_unchecked or not (self._flattens or "position_ids" in inputs):
             return
         check_layers(self.model)

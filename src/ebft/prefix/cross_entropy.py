@@ -17,14 +17,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.models.causal_lm import backbone_name, backbone_of
+from ebft.models.causal_lm import backbone_name, backbone_of, evaluating
 from ebft.models.sharding import is_sharded
+from ebft.prefix.agreement import compare
 from ebft.prefix.logp_gradients import grad_of_logits
 from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.policy import head_of, run_wrapped
 from ebft.prefix.softmax import Softmax, slices, tiles
 
 _LOSS_TYPES = (None, "ForCausalLM")
+_CHECKED = (2, 9)  # rows and tokens that are compared with the model's own logits
 
 
 def why_not_in_chunks(causal_lm: PreTrainedModel) -> str | None:
@@ -74,6 +76,20 @@ def token_cross_entropies(model: nn.Module, inputs: dict[str, Tensor], targets: 
         return torch.zeros(targets.shape, device=losses.device).masked_scatter_(scored[..., None], losses)
 
     return run_wrapped(model, forward)
+
+
+def check_chunks(model: nn.Module, causal_lm: PreTrainedModel) -> None:
+    """Raise ModelError if the cross-entropies in chunks are not those of the model's own logits, on a few tokens.
+
+    `model` is `causal_lm` as it is wrapped for training; with several processes, all of them must call this.
+    """
+    vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, _CHECKED, generator=generator).to(causal_lm.device)
+    inputs, targets = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids[:, 1:, None]
+    with evaluating(model):
+        expected = model(**inputs, use_cache=False).logits[:, :-1].float().log_softmax(-1).gather(-1, targets)
+        ours = -token_cross_entropies(model, inputs, targets, torch.ones_like(ids[:, 1:], dtype=torch.bool))
+    compare(causal_lm, "log-probabilities in chunks", (ours - expected).abs(), "Set chunked_cross_entropy: false.")
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
