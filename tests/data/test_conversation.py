@@ -43,7 +43,7 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):  # noqa: F811
     renderer = Renderer(chat_tokenizer)
     end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
     assert renderer.end_ids() == {end, eos}
-    assert renderer.reference_ids("yes<|im_end|>") == renderer.reference_ids("yes")
+    assert renderer.reference_ids("yes<|im_end|>", "a") == renderer.reference_ids("yes", "a")
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
     assert (renderer.end_id(PROMPT), renderer.end_id("text")) == (end, eos)
 

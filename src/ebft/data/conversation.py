@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.joined import ids_after
+from ebft.data.joined import adds_space, ids_after
 from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
 
@@ -79,7 +79,7 @@ class Renderer:
         return self._rendered[key]
 
     def _conversation(self, prompt: Prompt, ground_truth: str, remaining_turns: list[Message]) -> Conversation:
-        turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth))]
+        turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth, prompt))]
         before, reply = prompt, ground_truth  # what the newest reply is given, and its reference
         between: list[Message] = []
         for message in _clean(remaining_turns):
@@ -91,8 +91,9 @@ class Renderer:
                     "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
                 )
             reference = _text(message.get("content"))
-            turns.append(Turn(self.gap_ids(before, between), reference, self.reference_ids(reference)))
+            gap = self.gap_ids(before, between)
             before, reply = [*before, {"role": "assistant", "content": reply}, *between], reference
+            turns.append(Turn(gap, reference, self.reference_ids(reference, before)))
             between = []
         return Conversation(turns)
 
@@ -111,10 +112,28 @@ class Renderer:
             raise DataError("cannot sample from an empty prompt. Provide a prompt, or use a tokenizer with a BOS token")
         return list(ids)
 
-    def reference_ids(self, text: str) -> list[int]:
-        """Ids of a reference, without special tokens and without a terminating end-of-turn token."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return without_end(list(ids), self.end_ids())
+    def reference_ids(self, text: str, prompt: Prompt) -> list[int]:
+        """Ids of a reference after `prompt`, without special tokens and without a terminating end-of-turn token.
+
+        They are those of the text alone, unless the tokenizer adds a space to it.
+        """
+        before, lead = self._before_reply(prompt) if text and self._adds_space else ("", "")
+        return without_end(ids_after(self.tokenizer, before, lead + text), self.end_ids())
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return adds_space(self.tokenizer)
+
+    def _before_reply(self, prompt: Prompt) -> tuple[str, str]:
+        """The text of a prompt, and the white space that the chat template puts between it and a reply."""
+        if isinstance(prompt, str):
+            return prompt, ""
+        messages = _clean(prompt)
+        before = self._apply(messages, tokenize=False)
+        reply = {"role": "assistant", "content": _REPLY}
+        whole = self._apply([*messages, reply], tokenize=False, add_generation_prompt=False)
+        lead = whole[len(before) :].partition(_REPLY)[0] if whole.startswith(before) else ""
+        return before, lead if lead.isspace() else ""
 
     def gap_ids(self, before: Prompt, messages: list[Message]) -> list[int]:
         """Ids between a reply to `before` and the next one: its end of turn, `messages`, the generation prompt."""

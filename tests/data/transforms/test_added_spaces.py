@@ -90,3 +90,20 @@ def test_ids_between_two_replies(scheme):
     whole = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
     before = tokenizer("[]\nb</s>\n[]\nc", add_special_tokens=False)["input_ids"]
     assert whole == before + gap
+
+
+@SPACE
+@pytest.mark.parametrize("template", [TEMPLATE, LINES])
+def test_references_have_the_ids_of_the_whole_chat(scheme, template):
+    tokenizer = space_tokenizer(scheme, template)
+    conversation = Renderer(tokenizer).conversation(CHAT[:1], "c", CHAT[2:])
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    ours = [*conversation.prompt_ids, *conversation.reference_ids]
+    assert whole[: len(ours)] == ours and tokenizer.eos_token_id in whole[len(ours) :]
+
+
+@SPACE
+def test_a_reference_continues_a_prompt_of_text(scheme):
+    tokenizer = space_tokenizer(scheme)
+    shown_ids = lambda *texts: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).reference_ids(*texts))
+    assert shown_ids("c b", "b\n") == ["c", "▁b"] and shown_ids(" c", "b") == ["▁c"]
