@@ -57,7 +57,10 @@ def load(path, type, tokenizer, method, **keys):
     if config.method.rows == "prompts":
         parts = load_prompts(config, tokenizer)
         return [
-            [(renderer.prompt_ids(row["prompt"]), renderer.reference_ids(row["ground_truth"], row["prompt"])) for row in rows or []]
+            [
+                (renderer.prompt_ids(row["prompt"]), renderer.reference_ids(row["ground_truth"], row["prompt"]))
+                for row in rows or []
+            ]
             for rows in parts
         ]
     parts = load_datasets(config, tokenizer)

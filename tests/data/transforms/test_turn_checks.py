@@ -48,6 +48,14 @@ def test_an_omitted_content(type):
         rows(OMITS, CHAT, type=type)
 
 
+def test_text_beside_a_call_that_the_template_leaves_out():
+    drops = CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+    both = [CHAT[0], {**CALLING[1], "content": "Let me add."}]
+    (warning,) = warned(drops, both, count=3)
+    assert "leaves out the text of turns that also call tools (for example 'Let me add.')" in warning
+    assert warned(CALLS, both) == [] and warned(drops, CALLING) == []
+
+
 @pytest.mark.parametrize("change", ["{{ m.content | upper }}", "{{ m.content | replace('l', 'L') }}"])
 def test_a_changed_content_is_not_omitted(change):
     assert rows(TALK.replace("{{ m.content }}", change), CHAT)[0].upper() == "HELLO<|IM_END|>\n"

@@ -12,12 +12,16 @@ from ebft.errors import DataError
 
 
 class TurnChecks:
-    """Raises DataError for turns that the template omits; warns once of tools and of ends of turns that it omits."""
+    """Raises DataError for turns that the template omits.
+
+    Warns once each of descriptions of tools, of texts beside calls, and of ends of turns that it omits.
+    """
 
     def __init__(self, template: str, with_ends: bool) -> None:
         self.template, self.with_ends = template, with_ends
         self._tools_checked = False
         self._warned = False
+        self._warned_of_text = False
 
     def check(self, found: Places, parts: list[Part], tools: list[Any] | None, render: Callable[..., str]) -> None:
         """Check the parts of a chat with the descriptions of `tools`; `render` renders chats without tools."""
@@ -39,6 +43,13 @@ class TurnChecks:
         says = not answer or answer in text or found.shows_content(index)
         if not (found.shows_calls(index) if calls else says):
             raise DataError(found.omission(index))
+        if calls and not says and not self._warned_of_text:
+            self._warned_of_text = True
+            warnings.warn(
+                f"chat template {self.template} leaves out the text of turns that also call tools (for example "
+                f"{answer!r:.60}), so it is not trained on. Use a chat_template that renders both.",
+                stacklevel=2,
+            )
         ends = not answer or calls or not text.rstrip().endswith(answer)
         if message["role"] == "assistant" and self.with_ends and not ends and not self._warned:
             self._warned = True
