@@ -34,7 +34,7 @@ VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
         ({**LORA, "unfrozen_parameters": ["lm_head"]}, "lora_modules_to_save trains modules in addition"),
         ({"unfrozen_parameters": ["lm_head.weight$[:128]"]}, "selects rows of a parameter"),
         ({"unfrozen_parameters": ["(lm_head"]}, "is not a valid regular expression"),
-        ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft is not supported: LoftQ moves a part of the base"),
+        ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft is not supported: LoftQ replaces the base weights"),
         ({"relora_steps": 100}, "relora_steps is not supported: ReLoRA merges"),
     ],
 )
