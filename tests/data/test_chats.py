@@ -139,7 +139,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"ty
         ({"tools": None}, None),
         ({"tools": []}, None),
         ({"tools": [TOOL]}, [TOOL]),
-        ({"tools": [{**TOOL, "strict": None}]}, [TOOL]),
+        ({"tools": [{**TOOL, "strict": None}]}, [{**TOOL, "strict": None}]),
         ({"tools": '[{"type": "function"}]'}, [{"type": "function"}]),
     ],
 )

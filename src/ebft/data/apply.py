@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import RAISED, what_happened
+from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError, cause
@@ -58,7 +59,8 @@ def apply_transform(
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
-    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document)
+    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None))
+    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
         "with_indices": True,
@@ -117,13 +119,18 @@ class _Step:
         check: Check,
         fields: list[str],
         first_document: int,
+        clean: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> None:
         self.name, self.transform_fn, self.tokenizer = name, transform_fn, tokenizer
         self.removed, self.check, self.fields, self.first_document = removed, check, fields, first_document
+        self.clean = clean
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
         where = f"{self.name}, row {index}"
-        return {**self.check(self._call(example, where), where), "document": self.first_document + index}
+        return {
+            **self.check(self._call(self.clean(dict(example)), where), where),
+            "document": self.first_document + index,
+        }
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""

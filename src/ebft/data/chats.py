@@ -135,14 +135,7 @@ def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
             f"column {entry.field_tools!r} (field_tools) must contain a list of tool descriptions or JSON text of one, "
             f"got {found!r:.60}. Correct it, or set field_tools to another column."
         )
-    return _without_missing(found)
-
-
-def _without_missing(value: Any) -> Any:
-    """The value without keys that are None: Arrow adds the keys of all rows to each."""
-    if isinstance(value, Mapping):
-        return {key: _without_missing(item) for key, item in value.items() if item is not None}
-    return [_without_missing(item) for item in value] if isinstance(value, list) else value
+    return found
 
 
 def _value_at(example: dict[str, Any], path: str) -> Any:

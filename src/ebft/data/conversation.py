@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.added_keys import without_missing
 from ebft.data.joined import adds_space, ids_after
 from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
@@ -213,7 +214,11 @@ def end_length(lead_ids: list[int], end_ids: Collection[int]) -> int:
 
 def _clean(messages: Iterable[Message]) -> list[Message]:
     """Messages without keys that are None: Arrow adds the keys of all messages, and templates check for presence."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    present = ({key: value for key, value in message.items() if value is not None} for message in messages)
+    return [
+        message | {"tool_calls": without_missing(message["tool_calls"])} if "tool_calls" in message else message
+        for message in present
+    ]
 
 
 def _text(content: Any) -> str:

@@ -1,0 +1,73 @@
+"""Keys that Arrow adds to tool calls are not trained on, and nulls of the data are kept where they can be told apart."""
+
+import json
+
+import pytest
+from datasets import Dataset, Features, List, Value
+
+from ebft.config.schema import RunConfig
+from ebft.data.added_keys import without_added_keys
+from ebft.data.sources import read_source
+from ebft.data.tokenise import tokenise
+from tests.structured.conftest import make_chat_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def chat(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+def tool(**parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+CHATS = [chat(city="Oslo", days=3), chat(to="a"), chat(nested={"deep": [{"x": 1}, {"y": 2}]})]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """`texts(rows, "parquet")`: the rendered rows after they were written in this format."""
+
+    def run(rows, kind):
+        path = tmp_path / f"rows.{kind}"
+        if kind == "parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        else:
+            path.write_text("\n".join(map(json.dumps, rows)))
+        config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": str(path), "type": "chat_template"}]})
+        tokenizer = make_chat_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
+        return [tokenizer.decode(row["input_ids"]) for row in found]
+
+    return run
+
+
+def test_calls_have_the_arguments_of_their_row(texts):
+    assert texts(CHATS, "parquet") == texts(CHATS, "jsonl")
+    assert '"arguments": {"to": "a"}' in texts(CHATS, "parquet")[1]
+    assert '{"nested": {"deep": [{"x": 1}, {"y": 2}]}}' in texts(CHATS, "parquet")[2]
+
+
+def test_nulls_of_json_are_those_of_the_data(texts):
+    rows = [chat(city=None, days=3), chat(to="a")]
+    assert '"arguments": {"city": null, "days": 3}' in texts(rows, "jsonl")[0]
+
+
+def test_descriptions_of_tools(texts):
+    rows = [CHATS[0] | {"tools": [tool(a=1)]}, CHATS[1] | {"tools": [tool(b=2)]}]
+    assert texts(rows, "parquet") == texts(rows, "jsonl")
+    as_text = [row | {"tools": json.dumps([tool(a={"default": None})])} for row in CHATS]
+    for kind in ("parquet", "jsonl"):
+        assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
+
+
+def test_other_columns_keep_their_keys():
+    features = Features({"a": {"x": Value("int64"), "y": Value("int64")}, "b": List({"z": Value("string")})})
+    row = {"a": {"x": 1, "y": None}, "b": [{"z": None}]}
+    assert without_added_keys(features, "tools")(row) == row
