@@ -82,6 +82,33 @@ def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, co
 
 
 @pytest.mark.parametrize(
+    ("labels", "prompt_length", "kept", "counts"),
+    [
+        ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (6, 2), {TRUNCATED: 1}),
+        ([0, 0, 3, 3, 0, 6, 6, 8, 8], 7, (6, 5), {TRUNCATED: 1}),
+        ([5, 5, 5, 5, 5, 5, 5, 5, 5], 7, (6, 0), {TRUNCATED: 1}),
+        ([0, 0, 3, 3, 4, 8, 8, 8, 8], 5, (6, 5), {TRUNCATED: 1}),
+        ([0, 0, 0, 0, 0, 0, 8, 8, 8], 6, None, {PROMPT_TOO_LONG: 1}),
+        ([1, 0, 0, 0, 0, 0, 0, 0, 8], 8, None, {PROMPT_TOO_LONG: 1}),
+        ([1, 0, 0, 0], 1, None, {NO_REFERENCE: 1}),
+        ([0, 0, 0, 8], 3, (4, 3), {}),
+    ],
+)
+def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels, prompt_length, kept, counts):
+    config = make_config("unused", sequence_len=6, rl=None, ebft=None)
+    labels = [label or -100 for label in labels]
+    row = {"input_ids": [7] * len(labels), "labels": labels, "prompt_length": prompt_length, "document": 0}
+    found = RowCounts()
+    rows = cut_and_drop(Dataset.from_list([row], features=FEATURES), config.sequence_len, None, found)
+    assert {reason: count for reason, count in found.items() if count} == counts
+    if kept is None:
+        assert len(rows) == 0
+    else:
+        length, start = kept
+        assert rows[0]["labels"] == labels[:length] and rows[0]["prompt_length"] == start
+
+
+@pytest.mark.parametrize(
     ("strategy", "row", "kept", "counts"),
     [
         ("truncate", (30, 0), [12], {TRUNCATED: 1}),

@@ -108,9 +108,9 @@ class _Cutter:
         return out
 
     def fits(self, length: int, prompt_length: int) -> bool:
-        """Strided mode needs room for one block, cross-entropy one token that has a successor."""
+        """Strided mode needs room for one block, cross-entropy a token that has a successor."""
         if self.block is None:
-            return length > max(prompt_length, 1)
+            return length > 1
         return fits_one_block(length, prompt_length, self.block)
 
     def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ class _Cutter:
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
         if length == 0:
             return self._drop(row, EMPTY)
-        if prompt_length >= length or not _learns(row["labels"]):
+        if prompt_length >= length or all(label == IGNORE for label in row["labels"]):
             return self._drop(row, NO_REFERENCE)
         if length > self.sequence_len:
             if self.strategy in ("drop", "raise"):
@@ -126,10 +126,14 @@ class _Cutter:
             if self.strategy is None and prompt_length == 0:
                 return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
-        if not self.fits(len(cut["input_ids"]), prompt_length) or (self.needs_labels and not _learns(cut["labels"])):
+        if not self.fits(len(cut["input_ids"]), prompt_length):
             return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
+        if self.needs_labels and not _learns(cut["labels"]):
+            return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else NO_REFERENCE)
         if length > self.sequence_len:
             self._count(row, TRUNCATED)
+        if prompt_length >= self.sequence_len:  # the end of a chat was cut, but earlier turns are trained on
+            cut["prompt_length"] = _last_start(cut["labels"])
         return [cut]
 
     def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -153,7 +157,14 @@ class _Cutter:
 
 
 def _learns(labels: list[int]) -> bool:
-    return any(label != IGNORE for label in labels)
+    """Whether there is a label that is predicted; nothing predicts the first token."""
+    return any(label != IGNORE for label in labels[1:])
+
+
+def _last_start(labels: list[int]) -> int:
+    """Where the last turn with labels begins."""
+    last = max((place for place, label in enumerate(labels) if label != IGNORE), default=len(labels))
+    return next((place for place in range(last, 0, -1) if labels[place - 1] == IGNORE), 0)
 
 
 def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
