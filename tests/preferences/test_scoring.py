@@ -63,6 +63,27 @@ def test_they_are_those_of_trl(method, changes, adapter, tmp_path, monkeypatch):
     assert logs.keys() == expected_logs.keys()
 
 
+UNFROZEN = False, {"unfrozen_parameters": ["lm_head"]}
+ADAPTED = True, {"lora_target_linear": None, "lora_target_modules": ["lm_head"]}  # refused with a reference model
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter", "changes"),
+    [*((method, *UNFROZEN) for method in ("dpo", "kto", "orpo", "simpo")), ("orpo", *ADAPTED), ("simpo", *ADAPTED)],
+)
+def test_only_the_head_is_trained(method, adapter, changes, tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    loss, gradients, _ = step(method, tmp_path, adapter, **changes)
+    monkeypatch.setattr(with_reference, "score_in_chunks", lambda *args: None)
+    monkeypatch.delattr(PreparedBatches, "concatenated_forward")
+    expected_loss, expected_gradients, _ = step(method, tmp_path, adapter, **changes)
+    torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
+    assert gradients.keys() == expected_gradients.keys() and all("lm_head" in name for name in gradients) and gradients
+    for name, gradient in expected_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 3e-6 * max(1, gradient.norm()), name
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "granite", "gpt2", "opt"])
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_every_output_is_that_of_the_logits(family, trains_head):

@@ -71,7 +71,8 @@ def score_tokens(
             values.append(STATISTICS[name](softmax, tokens[rows]))
         return tokens[rows]
 
-    head, has_gradient = head_of(causal_lm), torch.is_grad_enabled() and states.requires_grad
+    head = head_of(causal_lm)
+    has_gradient = torch.is_grad_enabled() and (states.requires_grad or bool(head.trained))
     slopes = has_gradient and not head.trained
     choices = choose_tokens(scored.detach(), choose, head, 1.0, slopes, None, tokens)
     logps = with_gradient(scored, choices, head, 1.0) if has_gradient else choices.logps
