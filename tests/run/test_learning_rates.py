@@ -20,8 +20,11 @@ def rates(trainer):
 def test_groups_embeddings_and_everything_else(make):  # noqa: F811
     groups = [{"name": "first", "modules": ["layers.0.mlp", "norm.weight"], "lr": 0.5}]
     keys = {"lr_groups": groups, "embedding_lr": 0.25, "weight_decay": 0.1, "max_steps": 1}
-    found = rates(train(make(**keys)).trainer)
+    trainer = train(make(**keys)).trainer
+    found = rates(trainer)
     assert len(found) == 21
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert logged == [1e-3]  # and not that of a group
     assert found["model.layers.0.mlp.up_proj.weight"] == (0.5, 0.1) and found["model.norm.weight"] == (0.5, 0.0)
     assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == (0.25, 0.1)
     assert found["model.layers.1.mlp.up_proj.weight"] == (1e-3, 0.1)

@@ -26,7 +26,10 @@ class HasLearningRates(Trainer):
 
 
 def split_groups(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
-    """Split the groups of a new optimizer by learning rate; the schedule multiplies each of them."""
+    """Split the groups of a new optimizer by learning rate; the schedule multiplies each of them.
+
+    Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigError(
@@ -40,4 +43,4 @@ def split_groups(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str]
         for parameter in group["params"]:
             by_rate.setdefault(rate_of(names[id(parameter)]), []).append(parameter)
         found += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
-    optimizer.param_groups[:] = found
+    optimizer.param_groups[:] = sorted(found, key=lambda group: group["lr"] != optimizer.defaults["lr"])
