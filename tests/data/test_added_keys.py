@@ -1,4 +1,4 @@
-"""Keys that Arrow adds to tool calls are not trained on, and nulls of the data are kept where they can be told apart."""
+"""Keys that Arrow adds to tool calls are not trained on, and nulls of JSON data are kept."""
 
 import json
 

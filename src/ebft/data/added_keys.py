@@ -1,7 +1,7 @@
 """Keys that Arrow adds to tool calls and to descriptions of tools, with the value None.
 
-Arrow gives each mapping of a column the keys of all rows, so that a call would get the arguments of other tools. Columns
-of JSON values (`datasets.Json`) have no such keys, and their nulls are the data's own.
+Arrow gives each mapping of a column the keys of all rows, so that a call would get the arguments of other tools.
+Columns of JSON values (`datasets.Json`) have no such keys, and their nulls are the data's own.
 """
 
 from collections.abc import Callable, Mapping
