@@ -42,6 +42,19 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path, keys):
     assert logged(resumed.trainer)[:6] == logged(unbroken.trainer)[:6]
 
 
+def test_a_resumed_mixture_ends_where_an_unbroken_one_does(make, corpus, tmp_path):
+    mixture = [{"path": corpus[0]}, {"path": corpus[1], "weight": 3}]
+    keys = {"pretraining_dataset": mixture, "save_steps": 2}
+    unbroken = train(make(**keys, output_dir=tmp_path / "a"))
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    resumed = train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))
+    assert_same(resumed.model, weights(unbroken.model))
+    assert logged(resumed.trainer)[:6] == logged(unbroken.trainer)[:6]
+    mixture[1]["weight"] = 2
+    with pytest.raises(ConfigError, match="differs from that of the checkpoint: .*datasets"):
+        train(make(**keys, resume_from_checkpoint=checkpoint, output_dir=tmp_path / "c"))
+
+
 def test_a_worker_gives_the_same_rows(make, tmp_path):
     without = train(make(output_dir=tmp_path / "a"))
     assert_same(train(make(output_dir=tmp_path / "b", dataloader_num_workers=1)).model, weights(without.model))
