@@ -49,6 +49,18 @@ def chat(text) -> list[dict]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
 
 
+def test_the_folder_of_an_adapter_with_new_tokens(model_dir, tmp_path):
+    new = {"tokens": ["<new>", "<newer>"], "resize_token_embeddings_to_32x": True}
+    with warnings.catch_warnings(action="ignore"):
+        trained = train(config_of("outcome", model_dir, tmp_path, **LORA, **new)).trainer.model.eval()
+        loaded = load_reward_model(str(tmp_path / "out"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.get_input_embeddings().num_embeddings % 32 == 0 > len(tokenizer) % -32
+    ids = torch.tensor([tokenizer("<new>yes<newer>")["input_ids"]])
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, trained(ids).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, model_dir, tmp_path, monkeypatch):
     from ebft.structured import RolloutGRPOTrainer

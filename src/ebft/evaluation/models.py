@@ -173,7 +173,7 @@ def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: 
     base = adapter.base_model_name_or_path
     try:
         model = load_base_model(_of_base(config, base), tokenizer)
-        return load_saved_adapter(model, name)
+        return load_saved_adapter(model, name, len(tokenizer))
     except EBFTError as error:
         raise type(error)(f"--model {name}, an adapter of {base}: {error}") from error
 

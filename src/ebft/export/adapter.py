@@ -24,6 +24,7 @@ from ebft.errors import ModelError, cause
 from ebft.export.checkpoint import PICKLED
 from ebft.models import saved_adapter
 from ebft.models.classifier_files import refuse_classifier
+from ebft.models.resized import not_whole, saved_layers, saved_rows
 from ebft.run.checkpoints import checkpoint_hint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -193,14 +194,14 @@ def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
     """Resize the embeddings to those saved with the adapter, which has them if tokens were added before training.
 
-    Returns their number of rows.
+    Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
     """
-    embedding = base.get_input_embeddings()
-    prefix = next(name for name, module in base.named_modules() if module is embedding)
-    for suffix in (".weight", ".base_layer.weight"):
-        saved = weights.get(f"base_model.model.{prefix}{suffix}")
-        if saved is not None and saved.shape[0] != embedding.num_embeddings:
-            base.resize_token_embeddings(saved.shape[0], mean_resizing=False)
+    rows = saved_rows(base, {name: weight.shape[0] for name, weight in weights.items() if weight.dim()})
+    if rows is not None and rows != base.get_input_embeddings().num_embeddings:
+        present, missing = saved_layers(base, weights)
+        if missing:
+            raise ModelError(f"{not_whole('The adapter', rows, present, missing)}.")
+        base.resize_token_embeddings(rows, mean_resizing=False)
     return base.get_input_embeddings().num_embeddings
 
 

@@ -163,7 +163,7 @@ def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerB
     if (folder / ADAPTER_FILE).is_file():
         try:
             refuse_pickles(folder)
-            model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder))
+            model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder), len(tokenizer))
         except EBFTError as error:
             raise ModelError(f"The adapter in {folder} cannot be loaded on {settings.base_model}: {error}") from error
     else:

@@ -19,6 +19,7 @@ from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model
 from ebft.models.quantisation import quantisation_config
+from ebft.models.resized import check_saves_resized
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -37,7 +38,10 @@ def load_model(
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
     model = attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
     if config.adapter is not None:
-        _warn_of_untrained_tokens(config, model, tokenizer)
+        size = load_model_config(config).get_text_config().vocab_size
+        key = "lora_target_modules" if config.lora_model_dir is None else "lora_model_dir"
+        check_saves_resized(model, size, key)
+        _warn_of_untrained_tokens(config, model, tokenizer, size)
     return model
 
 
@@ -149,10 +153,12 @@ def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreT
 
 
 def _warn_of_untrained_tokens(
-    config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase
+    config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> None:
-    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen."""
-    size = load_model_config(config).get_text_config().vocab_size
+    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen.
+
+    `size` is the vocabulary of the base model.
+    """
     special = config.special_tokens.additional_special_tokens or []
     added = [*(config.tokens or []), *(token for token in special if tokenizer.convert_tokens_to_ids(token) >= size)]
     causal_lm = unwrap_adapter(model)

@@ -50,6 +50,7 @@ def _of_adapter(folder: Path) -> PreTrainedModel:
     config = pretrained_config(found)
     config.num_labels = SCORE.num_labels
     model = pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
-    merged = load_saved_adapter(model, str(folder)).merge_and_unload()
+    tokens = len(pretrained_tokenizer(str(folder)))
+    merged = load_saved_adapter(model, str(folder), tokens).merge_and_unload()
     merged.config.name_or_path = str(folder)
     return merged

@@ -16,6 +16,7 @@ from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
 from ebft.models.classifier_files import refuse_classifier
 from ebft.models.heads import task_type
+from ebft.models.resized import fit_to_adapter
 from ebft.models.weights import check_readable_tensors, refuse_pickles
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -64,10 +65,12 @@ def _check_finite(path: Path) -> None:
                 )
 
 
-def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> PeftModel:
+def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
     """`model` with the adapter in the folder `name`; `options` are those of `PeftModel.from_pretrained`.
 
-    Raises ModelError if files are damaged or pickles, or if the adapter does not fit the model in all its layers.
+    The embeddings are resized to those of the adapter, with a row for each of the `tokens` of the tokenizer; without
+    the number, the embeddings of the model never shrink. Raises ModelError if files are damaged or pickles, or if the
+    adapter does not fit the model in all its layers.
     """
     name = lasting_name(name)
     folder = Path(name)
@@ -80,6 +83,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, **options: Any) -> Pef
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
         check_readable_tensors(folder / WEIGHTS)
         _check_finite(folder / WEIGHTS)
+        fit_to_adapter(model, folder / WEIGHTS, tokens)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,0 +1,189 @@
+"""A model whose vocabulary was resized computes the same logits when its adapter is loaded again, or merged."""
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ebft.errors import ModelError
+from ebft.evaluation.models import load_subject
+from ebft.export.merge import merge_adapter
+from ebft.export.sources import adapter_in_folder
+from ebft.inference.models import model_in_folder
+from ebft.models.adapter import lora_config
+from ebft.models.base import load_base_model, load_model
+from ebft.models.saved_adapter import load_saved_adapter
+from ebft.models.tokenizer import load_tokenizer
+
+NEW = {"tokens": ["<new>", "<newer>"]}  # 514 rows
+MULTIPLE = {**NEW, "resize_token_embeddings_to_32x": True}  # 544 rows
+IDS = torch.tensor([[0, 90, 512, 100, 513, 7]])
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(params=["tied", "untied"])
+def base(request, tiny_llama_dir, tmp_path):
+    folder = tmp_path / "base"
+    config = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=request.param == "tied")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def configured(make_config):
+    """`configured(base, targets, **keys)`: a config with LoRA, and its tokenizer."""
+
+    def make(base, targets, **keys):
+        lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": targets}
+        special = {"pad_token": "<|end|>"}
+        config = make_config(base_model=str(base), special_tokens=special, **lora, **keys)
+        return config, load_tokenizer(config)
+
+    return make
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS % model.config.vocab_size).logits
+
+
+def trained(model):
+    """The model with other values of everything that is trained."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def assert_same_logits(expected, config, tokenizer, folder, merged):
+    """The logits of the adapter on the model of the config, in its folder alone, and merged."""
+    torch.manual_seed(7)  # new rows that are not saved would have other values
+    loaded = load_saved_adapter(load_base_model(config, tokenizer), str(folder), len(tokenizer))
+    assert torch.equal(logits(loaded), expected)
+    continued = load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
+    assert torch.equal(logits(continued), expected)
+    assert torch.equal(logits(model_in_folder(str(folder)).tuned), expected)
+    other = config.model_copy(update={"resize_token_embeddings_to_32x": False})
+    assert torch.equal(logits(load_subject(other, str(folder), tokenizer).policy), expected)
+    merge_adapter(adapter_in_folder(folder), merged)
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [NEW, MULTIPLE], ids=["tokens", "32x"])
+@pytest.mark.parametrize(
+    ("targets", "saved"),
+    [
+        (["q_proj"], None),
+        (["embed_tokens", "lm_head"], None),
+        (["q_proj"], ["lm_head"]),
+        (["q_proj", "embed_tokens"], ["lm_head"]),
+        (["q_proj", "lm_head"], ["embed_tokens"]),
+    ],
+    ids=["q_proj", "both", "q_proj+save_head", "embedding+save_head", "head+save_embedding"],
+)
+def test_logits_after_loading_and_merging(base, targets, saved, size, configured, tmp_path):
+    config, tokenizer = configured(base, targets, lora_modules_to_save=saved, **size)
+    model = trained(load_model(config, tokenizer))
+    expected = logits(model)
+    assert expected.shape[-1] == (544 if size is MULTIPLE else 514)
+    folder = save(model, tokenizer, tmp_path / "adapter")
+    assert_same_logits(expected, config, tokenizer, folder, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("size", [NEW, MULTIPLE], ids=["tokens", "32x"])
+def test_one_of_two_layers(base, target, size, configured, tmp_path):
+    config, tokenizer = configured(base, ["q_proj", target], **size)
+    if AutoConfig.from_pretrained(base).tie_word_embeddings:  # one weight, which is saved
+        model = trained(load_model(config, tokenizer))
+        folder = save(model, tokenizer, tmp_path / "adapter")
+        assert_same_logits(logits(model), config, tokenizer, folder, tmp_path / "merged")
+        return
+    other = "lm_head" if target == "embed_tokens" else "embed_tokens"
+    rows = 544 if size is MULTIPLE else 514
+    message = (
+        rf"lora_target_modules: .* from 512 to {rows} rows .* saves {target} only .* new rows of {other} would be "
+        rf"lost. Add {other} to lora_target_modules or lora_modules_to_save"
+    )
+    with pytest.raises(ModelError, match=message):
+        load_model(config, tokenizer)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], "model.embed_tokens"])
+def test_one_layer_of_the_original_size_is_not_refused(base, targets, configured, tmp_path):
+    config, tokenizer = configured(base, targets)
+    model = trained(load_model(config, tokenizer))
+    folder = save(model, tokenizer, tmp_path / "adapter")
+    assert_same_logits(logits(model), config, tokenizer, folder, tmp_path / "merged")
+
+
+@pytest.fixture
+def partial(tiny_llama_dir, configured, tmp_path):
+    """`partial(target)`: an adapter of PEFT on resized layers, of which it has one; with its config and tokenizer."""
+
+    def make(target):
+        config, tokenizer = configured(tiny_llama_dir, ["q_proj", target], **NEW)
+        model = load_base_model(config, tokenizer)
+        return save(get_peft_model(model, lora_config(model, config)), tokenizer, tmp_path / "old"), config, tokenizer
+
+    return make
+
+
+@pytest.mark.parametrize(("target", "other"), [("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")])
+def test_saved_adapters_without_the_other_layer_are_refused(target, other, partial, tmp_path):
+    folder, config, tokenizer = partial(target)
+    message = f"resized to 514 rows, but has only those of {target}: the new rows of {other} were not saved"
+    with pytest.raises(ModelError, match=message):
+        merge_adapter(adapter_in_folder(folder), tmp_path / "merged")
+    assert not (tmp_path / "merged" / "config.json").exists()
+    with pytest.raises(ModelError, match=f"cannot be loaded on .*{message}"):
+        model_in_folder(str(folder))
+    with pytest.raises(ModelError, match=f"lora_model_dir: .*{message}"):
+        load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
+
+
+def test_a_layer_that_peft_would_not_save_at_all_is_refused(tiny_llama_dir, configured, monkeypatch):
+    config, tokenizer = configured(tiny_llama_dir, ["q_proj"], **NEW)
+    model = load_base_model(config, tokenizer)
+    model.config.name_or_path = model.name_or_path = ""  # PEFT compares the vocabulary with that of this folder
+    monkeypatch.setattr("ebft.models.base.load_base_model", lambda *_: model)
+    message = (
+        "saves neither of them .*: new rows of embed_tokens and lm_head .* Add embed_tokens and lm_head to lora_mod"
+    )
+    with pytest.raises(ModelError, match=message):
+        load_model(config, tokenizer)
+
+
+def test_an_adapter_with_fewer_rows_than_the_tokenizer_is_refused(tiny_llama_dir, configured, tmp_path):
+    config, tokenizer = configured(tiny_llama_dir, ["q_proj"], **NEW)
+    folder = save(load_model(config, tokenizer), tokenizer, tmp_path / "adapter")
+    more, tokens = configured(tiny_llama_dir, ["q_proj"], tokens=["<new>", "<newer>", "<newest>"])
+    with pytest.raises(ModelError, match="lora_model_dir: .* 514 rows, but the tokenizer .* need 515. .*resize_token"):
+        load_model(more.model_copy(update={"lora_model_dir": str(folder)}), tokens)
+
+
+def test_the_folder_of_an_adapter_with_shrunk_embeddings(tiny_llama_dir, configured, tmp_path):
+    large = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    large.resize_token_embeddings(600)
+    folder = save(large, AutoTokenizer.from_pretrained(tiny_llama_dir), tmp_path / "large")
+    config, tokenizer = configured(folder, ["q_proj"], shrink_embeddings=True)
+    model = trained(load_model(config, tokenizer))
+    expected, adapter = logits(model), save(model, tokenizer, tmp_path / "adapter")
+    assert expected.shape[-1] == 512
+    assert torch.equal(logits(model_in_folder(str(adapter)).tuned), expected)
+
+
+def test_embeddings_of_the_original_size_are_not_saved(tiny_llama_dir, configured, tmp_path):
+    config, tokenizer = configured(tiny_llama_dir, ["q_proj"])
+    folder = save(trained(load_model(config, tokenizer)), tokenizer, tmp_path / "adapter")
+    assert not any("embed" in name for name in load_file(folder / "adapter_model.safetensors"))
+    assert isinstance(model_in_folder(str(folder)).tuned, PeftModel)
