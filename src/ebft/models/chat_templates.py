@@ -22,7 +22,8 @@ _OF_MODELS = re.compile(
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _USER, _REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
 _SYSTEM = {"role": "system", "content": "A system"}
-_CHATS = ([_USER], [_USER, _REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _REPLY, _USER])
+_ASKED = ([_USER], [_USER, _REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _REPLY, _USER])
+_CHATS = (*_ASKED, *([*chat, _REPLY] for chat in _ASKED))  # some templates end a finished chat with another token
 
 
 def named_template(name: str) -> str:
@@ -76,9 +77,10 @@ def _use_named(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
-    """Return the chat with the start of a reply; None if the template does not accept it."""
+    """Return the chat, with the start of a reply if it has none; None if the template does not accept it."""
+    asked = chat[-1] is not _REPLY
     try:
-        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=asked)
     except (TemplateError, TypeError, ValueError, KeyError):
         return None
 
