@@ -78,7 +78,8 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     if template == tokenizer.chat_template:
         return
     tokenizer.chat_template = template
-    warn_of_split_markers(f"chat_template: {choice!r:.60}", split_by_template(tokenizer))
+    what = choice if choice in NAMES else f"{choice!r:.60}"
+    warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))
 
 
 def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:

@@ -66,6 +66,8 @@ def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]
         if saves:
             trainer.state.save_to_json(str(staged / STATE))
             write_run_keys(config, staged)
+            for write in trainer.into_model:
+                write(staged)
             write_model_card(config, metrics, staged)
             mark = {"step": trainer.state.global_step, "files": _sizes(staged)}
             forget_final(output_dir)
