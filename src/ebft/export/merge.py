@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from ebft.errors import ModelError
 from ebft.export.adapter import WEIGHTS, Adapter, attach, empty_model, read_adapter_config, read_adapter_weights
@@ -24,6 +23,7 @@ from ebft.export.parts import Merge, Part
 from ebft.export.rounding import BitsAndBytesRounding
 from ebft.export.shards import ShardFolder, checksum, parse_size, shard_names, split, write_index, write_text
 from ebft.fetch.catalog import MARK
+from ebft.models.pretrained import GENERATION_CONFIG
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -213,8 +213,8 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
 
 def _copy_generation_config(adapter: Path, to: Path) -> None:
     """Replace that of the base model with the one of the adapter, which ends replies at the end of a turn."""
-    if (adapter / GENERATION_CONFIG_NAME).is_file():
-        shutil.copyfile(adapter / GENERATION_CONFIG_NAME, to / GENERATION_CONFIG_NAME)
+    if (adapter / GENERATION_CONFIG).is_file():
+        shutil.copyfile(adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
 
 
 def _write_config(config: Any, adapter: Adapter, merge: Merge, to: Path) -> None:

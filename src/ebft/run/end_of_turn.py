@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
 from ebft.durable import write_text
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.pretrained import GENERATION_CONFIG
 
 _ROWS = 8  # that are read to find whether replies end with the token
 
@@ -55,7 +55,7 @@ def declare_end_of_turn(
 
 def _write(found: GenerationConfig, folder: Path) -> None:
     """Not `save_pretrained`, which refuses combinations that some base models have."""
-    write_text(folder / GENERATION_CONFIG_NAME, found.to_json_string())
+    write_text(folder / GENERATION_CONFIG, found.to_json_string())
 
 
 def _eos_ids(config: GenerationConfig) -> list[int]:
