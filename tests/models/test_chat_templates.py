@@ -191,6 +191,48 @@ def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format
     assert tokenizer.chat_template == named_template("phi_4")
 
 
+def test_a_template_that_ends_finished_chats_differently_has_another_format(tokenizer):
+    tokenizer.chat_template = named_template("chatml") + "{% if not add_generation_prompt %}EOS{% endif %}"
+    with pytest.warns(UserWarning, match="chat_template: chatml replaces the template of the tokenizer, which has"):
+        apply_chat_template_choice(tokenizer, "chatml")
+    assert tokenizer.chat_template == named_template("chatml")
+
+
+@pytest.mark.parametrize(
+    ("choice", "markers"),
+    [
+        ("llama3", "llama3 writes <|start_header_id|>, <|end_header_id|>, <|eot_id|>, which the vocabulary lacks"),
+        ("<|a|>{{ messages[0].content }}", "'<|a|>{{ messages[0].content }}' writes <|a|>, which the vocabulary lacks"),
+    ],
+)
+def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, markers):
+    tokenizer.chat_template = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apply_chat_template_choice(tokenizer, choice)
+        apply_chat_template_choice(tokenizer, choice)  # as with a model that was trained so
+    (message,) = (str(each.message) for each in caught)
+    assert message.startswith(f"chat_template: {markers}") and "Add them: tokens: [" in message
+
+
+@pytest.mark.parametrize("choice", ["chatml", "alpaca", "mistral_v1", "deepseek_v2"])
+def test_templates_of_tokens_or_of_words_give_no_warning(tokenizer, choice):
+    tokenizer.chat_template = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_chat_template_choice(tokenizer, choice)
+
+
+def test_added_markers_give_no_warning(make_config):
+    markers = ["<|im_start|>", "<|im_end|>"]
+    keys = {"chat_template": "chatml", "special_tokens": {"pad_token": "<|end|>"}}
+    with pytest.warns(UserWarning, match="chat_template: chatml writes"):
+        load_tokenizer(make_config(**keys))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_tokenizer(make_config(**keys, tokens=markers))
+
+
 def test_a_template_for_tokenizers_without_one(make_config, tiny_tokenizer_dir, tmp_path):
     keys = {"special_tokens": {"pad_token": "<|end|>"}, "chat_template": "tokenizer_default_fallback_phi_4"}
     assert load_tokenizer(make_config(**keys)).chat_template == named_template("phi_4")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.added_keys import without_missing
 from ebft.data.joined import adds_space, ids_after
+from ebft.data.special_tokens import end_tokens
 from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
 
@@ -145,12 +146,12 @@ class Renderer:
 
     def end_id(self, prompt: Prompt) -> int | None:
         """The token that ends a reply to `prompt`: the template's end of turn for messages, else end of sequence."""
-        end_of_turn = None if isinstance(prompt, str) else self._end_of_turn
+        end_of_turn = None if isinstance(prompt, str) else self.end_of_turn_id
         return self.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
     def end_ids(self) -> set[int]:
         """Tokens that end a reply: end of sequence, and the chat template's end of turn if it is a special token."""
-        return {self.tokenizer.eos_token_id, self._end_of_turn} - {None}
+        return {self.tokenizer.eos_token_id, self.end_of_turn_id} - {None}
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -163,10 +164,10 @@ class Renderer:
             return ""
 
     @cached_property
-    def _end_of_turn(self) -> int | None:
+    def end_of_turn_id(self) -> int | None:
+        """The token that the chat template writes after a reply; None if it is not a special or added token."""
         ids = ids_after(self.tokenizer, "", self.end_of_turn)
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        return ids[0] if ids and ids[0] in special else None
+        return ids[0] if ids and ids[0] in end_tokens(self.tokenizer) else None
 
     def _after_reply(self, before: list[Message], after: list[Message], add_generation_prompt: bool) -> str:
         """What the template writes after a reply to the messages `before`, with the messages `after` following it."""

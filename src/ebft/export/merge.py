@@ -23,6 +23,7 @@ from ebft.export.parts import Merge, Part
 from ebft.export.rounding import BitsAndBytesRounding
 from ebft.export.shards import ShardFolder, checksum, parse_size, shard_names, split, write_index, write_text
 from ebft.fetch.catalog import MARK
+from ebft.models.pretrained import GENERATION_CONFIG
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -107,6 +108,7 @@ def merge_adapter(
     resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
     sizes = _sizes(merge, shards)
     _copy_other_files(base, source.tokenizer, to)
+    _copy_generation_config(source.adapter, to)
     if len(shards) > 1:
         write_index(to, shards, sum(sizes))
     _write_config(base_config, adapter, merge, to)
@@ -207,6 +209,12 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
         (to / name).unlink(missing_ok=True)  # a file that only the base model's tokenizer has would change the other
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, to / name)
+
+
+def _copy_generation_config(adapter: Path, to: Path) -> None:
+    """Replace that of the base model with the one of the adapter, which ends replies at the end of a turn."""
+    if (adapter / GENERATION_CONFIG).is_file():
+        shutil.copyfile(adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
 
 
 def _write_config(config: Any, adapter: Adapter, merge: Merge, to: Path) -> None:

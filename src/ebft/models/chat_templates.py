@@ -4,9 +4,10 @@ import re
 import warnings
 from pathlib import Path
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.chat_markers import rendered_examples, split_by_template, warn_of_split_markers
 from ebft.errors import ModelError
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -20,9 +21,6 @@ _OF_MODELS = re.compile(
 )
 # The statement that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-_USER, _REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
-_SYSTEM = {"role": "system", "content": "A system"}
-_CHATS = ([_USER], [_USER, _REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _REPLY, _USER])
 
 
 def named_template(name: str) -> str:
@@ -65,22 +63,23 @@ def _use_named(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the template `name`, unless the tokenizer's own is the same for chats; it may also support tools."""
     template, own = named_template(name), tokenizer.chat_template
     if own is not None:
-        if all(_rendered(tokenizer, own, chat) == _rendered(tokenizer, template, chat) for chat in _CHATS):
+        if rendered_examples(tokenizer, own) == rendered_examples(tokenizer, template):
             return
         warnings.warn(
             f"chat_template: {name} replaces the template of the tokenizer, which has another format. Set "
             f"chat_template: {KEEP} to keep it.",
             stacklevel=3,
         )
+    _replace(tokenizer, name, template)
+
+
+def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> None:
+    """Set a template, with a warning if the vocabulary lacks its markers; the tokenizer's own may be meant to."""
+    if template == tokenizer.chat_template:
+        return
     tokenizer.chat_template = template
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
-    """Return the chat with the start of a reply; None if the template does not accept it."""
-    try:
-        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, KeyError):
-        return None
+    what = choice if choice in NAMES else f"{choice!r:.60}"
+    warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))
 
 
 def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
@@ -100,7 +99,7 @@ def _use_custom(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
         raise ModelError(
             f"chat_template: {choice!r:.100} is not a Jinja template: {error.message} (line {error.lineno})."
         ) from error
-    tokenizer.chat_template = template
+    _replace(tokenizer, choice, template)
 
 
 def _custom(choice: str) -> str:

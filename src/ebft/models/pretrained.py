@@ -20,8 +20,9 @@ from ebft.models.heads import LANGUAGE, Head
 from ebft.models.weights import check_readable_tensors, load_complete
 from ebft.paths import exists
 
+GENERATION_CONFIG = "generation_config.json"
 # Files that transformers reads without checking that they contain an object.
-_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_SETTINGS = ("config.json", GENERATION_CONFIG, "tokenizer.json", "tokenizer_config.json")
 
 
 def find_model(name: str, key: str) -> str:

@@ -19,12 +19,14 @@ from ebft.over_trainer.pending_evaluation import FinishesEvaluations
 class CompletesCheckpoints(FinishesEvaluations):
     """Trainer that publishes a checkpoint when all processes have written their files.
 
-    The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process.
+    The functions `into_checkpoint` are called with the folder of each checkpoint before it is complete, on one process,
+    and `into_model` also with the folder of the final model.
     `may_stop`: whether an exception may be raised now; not during a save.
     """
 
     may_stop: bool = True
     into_checkpoint: Sequence[Callable[[Path], None]] = ()
+    into_model: Sequence[Callable[[Path], None]] = ()
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
     _is_stopping = False
 
@@ -78,7 +80,7 @@ class CompletesCheckpoints(FinishesEvaluations):
         """Add what is written last to a staged checkpoint, and move it to its folder; called on one process."""
         if is_best:
             self.state.save_to_json(str(staged / "trainer_state.json"))
-        for write in self.into_checkpoint:
+        for write in (*self.into_model, *self.into_checkpoint):
             write(staged)
         write_checksums(staged)
         publish(staged, folder)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import Trainer
 
 from ebft.config.schema import RunConfig
 from ebft.durable import STAGING, publish_files, write_text
 from ebft.errors import SaveError
+from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
 from ebft.run.card import CARD, write_model_card
 from ebft.run.integrity import STATE, read_json
@@ -48,7 +48,7 @@ def forget_final(output_dir: Path) -> None:
         (output_dir / MARK).unlink(missing_ok=True)
 
 
-def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
     """Save model, tokenizer, trainer state and model card in the output folder, then mark them as complete.
 
     Files of the final model of an earlier run are replaced or deleted. After an interruption, the model is not marked
@@ -66,6 +66,8 @@ def save_final(config: RunConfig, trainer: Trainer, metrics: Mapping[str, float]
         if saves:
             trainer.state.save_to_json(str(staged / STATE))
             write_run_keys(config, staged)
+            for write in trainer.into_model:
+                write(staged)
             write_model_card(config, metrics, staged)
             mark = {"step": trainer.state.global_step, "files": _sizes(staged)}
             forget_final(output_dir)

@@ -32,6 +32,7 @@ from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
 from ebft.run.checks import check_machine, check_runnable
+from ebft.run.end_of_turn import declare_end_of_turn
 from ebft.run.final import final_step, save_final
 from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
@@ -151,9 +152,11 @@ def _train_with(
     model = load_model(
         config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=config.method.head(config)
     )
+    write_ends = declare_end_of_turn(config, model, tokenizer, train_data)
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+    trainer.into_model = [] if write_ends is None else [write_ends]
     trainer.into_checkpoint = [partial(write_run_keys, config, optimizer=optimizer)]
     trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:

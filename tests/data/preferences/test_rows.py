@@ -1,5 +1,7 @@
 """Rows of token ids: which tokens are the prompt and which are scored, what is dropped, and what is an error."""
 
+import warnings
+
 import pytest
 
 from ebft.data.preferences.load import load_preference_rows
@@ -139,6 +141,49 @@ def test_a_template_that_renders_the_prompt_differently_before_a_completion(open
         "chosen_ids": "Yes<|im_end|>",
         "rejected_ids": "No!<|im_end|>",
     }
+
+
+def test_a_special_token_without_a_name_before_a_completion_is_not_left_out(tmp_path):
+    tokenizer = make_chat_tokenizer()
+    assert "<|im_end|>" not in tokenizer.all_special_tokens
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: <|im_start|>{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}A: <|im_end|>{% endif %}"
+    )
+    write_inputs(tmp_path, [CHAT])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": "passthrough"}]
+    with pytest.raises(DataError, match=r"writes another text before message 1 \(assistant\) than before a new reply"):
+        load_preference_rows(config_of("dpo", tmp_path, datasets=datasets), tokenizer)
+
+
+def without_markers():
+    """The tokenizer of the other tests without <|im_start|> and <|im_end|>."""
+    return space_tokenizer("never")
+
+
+def warned(tmp_path, types, tokenizer):
+    """The warnings of markers from the rows of several datasets."""
+    write_inputs(tmp_path, [{"question": "b", "prompt": "b", "chosen": "c", "rejected": "Hi"}])
+    datasets = [{"path": str(tmp_path / "rows.jsonl"), "type": name} for name in types]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_preference_rows(config_of("dpo", tmp_path, datasets=datasets), tokenizer)
+    return [str(each.message) for each in caught if "the vocabulary lacks" in str(each.message)]
+
+
+def test_markers_of_a_text_format_that_are_split_give_one_warning(tmp_path):
+    (message,) = warned(tmp_path, ["chatml.intel", "chatml.prompt_pairs"], without_markers())
+    assert message.startswith("datasets.type: chatml.intel writes <|im_start|>, <|im_end|>, which the vocabulary lacks")
+    assert 'tokens: ["<|im_start|>", "<|im_end|>"]' in message
+    assert "lora_modules_to_save: [embed_tokens, lm_head]" in message
+    assert "<|eot_id|>" in warned(tmp_path, ["llama3.intel"], make_chat_tokenizer())[0]
+
+
+def test_markers_that_need_no_warning(tmp_path):
+    assert warned(tmp_path, ["chatml.intel"], make_chat_tokenizer()) == []
+    tokenizer = without_markers()
+    tokenizer.chat_template = make_chat_tokenizer().chat_template  # warned of when it is set
+    assert warned(tmp_path, ["chatml.intel"], tokenizer) == []
 
 
 def test_completions_with_different_prompts(tmp_path):

@@ -284,3 +284,15 @@ def test_a_template_whose_ends_have_no_special_token(trained):
     words = CHANNELS.replace("<return>", "(done)").replace("'<e>'", "'(next)'")
     with pytest.raises(DataError, match=r"ends message 1 \(assistant\) differently than the last turn"):
         trained(words, TALK)
+
+
+def test_special_tokens_without_a_name_end_turns():
+    tokenizer = make_chat_tokenizer()
+    assert "<|im_end|>" not in tokenizer.all_special_tokens
+    tokenizer.chat_template = ENDS_TEXT.replace("<e>", "<|im_end|>").replace("<eos>", "<|endoftext|>")
+    config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": "x", "type": "chat_template"}]})
+    row = tokenise(Dataset.from_list([{"messages": TALK}]), config.datasets[0], config, tokenizer)[0]
+    assert shown(row, tokenizer) == (
+        "<s>user\nHi<|im_end|>\n<s>assistant\n[Hello<|im_end|>\n]<s>user\nBye<|im_end|>\n"
+        "<s>assistant\n[Goodbye<|im_end|>\n<|endoftext|>]"
+    )

@@ -9,10 +9,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform
+from ebft.data.chat_markers import split_by_template, split_markers, warn_of_split_markers
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.preferences.rows import FEATURES, PreferenceRow
+from ebft.data.preferences.styles import STYLES
 from ebft.data.report import RowCounts
 
 
@@ -31,8 +33,13 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
 def preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads the usable rows of a source."""
     features = FEATURES[config.required_rows.kind]
+    warned: set[str] = set()  # styles
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
+        style = str(entry.type).partition(".")[0]
+        if style in STYLES and style not in warned:
+            warned.add(style)
+            _warn_of_markers(tokenizer, entry.type)
         check = PreferenceRow(config, tokenizer)
         rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document)
         reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
@@ -42,6 +49,14 @@ def preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
         return rows.select(np.flatnonzero(reasons == "")).remove_columns("reason")
 
     return load_entry
+
+
+def _warn_of_markers(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Warn of split markers of a text format, unless the chat template writes them too: it has its own warning."""
+    style = STYLES[name.partition(".")[0]]
+    known = split_by_template(tokenizer)
+    split = split_markers(tokenizer, style.system + style.user + style.end)
+    warn_of_split_markers(f"datasets.type: {name}", [marker for marker in split if marker not in known])
 
 
 def hint(config: DataSettings) -> str:

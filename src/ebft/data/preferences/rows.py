@@ -7,6 +7,7 @@ the same tokens as in sampling. Only the tokens of completions are scored.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from datasets import Features, List, Value
@@ -17,6 +18,7 @@ from ebft.data.joined import ids_after
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
+from ebft.data.special_tokens import special_texts
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import continued_ids, encode
 from ebft.data.transforms.turn_places import Places
@@ -81,8 +83,8 @@ class PreferenceRow:
 
     def _shared_start(self, prompt: list[Message], completions: list[list[Message]]) -> str:
         """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
-        special = self.tokenizer.all_special_tokens
-        chats = [Places(self._render, [*prompt, *completion], special, self.template) for completion in completions]
+        whole = [[*prompt, *completion] for completion in completions]
+        chats = [Places(self._render, chat, self._special, self.template) for chat in whole]
         starts = {chat.text[: chat.of(len(prompt)).start] for chat in chats}
         if len(starts) > 1:
             raise DataError(
@@ -90,6 +92,10 @@ class PreferenceRow:
                 "them, so the prompt cannot be separated from the completions. Use another chat_template"
             )
         return starts.pop()
+
+    @cached_property
+    def _special(self) -> list[str]:
+        return special_texts(self.tokenizer)
 
     def _ended(self, prompt: str, text: str) -> list[int]:
         """The ids of a completion, which ends with EOS, so that the model learns where to stop."""

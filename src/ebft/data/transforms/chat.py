@@ -11,6 +11,7 @@ from ebft.data.chats import tools_of
 from ebft.data.conversation import Renderer
 from ebft.data.joined import adds_space
 from ebft.data.messages import Message, replies
+from ebft.data.special_tokens import special_texts
 from ebft.data.thinking import thinking_spans, token_mask
 from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.data.transforms.turn_checks import TurnChecks
@@ -39,7 +40,7 @@ def chat_transform(
     last_reply = lambda messages: replies(messages)[-1:]
     turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
-    ends: dict[str, str] = {}  # by template
+    known: dict[str, tuple[str, list[str]]] = {}  # the end of a turn and the special tokens, by template
     checks = TurnChecks(template, with_ends=eos != "none")
 
     def transform_fn(example, tokenizer=None):
@@ -58,12 +59,12 @@ def chat_transform(
             # The filter counts this as a row without a reference; templates may fail to render such a chat.
             text = "\n".join(str(message.get("content", "")) for message in asked)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
-        if tokenizer.chat_template not in ends:
-            ends[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn
+        if tokenizer.chat_template not in known:
+            known[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn, special_texts(tokenizer)
         tools = None if labels is None else tools_of(example, entry)
         render = partial(_render, tokenizer, template=template, tools=tools)
-        end = ends[tokenizer.chat_template]
-        found = Places(render, messages, tokenizer.all_special_tokens, template)
+        end, special = known[tokenizer.chat_template]
+        found = Places(render, messages, special, template)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
         checks.check(found, parts, tools, partial(_render, tokenizer, template=template, tools=None))
         pieces = labelled(parts, messages, end, eos, template)
