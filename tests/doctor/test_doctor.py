@@ -212,6 +212,18 @@ def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_
     assert f"at the peak, in {single.peak}: weights in float32" in check.message
 
 
+def test_the_frozen_copy_is_named_as_its_method_calls_it(tmp_path, monkeypatch):
+    """A reference model is on the device that trains, where TRL places it."""
+    full_weights = ["adapter=", "lora_r=", "lora_alpha=", "lora_target_linear="]
+    full, pairs = (needs_of(write_inputs(name, tmp_path / name), full_weights) for name in ("strided_full", "dpo"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
+    features, reference = full.of(full.config), pairs.of(pairs.config)
+    assert "feature network" in features.parts("optimizer") and features.features_on == "cuda:1"
+    assert reference.parts("optimizer")["reference model"] == reference.weights and reference.features_on is None
+
+
 def test_every_saving_is_on_a_separate_line(tmp_path):
     found = needs_of(write_inputs("strided_full", tmp_path))
     listed = advice(found, "rollouts").split("\n")
@@ -225,7 +237,7 @@ LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
     "name, phase, listed, left_out",
     [
         ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
-        ("strided_full", "trainer and feature network", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
+        ("strided_full", "trainer setup", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
         (
             "strided_full",
             "rollouts",

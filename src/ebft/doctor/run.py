@@ -237,7 +237,7 @@ def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: N
 
 def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
     """The highest peak of any step: after the first, which was measured, the optimizer state is always in memory."""
-    first = ("before loading", "model", "trainer and feature network", "optimizer")
+    first = ("before loading", "model", "trainer setup", "optimizer")
     peaks = {name: peak + (0 if name in first else state) for name, peak in memory.peaks.items()}
     highest = max(peaks, key=lambda name: peaks[name])
     kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
