@@ -1,5 +1,6 @@
 """`ebft doctor`: the installation, configs that can be trained, and one error for each thing that cannot work."""
 
+import json
 import re
 from importlib.metadata import PackageNotFoundError
 
@@ -112,7 +113,6 @@ def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
         (["learning_rte=1"], "config", "learning_rate"),
         (["base_model=/no/model"], "model", "'/no/model' does not exist"),
         (["datasets.0.path=/no/data.jsonl"], "data", "'/no/data.jsonl' does not exist"),
-        (["sequence_len=100000"], "model", "positions"),
         (["deepspeed=zero2"], "settings", "pip install 'ebft[deepspeed]'"),
         (["deepspeed=zero3.json"], "settings", "zero3.json cannot be read as JSON"),
         (["resume_from_checkpoint=/no/checkpoint"], "checkpoint", "is not a folder"),
@@ -125,6 +125,16 @@ def test_one_error_for_each_thing_that_cannot_work(doctor, tmp_path, overrides, 
     assert code == 1
     errors = {key: text for (level, key), text in found.items() if level == "error"}
     assert name in errors and message in errors[name], errors
+
+
+def test_only_documents_must_fit_into_the_models_positions(doctor, tmp_path):
+    path = write_inputs("sft", tmp_path)
+    code, found = doctor(path, "--no-step", "sequence_len=100000")
+    assert code == 0 and ("ok", "data") in found
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 9}))
+    code, found = doctor(path, "--no-step", "sequence_len=100000")
+    assert code == 1 and "exceeds the 9 positions" in found["error", "data"]
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(doctor, tmp_path):
