@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from ebft.data.joining import JoiningCollator
 from ebft.data.packing import pack_rows
@@ -100,6 +100,17 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_their_documents(family, 
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=name)
     trainer.budget.gather(trainer.accelerator)
     assert trainer.budget.totals["documents"] == 8
+
+
+@pytest.mark.parametrize("family", NO_DROPOUT)
+def test_packed_rows_may_be_longer_than_the_positions_of_the_model(family, tmp_path):
+    """Rows of 29 and 27 tokens for a model with 16 positions, which is enough for each document."""
+    model = tiny_model(family, max_position_embeddings=16, **NO_DROPOUT[family])
+    expected, _ = oracle(model, documents())
+    packed = pack_rows(documents(), 30)
+    assert max(packed.lengths) > 16 and len(packed) == 2
+    loss, _, _ = step(make_trainer(tmp_path, model, packed), [[packed[0]], [packed[1]]])
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_routers_loss_counts_no_padding(tmp_path):
@@ -197,10 +208,10 @@ def test_layers_with_a_running_state_are_refused(family, tmp_path):
     make_trainer(tmp_path, tiny_model(family), documents())
 
 
-def test_attention_outside_the_interface_is_refused():
-    config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(ModelError, match="BloomForCausalLM does not support the attention interface"):
-        check_layers(AutoModelForCausalLM.from_config(config))
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "gptj", "codegen", "gpt_neo", "stablelm"])
+def test_attention_outside_the_interface_is_refused(family):
+    with pytest.raises(ModelError, match="ForCausalLM does not support the attention interface"):
+        check_layers(tiny_model(family))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -182,8 +182,9 @@ PLACES = [
     bad("all texts empty", "without text", config={}, files={"rows.jsonl": [{"text": ""}] * 4}),
     bad("all texts null", "without text", config={}, files={"rows.jsonl": [{"text": None}] * 4}),
     bad("val_set_size takes all", "val_set_size", config={"val_set_size": 4}),
-    bad("val_set_size takes none", "val_set_size", config={"val_set_size": 0.01}),
-    bad("sequence_len past the positions", "sequence_len", "128", config={"sequence_len": 4096}),
+    bad("val_set_size is nearly 1", "val_set_size", config={"val_set_size": 0.99}),
+    bad("document past the positions", "sequence_len", "128", config={"sequence_len": 4096},
+        files={"rows.jsonl": [{"text": "a b c " * 300}] * 4}),
 ]  # fmt: skip
 
 ROWS_OF_CHATS = [

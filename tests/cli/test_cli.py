@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,11 @@ def test_warnings_are_one_line(good):
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0
     assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1
+
+
+def test_python_runs_the_command_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "ebft", "--version"], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0 and plain(done.stdout) == f"ebft {version('ebft')}\n", done.stderr
 
 
 def test_check_takes_the_overrides_of_train(ebft, good):

@@ -35,12 +35,26 @@ VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
         ({"unfrozen_parameters": ["lm_head.weight$[:128]"]}, "selects rows of a parameter"),
         ({"unfrozen_parameters": ["(lm_head"]}, "is not a valid regular expression"),
         ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft is not supported: LoftQ replaces the base weights"),
+        ({**LORA, "lora_target_linear": False, "lora_target_modules": "all-linear"}, "contradicts lora_target_l"),
+        ({**LORA, "lora_target_modules": ["all-linear", "lm_head"]}, "selects every .* list only the others"),
         ({"relora_steps": 100}, "relora_steps is not supported: ReLoRA merges"),
     ],
 )
 def test_what_excludes_what(make, keys, message):
     with pytest.raises(ConfigError, match=message):
         make(**keys)
+
+
+@pytest.mark.parametrize("given", ["all-linear", ["all-linear"]])
+@pytest.mark.parametrize("linear", [{}, {"lora_target_linear": True}])
+def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given, linear):
+    keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": given, **linear}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = make(**keys)
+        again = type(config).from_dict(config.model_dump(exclude_unset=True))
+    assert config.lora_target_linear and config.lora_target_modules is None
+    assert again == config
 
 
 def test_parameters_are_targets_enough(make):

@@ -23,6 +23,11 @@ from ebft.run.deepspeed import check_deepspeed
         ({"optimizer": "ao_adamw_8bit"}, "ao_adamw_8bit is called adamw_torch_8bit in transformers"),
         ({"optimizer": "ao_adamw_fp8"}, "8 and 4 bits only. Use adamw_torch_8bit"),
         ({"optimizer": "muon"}, "optimizer: muon is not supported: transformers has no optimizer that treats matrices"),
+        ({"optimizer": "came_pytorch"}, "came_pytorch is not supported: transformers cannot create CAME"),
+        ({"optimizer": "adopt_adamw"}, "cannot create ADOPT. Use adamw_torch_fused"),
+        ({"optimizer": "optimi_adamw"}, "transformers creates stable_adamw only"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler: rex is not supported: .* Use lr_scheduler: polynomial with"),
+        ({"lr_scheduler": "one_cycle"}, "lr_scheduler: one_cycle is not supported: .* Use lr_scheduler: cosine with"),
         ({"optimizer": "grokadamw"}, "its state is not part of checkpoints"),
         ({"optim_args": {"beta3": 0.9}}, "optim_args.beta3 is not read by optimizer: adamw_torch_fused. Remove it"),
         (

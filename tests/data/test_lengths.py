@@ -16,6 +16,7 @@ from ebft.data.lengths import (
     TRUNCATED,
     cut_and_drop,
     fits_one_block,
+    longest_document,
 )
 from ebft.data.report import RowCounts
 from ebft.data.tokenise import FEATURES
@@ -131,3 +132,21 @@ def test_rule_is_the_layouts(config):
         for prompt in range(length):
             room = first_anchor(prompt, 4, 2) + 3 <= length
             assert fits_one_block(length, prompt, config.ebft) == room
+
+
+def test_the_longest_document_of_every_kind_of_rows():
+    ids = lambda *lengths: [[1] * length for length in lengths]
+    tokens = Dataset.from_dict({"input_ids": ids(3, 7, 5)})
+    pairs = {"chosen_ids": ids(4, 1), "rejected_ids": ids(2, 9)}
+    assert longest_document(tokens, None) == 7
+    assert longest_document(tokens, Dataset.from_dict({"input_ids": ids(8)})) == 8
+    assert longest_document(Dataset.from_dict(pairs)) == 9
+    assert longest_document(Dataset.from_dict({"prompt_ids": ids(6, 2), **pairs})) == 11  # 2 + 9
+    labelled = {"prompt_ids": ids(6, 2), "completion_ids": ids(1, 5)}
+    assert longest_document(Dataset.from_dict(labelled)) == 11  # KTO scores the first prompt with the second completion
+
+
+def test_the_longest_document_of_prompts_and_of_streams_is_not_known():
+    prompts = Dataset.from_dict({"prompt": ["a"], "ground_truth": ["b"]})
+    assert longest_document(prompts) is None and longest_document(iter(())) is None
+    assert longest_document(Dataset.from_dict({"input_ids": [[1]]}), prompts) is None

@@ -93,7 +93,7 @@ def test_shuffle_follows_the_seed(make_config, write_jsonl, tokenizer):
     assert order(seed=1, data_seed=2) == order(seed=2)
 
 
-@pytest.mark.parametrize(("size", "held"), [(0.25, 2), (3, 3)])
+@pytest.mark.parametrize(("size", "held"), [(0.25, 2), (0.02, 1), (3, 3)])
 def test_val_set_holds_whole_documents_out(make_config, write_jsonl, tokenizer, size, held):
     path = write_jsonl([{"text": f"{chr(65 + number)}" * 3 + TEXT * 6} for number in range(8)])
     train, evaluation = load_datasets(make_config(path, val_set_size=size), tokenizer)
@@ -117,7 +117,7 @@ def test_what_is_held_out_does_not_depend_on_what_was_dropped(make_config, write
 def test_val_set_needs_documents_on_both_sides(make_config, write_jsonl, tokenizer):
     path = write_jsonl([{"text": TEXT}])
     with pytest.raises(
-        DataError, match="0.1 of 1 documents holds out 0, which leaves 1 usable documents for training and 0"
+        DataError, match="0.1 of 1 documents holds out 1, which leaves 0 usable documents for training and 1"
     ):
         load_datasets(make_config(path, val_set_size=0.1), tokenizer)
 

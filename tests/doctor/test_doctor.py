@@ -1,5 +1,6 @@
 """`ebft doctor`: the installation, configs that can be trained, and one error for each thing that cannot work."""
 
+import json
 import re
 from importlib.metadata import PackageNotFoundError
 
@@ -112,7 +113,6 @@ def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
         (["learning_rte=1"], "config", "learning_rate"),
         (["base_model=/no/model"], "model", "'/no/model' does not exist"),
         (["datasets.0.path=/no/data.jsonl"], "data", "'/no/data.jsonl' does not exist"),
-        (["sequence_len=100000"], "model", "positions"),
         (["deepspeed=zero2"], "settings", "pip install 'ebft[deepspeed]'"),
         (["deepspeed=zero3.json"], "settings", "zero3.json cannot be read as JSON"),
         (["resume_from_checkpoint=/no/checkpoint"], "checkpoint", "is not a folder"),
@@ -125,6 +125,16 @@ def test_one_error_for_each_thing_that_cannot_work(doctor, tmp_path, overrides, 
     assert code == 1
     errors = {key: text for (level, key), text in found.items() if level == "error"}
     assert name in errors and message in errors[name], errors
+
+
+def test_only_documents_must_fit_into_the_models_positions(doctor, tmp_path):
+    path = write_inputs("sft", tmp_path)
+    code, found = doctor(path, "--no-step", "sequence_len=100000")
+    assert code == 0 and ("ok", "data") in found
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 9}))
+    code, found = doctor(path, "--no-step", "sequence_len=100000")
+    assert code == 1 and "exceeds the 9 positions" in found["error", "data"]
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(doctor, tmp_path):
@@ -212,6 +222,18 @@ def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_
     assert f"at the peak, in {single.peak}: weights in float32" in check.message
 
 
+def test_the_frozen_copy_is_named_as_its_method_calls_it(tmp_path, monkeypatch):
+    """A reference model is on the device that trains, where TRL places it."""
+    full_weights = ["adapter=", "lora_r=", "lora_alpha=", "lora_target_linear="]
+    full, pairs = (needs_of(write_inputs(name, tmp_path / name), full_weights) for name in ("strided_full", "dpo"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
+    features, reference = full.of(full.config), pairs.of(pairs.config)
+    assert "feature network" in features.parts("optimizer") and features.features_on == "cuda:1"
+    assert reference.parts("optimizer")["reference model"] == reference.weights and reference.features_on is None
+
+
 def test_every_saving_is_on_a_separate_line(tmp_path):
     found = needs_of(write_inputs("strided_full", tmp_path))
     listed = advice(found, "rollouts").split("\n")
@@ -225,7 +247,7 @@ LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
     "name, phase, listed, left_out",
     [
         ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
-        ("strided_full", "trainer and feature network", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
+        ("strided_full", "trainer setup", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
         (
             "strided_full",
             "rollouts",

@@ -194,9 +194,10 @@ def test_what_cannot_be_evaluated(write_config, models, tmp_path):
         measured(path, ["base"], models, "evaluation.pass_at=[9]")
 
 
-def test_rows_longer_than_the_models_positions_are_refused(write_config, models):
-    with pytest.raises(ConfigError, match="sequence_len: 100000 exceeds the"):
-        measured(write_config("strided"), ["base"], models, "sequence_len=100000")
+def test_a_sequence_len_beyond_the_models_positions_is_refused_unless_all_documents_are_shorter(write_config, models):
+    assert measured(write_config("strided"), ["base"], models, "sequence_len=100000")
+    with pytest.raises(ConfigError, match="100000 exceeds the .* as many tokens may be in one document"):
+        measured(write_config("structured"), ["base"], models, "sequence_len=100000")
 
 
 def test_another_tokenizer_is_refused(write_config, models, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from ebft import train
 from ebft.config.schema import RunConfig
-from ebft.data.packing import PackedRows
+from ebft.data.packing import PackedRows, pack_and_report
 from ebft.doctor.rows import LongestRows
 from ebft.errors import ConfigError
 
@@ -45,6 +45,11 @@ def test_steps_are_counted_in_packed_rows(make, capsys):
     assert f"Packed 12 rows into {len(rows)} rows of up to 64 tokens" in capsys.readouterr().err
     assert trainer.state.max_steps == 2 * math.ceil(len(rows) / 2)
     assert trainer.budget.totals["documents"] == 24
+
+
+def test_one_packed_row_is_no_plural(capsys):
+    pack_and_report([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}], 8)
+    assert "Packed 2 rows into 1 row of up to 8 tokens (50% full)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keys", [{"sample_packing": True}, {"batch_flattening": True}])

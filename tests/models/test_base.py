@@ -79,8 +79,15 @@ def test_missing_device_is_ignored_with_a_warning(make_config, tokenizer, device
 
 
 def test_sequence_len_beyond_positions(make_config):
-    with pytest.raises(ConfigError, match=r"sequence_len: 129 exceeds the 128 positions.*max_position_embeddings"):
-        check_sequence_len(129, load_model_config(make_config()), "the model")
+    found = load_model_config(make_config())
+    for sequence_len, longest in ((128, None), (128, 128), (4096, 128)):
+        check_sequence_len(sequence_len, found, "the model", longest)
+    with pytest.raises(
+        ConfigError, match=r"exceeds the 128 positions of the model \(max_.*longest text has 129 tokens"
+    ):
+        check_sequence_len(4096, found, "the model", 129)
+    with pytest.raises(ConfigError, match=r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"):
+        check_sequence_len(129, found, "the model", None)
 
 
 def test_folder_without_model(make_config, tokenizer, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ebft.models.base import load_model
+from ebft.models.base import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.building import build_trainer, training_arguments
 from ebft.run.training import load_data
@@ -48,7 +48,7 @@ def trainer_of(family, method, folder):
     config = config_of(method, folder, adapter=False, datasets=datasets, micro_batch_size=4)
     with warnings.catch_warnings(action="ignore"):
         tokenizer = load_tokenizer(config)
-        data, held_out = load_data(config, tokenizer)
+        data, held_out = load_data(config, tokenizer, load_model_config(config))
         args = training_arguments(config, rows=len(data), has_eval=False)
         trainer = build_trainer(config, args, load_model(config, tokenizer), tokenizer, data, held_out)
     return trainer, [trainer.train_dataset[index] for index in range(4)]

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ebft.models.base import load_model
+from ebft.models.base import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.building import build_trainer, training_arguments
 from ebft.run.training import load_data
@@ -25,7 +25,7 @@ def trainer_of(method, folder, adapter=True, **changes):
     config = config_of(method, folder, adapter, **{"rl_beta": BETA, "micro_batch_size": 4} | changes)
     with warnings.catch_warnings(action="ignore"):
         tokenizer = load_tokenizer(config)
-        rows, held_out = load_data(config, tokenizer)
+        rows, held_out = load_data(config, tokenizer, load_model_config(config))
         args = training_arguments(config, rows=len(rows), has_eval=held_out is not None)
         trainer = build_trainer(config, args, load_model(config, tokenizer), tokenizer, rows, held_out)
     generator = torch.Generator().manual_seed(3)

@@ -75,6 +75,12 @@ def test_sft_learns_labels_except_at_the_first_token(tokenizer):
     assert learned(part) == "__cd" and dict(part.facts)["prompt"] == "2 tokens"
 
 
+def test_tokens_before_the_last_turn_are_no_prompt_if_an_earlier_turn_is_trained_on(tokenizer):
+    [part] = SFTView(tokenizer)({**row(tokenizer, "", "abcdef", masked=[0, 2, 3]), "prompt_length": 4}).parts
+    assert learned(part) == "_b__ef"
+    assert dict(part.facts) == {"before the last turn": "4 tokens", "in the cross-entropy": "3 of 6 tokens"}
+
+
 def test_sft_shows_the_documents_of_a_packed_row(tokenizer):
     packed = pack_rows([row(tokenizer, "", "abcd", masked=[2]), row(tokenizer, "xy", "z")], 8)
     first, second = SFTView(tokenizer)(packed[0]).parts

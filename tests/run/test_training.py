@@ -59,9 +59,30 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_rows_longer_than_the_models_positions_are_refused(make):
-    with pytest.raises(ConfigError, match="sequence_len: 129 exceeds the 128 positions"):
-        train(strided(make, sequence_len=129))
+@pytest.mark.parametrize("keys", [{}, {"sample_packing": True}])
+def test_rows_longer_than_the_models_positions_are_refused_before_it_is_loaded(make, keys, monkeypatch):
+    monkeypatch.setattr("ebft.run.training.load_model", None)
+    for config in (strided(make, sequence_len=129, **keys), make(sequence_len=129, **keys)):
+        with pytest.raises(ConfigError, match="sequence_len: 129 exceeds the 128 positions .* longest text has 129"):
+            train(config)
+
+
+def test_only_documents_must_fit_into_the_models_positions(make, tmp_path):
+    """Positions of packed rows start at 0 in every document."""
+    short = tmp_path / "short.jsonl"
+    short.write_text("\n".join(json.dumps({"text": "def f(x):\n    return x\n" * 3}) for _ in range(8)))
+    for config in (make(), strided(make)):
+        entry = config.datasets[0].model_copy(update={"path": str(short)})
+        keys = {"datasets": [entry], "sequence_len": 400, "sample_packing": True, "micro_batch_size": 1}
+        trainer = train(config.model_copy(update=keys)).trainer
+        assert max(trainer.train_dataset.lengths) > 128 and trainer.state.global_step == 2
+
+
+def test_rows_of_streams_keep_to_the_models_positions(make, monkeypatch):
+    monkeypatch.setattr("ebft.run.training.load_model", None)
+    stream = make(sequence_len=129, streaming=True)
+    with pytest.raises(ConfigError, match="as many tokens may be in one document"):
+        train(stream)
 
 
 def test_strided_lora(make):

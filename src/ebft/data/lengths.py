@@ -188,9 +188,31 @@ def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
     return rows.select(kept)
 
 
-def token_counts(rows: Any) -> list[int]:
-    """Number of tokens in each row of a Dataset or another sequence of rows with `input_ids`."""
+def token_counts(rows: Any, column: str = "input_ids") -> list[int]:
+    """Number of tokens in each row of a Dataset or another sequence of rows."""
     if not isinstance(rows, Dataset):
-        return [len(row["input_ids"]) for row in rows]
+        return [len(row[column]) for row in rows]
     tables = rows.with_format("arrow").iter(batch_size=10_000)
-    return [count for table in tables for count in pc.list_value_length(table["input_ids"]).to_pylist()]
+    return [count for table in tables for count in pc.list_value_length(table[column]).to_pylist()]
+
+
+def longest_document(*sections: Any) -> int | None:
+    """Number of tokens of the longest text that the model reads in rows of these sections, which may be None.
+
+    None for streams, whose rows are not known, and for prompts, which completions follow.
+    """
+    lengths = [_longest(rows) for rows in sections if rows is not None]
+    return None if None in lengths else max(lengths, default=None)
+
+
+def _longest(rows: Any) -> int | None:
+    columns = set(rows.column_names) if isinstance(rows, Dataset) else set()
+    most = lambda *names: max(map(sum, zip(*(token_counts(rows, name) for name in names))), default=0)
+    if "input_ids" in columns:
+        return most("input_ids")
+    if "completion_ids" in columns:  # KTO also scores prompts with the completions of other rows
+        return most("prompt_ids") + most("completion_ids")
+    if "chosen_ids" in columns:
+        prompt = ["prompt_ids"] if "prompt_ids" in columns else []
+        return max(most(*prompt, name) for name in ("chosen_ids", "rejected_ids"))
+    return None

@@ -150,8 +150,8 @@ def hint(config: DataSettings) -> str:
 
 
 def held_documents(documents: int, size: float, seed: int) -> np.ndarray:
-    """The documents, out of this number, that `val_set_size: size` holds out."""
-    held = round(size * documents) if size < 1 else int(size)
+    """The documents, out of this number, that `val_set_size: size` holds out: at least one."""
+    held = max(1, round(size * documents)) if size < 1 else int(size)
     return np.random.default_rng(seed).permutation(documents)[:held]
 
 

@@ -40,8 +40,9 @@ def pack_and_report(rows: Any, length: int) -> PackedRows:
     packed = pack_rows(rows, length)
     if os.environ.get("RANK", "0") == "0":
         full = sum(packed.lengths) / (len(packed) * length)
+        before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
         print(
-            f"Packed {len(rows):,} rows into {len(packed):,} rows of up to {length} tokens ({full:.0%} full)",
+            f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)",
             file=sys.stderr,
         )
     return packed

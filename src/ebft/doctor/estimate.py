@@ -30,7 +30,7 @@ _SAMPLING = (*_STEP, "accumulated")
 _PHASES = {
     "before loading": (),
     "model": ("weights",),
-    "trainer and feature network": ("weights", "copy"),
+    "trainer setup": ("weights", "copy"),
     "rollouts": (*_SAMPLING, "sampling"),
     "log-probabilities": (*_SAMPLING, "scoring"),
     "features": (*_SAMPLING, "kept", "embedding"),
@@ -67,6 +67,7 @@ class Estimate:
     parameters: int
     trained: int
     dtype: str
+    copy_name: str  # what the method calls its frozen copy
     placed_on: str | None = None  # `auto` with a device_map over all GPUs; None: the device that trains
 
     @property
@@ -97,7 +98,7 @@ class Estimate:
         sampling = "activations and cache of rollouts" if self.kept else "cache of rollouts"
         names = {
             "weights": f"weights in {self.dtype}",
-            "copy": "feature network",
+            "copy": self.copy_name,
             "accumulated": "gradients",
             "activations": "activations (rough)",
             "sampling": f"{sampling} (rough)",
@@ -160,7 +161,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
     return Estimate(
         weights=weights,
         features=weights if has_copy else 0,
-        features_on=_features_on(config, weights) if has_copy else None,
+        features_on=_features_on(config, weights) if has_copy and config.method.compares_features(config) else None,
         gradients=trained,
         accumulated=trained if accumulates else 0,
         optimizer=states,
@@ -172,6 +173,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
         checkpoint=trained + (0 if config.save_only_model else states),
         parameters=sizes.base,
         trained=sizes.trained,
+        copy_name=config.method.copy_name,
         placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
         dtype="4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1],
     )

@@ -28,7 +28,7 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
     text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
     text += f". {gib(free)} are free on {where}" if free is not None else ""
     if free is not None and needed.fixed > free:
-        phase = "trainer and feature network" if needed.weights + needed.copy > free else "optimizer"
+        phase = "trainer setup" if needed.weights + needed.copy > free else "optimizer"
         yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
     elif free is not None and needed.total > 0.9 * free:
         yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")

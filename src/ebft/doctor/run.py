@@ -28,7 +28,7 @@ from ebft.doctor.savings import advice, gib
 from ebft.doctor.step import measure_step
 from ebft.errors import ConfigError, ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
-from ebft.models.base import check_sequence_len, find_base_model, load_model_config
+from ebft.models.base import find_base_model, load_model_config
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.quantisation import quantisation_config
 from ebft.models.tokenizer import load_tokenizer
@@ -59,7 +59,8 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     yield from tokenizer.checks
     data = None
     if not (tokenizer.failed or settings.failed):
-        data = Attempt("data", (ImportError,)).run(_load_data, config, tokenizer.result, ok=_described)
+        model_config = None if model.failed else model.result[1]
+        data = Attempt("data", (ImportError,)).run(_load_data, config, tokenizer.result, model_config, ok=_described)
         yield from data.checks
         if not data.failed:
             yield from sequence_len_checks(config, data.result.longest, data.result.counts)
@@ -121,7 +122,6 @@ def _named(used: list[str]) -> str:
 def _find_model(config: RunConfig) -> tuple[str, Any]:
     """Return a description of the model and its transformers configuration."""
     found, model_config = find_base_model(config), load_model_config(config)
-    check_sequence_len(config.sequence_len, model_config, config.base_model)
     folder = Path(found)
     if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         raise ModelError(
@@ -144,9 +144,9 @@ class _Data(NamedTuple):
     counts: dict[str, int]
 
 
-def _load_data(config: RunConfig, tokenizer: Any) -> _Data:
+def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     rows = run_rows(config, tokenizer)
-    train, evaluation = arranged(config, rows)
+    train, evaluation = arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
         return _Data(config, None, len(evaluation or ()), first_of_stream(config, train), {})
     longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
@@ -237,7 +237,7 @@ def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: N
 
 def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
     """The highest peak of any step: after the first, which was measured, the optimizer state is always in memory."""
-    first = ("before loading", "model", "trainer and feature network", "optimizer")
+    first = ("before loading", "model", "trainer setup", "optimizer")
     peaks = {name: peak + (0 if name in first else state) for name, peak in memory.peaks.items()}
     highest = max(peaks, key=lambda name: peaks[name])
     kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"

@@ -60,7 +60,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
                     head=config.method.head(config),
                 )
             await_ready(server, config.trl.vllm_server_timeout)
-            with memory.phase("trainer and feature network"):
+            with memory.phase("trainer setup"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)
             for name, method in config.method.phases.items():
                 setattr(trainer, method, memory.measured(name, getattr(trainer, method)))

@@ -46,10 +46,7 @@ def own_models(config: RunConfig) -> list[str]:
 
 
 def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check before the evaluation that a model exists and that its tokenizer and positions are compatible.
-
-    Raises ModelError if they are not, and ConfigError if `sequence_len` exceeds its maximum number of positions.
-    """
+    """Raise ModelError, before the evaluation, if a model does not exist, or its tokenizer is not compatible."""
     if not _same_model(config, name):
         _check_folder(Path(lasting_name(name)))
         _check_tokenizer(find_model(name, "--model"), tokenizer)
@@ -62,6 +59,14 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
     base = name if adapter is None else adapter.base_model_name_or_path
     if not _same_model(config, base):
         _check_base(config, name, base, tokenizer)
+
+
+def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
+    """Raise ConfigError if a document, of which the longest has `longest` tokens, exceeds the positions of a model."""
+    for name in (config.base_model, *names):
+        adapter = None if _same_model(config, name) else _adapter_of(name)
+        base = name if adapter is None else adapter.base_model_name_or_path
+        check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
 
 
 def _check_folder(folder: Path) -> None:
@@ -81,7 +86,6 @@ def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTo
         found = load_model_config(_of_base(config, base))
     except ModelError as error:
         raise ModelError(f"--model {name}: {error}") from error
-    check_sequence_len(config.sequence_len, found, base)
     if base != name and _has_tokenizer(name):
         return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
     _check_tokenizer(find_model(base, "--model"), tokenizer)

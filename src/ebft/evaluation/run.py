@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ebft.config.schema import RunConfig
+from ebft.data.lengths import longest_document
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.downstream import KEY, load_metrics
-from ebft.evaluation.models import Subject, check_model, load_subject, own_models
+from ebft.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.evaluation.notes import notes_on
 from ebft.evaluation.prompts import has_reference, measure_prompts
 from ebft.evaluation.result import Evaluation, summarise
@@ -22,7 +23,6 @@ from ebft.evaluation.rows import check_comparable, load_held_out
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.task import Task
 from ebft.evaluation.tokens import measure_tokens
-from ebft.models.base import check_sequence_len, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.scores import Scores
 
@@ -49,11 +49,11 @@ def evaluate(
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
-    check_sequence_len(config.sequence_len, load_model_config(config), config.base_model)
     names = list(dict.fromkeys(models)) if models else own_models(config)
     for name in names:
         check_model(config, name, tokenizer)
     task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
+    check_positions(config, names, longest_document(task.held_out.rows))
     check_measurable(task)
     notes = notes_on(names, task.held_out)
     for note in notes:

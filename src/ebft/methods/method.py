@@ -57,6 +57,7 @@ class Method(ABC):
     generates_text: ClassVar[bool] = True  # whether the trained model can be sampled from
     offloads_activations: ClassVar[bool] = False  # whether its trainer reads activation_offloading
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
+    copy_name: ClassVar[str] = "feature network"  # of `copies_model`, as `ebft doctor` calls it
     reads_streams: ClassVar[bool] = False  # whether rows can be read while training runs (streaming)
 
     # Config

@@ -53,6 +53,7 @@ class PreferenceMethod(Method):
     """A loss that compares completions that are part of the data."""
 
     rows = "preferences"
+    copy_name = "reference model"
     can_be_compared = False
     has_reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")

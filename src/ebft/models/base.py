@@ -131,14 +131,19 @@ def _read_config(config: ModelSettings, key: str, name: str) -> Any:
         ) from error
 
 
-def check_sequence_len(sequence_len: int, model_config: Any, name: str) -> None:
-    """Raise ConfigError if rows may be longer than the model's number of positions."""
+def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest: int | None) -> None:
+    """Raise ConfigError if a document is longer than the model's number of positions.
+
+    `longest` is the number of tokens of the longest one; None if it is not known, so that it may be `sequence_len`.
+    """
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
-    if limit is not None and sequence_len > limit:
-        raise ConfigError(
-            f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings). "
-            f"Set sequence_len to at most {limit}."
-        )
+    if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
+        return
+    found = "as many tokens may be in one document" if longest is None else f"the longest text has {longest:,} tokens"
+    raise ConfigError(
+        f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings), and {found}. "
+        f"Set sequence_len to at most {limit}."
+    )
 
 
 def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from ebft.config.section import NotBlank, Section, paths
 
 Layer = Annotated[int, Field(ge=0)]
+ALL_LINEAR = "all-linear"  # in PEFT
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -179,7 +180,7 @@ class AdapterKeys(Section):
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="Modules to adapt: a list of name suffixes, or one regular expression. With lora_target_linear, a "
-        "list is adapted in addition to the linear layers.",
+        "list is adapted in addition to the linear layers. all-linear is an alias for lora_target_linear: true.",
     )
     lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")
     lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
@@ -214,6 +215,26 @@ class AdapterKeys(Section):
     )
 
     _adapter_path = paths("lora_model_dir")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_linear(cls, data: Any) -> Any:
+        """Replace PEFT's name for all linear layers."""
+        given = data.get("lora_target_modules") if isinstance(data, dict) else None
+        names = [given] if isinstance(given, str) else given
+        if not isinstance(names, list) or ALL_LINEAR not in names:
+            return data
+        if len(names) > 1:
+            raise ValueError(
+                f"lora_target_modules: {ALL_LINEAR} selects every linear layer, but the list has other modules too. "
+                "Set lora_target_linear: true, and list only the others, or remove them."
+            )
+        if data.get("lora_target_linear") is False:
+            raise ValueError(
+                f"lora_target_modules: {ALL_LINEAR} contradicts lora_target_linear: false. Remove one of them."
+            )
+        rest = {key: value for key, value in data.items() if key != "lora_target_modules"}
+        return {**rest, "lora_target_linear": True}
 
 
 class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.joining import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
-from ebft.preview.view import Part, RowView, TokenTexts, counted
+from ebft.preview.view import Part, RowView, Token, TokenTexts, counted
 
 
 class SFTView:
@@ -30,6 +30,12 @@ class SFTView:
         for number, document in enumerate(documents, 1):
             title = f"document {number} of {len(documents)}" if "documents" in row else "row"
             part = tokens[start : start + len(document["input_ids"])]
-            parts.append(Part(title, part, [("prompt", f"{document['prompt_length']:,} tokens"), counted(part)]))
+            parts.append(Part(title, part, [_beginning(part, document["prompt_length"]), counted(part)]))
             start += len(part)
         return RowView(parts)
+
+
+def _beginning(tokens: list[Token], length: int) -> tuple[str, str]:
+    """The number of tokens before the last turn, as a fact; they are a prompt if none of them is trained on."""
+    is_trained = any(token.label != IGNORE for token in tokens[:length])
+    return "before the last turn" if is_trained else "prompt", f"{length:,} tokens"

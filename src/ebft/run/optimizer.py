@@ -30,6 +30,16 @@ _REFUSED = {  # by the start of their names
         ("muon", "dion"),
         "transformers has no optimizer that treats matrices and other weights differently. Use adamw_torch_fused",
     ),
+    "came_pytorch": "transformers cannot create CAME. Use adafactor, whose second moments are factored as well, or "
+    "adamw_torch_8bit to save memory",
+    "adopt_adamw": "transformers cannot create ADOPT. Use adamw_torch_fused",
+    "optimi_adamw": "of the package torch-optimi, transformers creates stable_adamw only. Use it, or adamw_torch_fused",
+}
+_REFUSED_SCHEDULES = {
+    "rex": "transformers has no REX schedule. Use lr_scheduler: polynomial with lr_scheduler_kwargs: {power: 0.5}, "
+    "whose learning rate stays high for longer than that of linear, too",
+    "one_cycle": "transformers has no one-cycle schedule. Use lr_scheduler: cosine with warmup_ratio: 0.3, which also "
+    "rises and falls, without a cycle of the momentum",
 }
 
 
@@ -40,6 +50,9 @@ def check_optimizer(config: RunConfig) -> None:
     from ebft.over_transformers import OptimizerNames, SchedulerType
 
     _check_supported(config.optimizer)
+    if config.lr_scheduler in _REFUSED_SCHEDULES:
+        reason = _REFUSED_SCHEDULES[config.lr_scheduler]
+        raise ConfigError(f"lr_scheduler: {config.lr_scheduler} is not supported: {reason}.")
     _check_name("optimizer", config.optimizer, [name.value for name in OptimizerNames])
     _check_name("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType])
     _try_optimizer(config)

@@ -16,6 +16,7 @@ import torch
 from transformers import Trainer, set_seed
 
 from ebft.config.schema import RunConfig
+from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
@@ -135,7 +136,8 @@ def _train_with(
     if config.uses_server and config.trl.vllm_mode == "server":
         await_server(config)
     tokenizer = load_tokenizer(config)
-    train_data, eval_data = load_data(config, tokenizer)
+    model_config = load_model_config(config)
+    train_data, eval_data = load_data(config, tokenizer, model_config)
     rows = 0 if config.streaming else len(train_data)
     args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
     finished = finished_at(config, found, this_machine(), rows=rows)
@@ -145,8 +147,6 @@ def _train_with(
         files.describe(optimizer=optimizer)
     if this_machine().processes > 1:
         check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
-    model_config = load_model_config(config)
-    check_sequence_len(config.sequence_len, model_config, config.base_model)
     check_wrapping_of(config, model_config)
     load_on_first_process(args)
     model = load_model(
@@ -176,13 +176,19 @@ def _train_with(
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
-def load_data(config: RunConfig, tokenizer: Any) -> tuple[Any, Any]:
+def load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> tuple[Any, Any]:
     """The training rows as the trainer receives them, and the evaluation rows or None."""
-    return arranged(config, run_rows(config, tokenizer))
+    return arranged(config, run_rows(config, tokenizer), model_config)
 
 
-def arranged(config: RunConfig, rows: LoadedRows) -> tuple[Any, Any]:
-    """`rows` after the checks of the config's method, with the training rows as its trainer receives them."""
+def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[Any, Any]:
+    """`rows` after checks of the model and the method, with the training rows as the method's trainer receives them.
+
+    Without `model_config`, transformers' configuration of the model, its number of positions is not checked.
+    """
+    if model_config is not None:
+        longest = longest_document(rows.train, rows.evaluation)
+        check_sequence_len(config.sequence_len, model_config, config.base_model, longest)
     config.method.check_rows(config, rows)
     return config.method.arrange(config, rows.train), rows.evaluation
 
