@@ -113,8 +113,9 @@ def live_bytes() -> int:
         found = [
             each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"
         ]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
-    return sum(storages.values())
+    storages = [each.untyped_storage() for each in found]
+    held = [storage for storage in storages if storage.device.type == "cpu"]  # those of traced tensors have no memory
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def peak_bytes(profiled: profile) -> int:

@@ -9,6 +9,13 @@ from ebft.launch import worker
 from tests.launch.waiting import wait_until
 
 
+def _meet(folder, rank):
+    """Wait until both processes are here."""
+    folder.mkdir(exist_ok=True)
+    (folder / rank).touch()
+    wait_until(lambda: len(list(folder.iterdir())) == 2)
+
+
 def main(act, folder):
     rank, received = os.environ.get("RANK", "0"), []
     if act == "signals":
@@ -32,7 +39,9 @@ def main(act, folder):
             if rank == "0":  # one after another: signals that arrive together are handled in the order of their numbers
                 os.kill(os.getppid(), number)
             wait_until(lambda count=place: len(received) > count)
+            _meet(Path(folder, f"received-{place}"), rank)
         Path(folder, rank).write_text(" ".join(map(str, received)))
+        _meet(Path(folder, "written"), rank)  # the launcher stops the other process when one has ended
         sys.exit(143)
     if act == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
