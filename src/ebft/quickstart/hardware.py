@@ -1,26 +1,8 @@
-"""Two settings that decide how long a step takes on a CPU: the number type, and what happens to freed memory."""
+"""The number type in which a CPU multiplies matrices fastest."""
 
-import ctypes
-import platform
 import time
 
 import torch
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed memory instead of returning it to the operating system.
-
-    A training step allocates and frees temporaries of tens of megabytes. By default glibc maps each of them anew, and
-    the page faults of that took a third of the time of a step. Memory that was used once then stays with the process.
-    Does nothing with other C libraries. The environment variables MALLOC_MMAP_MAX_ and MALLOC_TRIM_THRESHOLD_ do the
-    same.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)  # no allocation in a mapping of its own
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap
 
 
 def bfloat16_is_fast() -> bool:

@@ -8,11 +8,11 @@ from ebft.features import FeatureNetwork
 from ebft.models.base import load_base_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.quickstart import report, samples, smollm2, tiny
-from ebft.quickstart.hardware import keep_freed_memory
 from ebft.quickstart.measure import held_out_documents, measure
 from ebft.quickstart.next_steps import what_next
 from ebft.quickstart.phases import Phases, console
 from ebft.quickstart.run import show_command
+from ebft.run.freed_memory import keep_freed_memory
 from ebft.run.training import train
 
 TINY = "tiny"

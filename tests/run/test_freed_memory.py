@@ -1,0 +1,55 @@
+"""Tests of `ebft.run.freed_memory`: page faults of tensors that are freed and allocated again."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# Four tensors of 64 MiB at once, three times; the page faults of the last time, relative to its number of pages.
+SCRIPT = """
+import resource, torch
+{setting}
+def fill():
+    return [torch.ones(2**24) for _ in range(4)]
+fill(), fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+fill()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults * resource.getpagesize() / (4 * 2**26))
+"""
+KEEP = "from ebft.run.freed_memory import keep_freed_memory; keep_freed_memory()"
+
+pytestmark = [
+    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc"),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU"),
+]
+
+
+def share_of_pages(setting: str, **variables: str) -> float:
+    """The share of pages that are requested from the operating system again."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", SCRIPT.format(setting=setting)]
+    return float(subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True).stdout)
+
+
+def test_freed_memory_is_used_again():
+    assert share_of_pages(KEEP) < 0.05 < 0.5 < share_of_pages("")
+
+
+def test_settings_of_the_environment_take_precedence():
+    assert share_of_pages(KEEP, MALLOC_TRIM_THRESHOLD_="131072") > 0.5
+
+
+def test_the_command_keeps_freed_memory():
+    setting = """
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
+from ebft.cli.train import train_here
+with patch("ebft.run.training.train", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+    train_here(None, Path("run.yaml"), [])
+"""
+    assert share_of_pages(setting) < 0.05
