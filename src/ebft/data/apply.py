@@ -59,7 +59,8 @@ def apply_transform(
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
-    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None))
+    calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
+    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
