@@ -127,6 +127,13 @@ def test_several_turns(trained, template, expected):
     assert trained(template, TALK) == expected
 
 
+def test_an_empty_reply_between_others(trained):
+    silent = [TALK[0], {"role": "assistant", "content": ""}, *TALK[2:]]
+    assert trained(LAST_THINKS, silent) == (
+        "<s>user\nHi<e>\n<s>assistant\n<e>\n<s>user\nBye<e>\n<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
