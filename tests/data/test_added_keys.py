@@ -66,6 +66,25 @@ def test_calls_under_another_name_in_the_data(texts):
     assert texts([renamed(row) for row in CHATS], "parquet", **names) == texts(CHATS, "jsonl")
 
 
+def test_transforms_of_batches_get_no_added_keys(tmp_path, monkeypatch):
+    (tmp_path / "own_batched_chats.py").write_text("""
+def transform(cfg, **kwargs):
+    def transform_fn(batch, tokenizer=None):
+        texts = [str(messages[1]["tool_calls"][0]["function"]["arguments"]) for messages in batch["messages"]]
+        ids = [tokenizer(text)["input_ids"] for text in texts]
+        return {"input_ids": ids, "labels": ids}
+
+    return transform_fn, {"batched": True, "remove_columns": "__all__"}
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    Dataset.from_list(CHATS).to_parquet(tmp_path / "rows.parquet")
+    entry = {"path": str(tmp_path / "rows.parquet"), "type": "own_batched_chats.transform"}
+    config, tokenizer = RunConfig.from_dict({"base_model": "x", "datasets": [entry]}), make_chat_tokenizer()
+    found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    assert texts == ["{'city': 'Oslo', 'days': 3}", "{'to': 'a'}", "{'nested': {'deep': [{'x': 1}, {'y': 2}]}}"]
+
+
 def test_nulls_of_json_are_those_of_the_data(texts):
     rows = [chat(city=None, days=3), chat(to="a")]
     assert '"arguments": {"city": null, "days": 3}' in texts(rows, "jsonl")[0]

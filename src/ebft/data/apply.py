@@ -136,7 +136,8 @@ class _Step:
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
-        result = self._call(examples, where)
+        given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
+        result = self._call({name: [row[name] for row in given] for name in examples}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")
