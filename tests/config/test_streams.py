@@ -98,7 +98,11 @@ def test_the_older_name_of_the_buffer():
         ),
         (
             {"pretraining_dataset": ENTRY, "excess_length_strategy": "drop"},
-            "excess_length_strategy is not supported with",
+            "excess_length_strategy is not supported with streaming, where documents are cut",
+        ),
+        (
+            {"pretraining_dataset": ENTRY, "dataset_exact_deduplication": True},
+            "dataset_exact_deduplication is not supported with streaming, which does not keep",
         ),
         ({"pretraining_dataset": ENTRY, "dispatch_batches": True}, "dispatch_batches is not supported"),
     ],

@@ -31,15 +31,16 @@ CHATS = [chat(city="Oslo", days=3), chat(to="a"), chat(nested={"deep": [{"x": 1}
 
 @pytest.fixture
 def texts(tmp_path):
-    """`texts(rows, "parquet")`: the rendered rows after they were written in this format."""
+    """`texts(rows, "parquet", **entry)`: the rendered rows after they were written in this format."""
 
-    def run(rows, kind):
+    def run(rows, kind, **entry):
         path = tmp_path / f"rows.{kind}"
         if kind == "parquet":
             Dataset.from_list(rows).to_parquet(path)
         else:
             path.write_text("\n".join(map(json.dumps, rows)))
-        config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": str(path), "type": "chat_template"}]})
+        entry |= {"path": str(path), "type": "chat_template"}
+        config = RunConfig.from_dict({"base_model": "x", "datasets": [entry]})
         tokenizer = make_chat_tokenizer()
         tokenizer.chat_template = TEMPLATE
         found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
@@ -52,6 +53,36 @@ def test_calls_have_the_arguments_of_their_row(texts):
     assert texts(CHATS, "parquet") == texts(CHATS, "jsonl")
     assert '"arguments": {"to": "a"}' in texts(CHATS, "parquet")[1]
     assert '{"nested": {"deep": [{"x": 1}, {"y": 2}]}}' in texts(CHATS, "parquet")[2]
+
+
+def test_calls_under_another_name_in_the_data(texts):
+    def renamed(row):
+        calls = [
+            {("calls" if key == "tool_calls" else key): value for key, value in m.items()} for m in row["messages"]
+        ]
+        return {"messages": calls}
+
+    names = {"message_property_mappings": {"role": "role", "content": "content", "tool_calls": "calls"}}
+    assert texts([renamed(row) for row in CHATS], "parquet", **names) == texts(CHATS, "jsonl")
+
+
+def test_transforms_of_batches_get_no_added_keys(tmp_path, monkeypatch):
+    (tmp_path / "own_batched_chats.py").write_text("""
+def transform(cfg, **kwargs):
+    def transform_fn(batch, tokenizer=None):
+        texts = [str(messages[1]["tool_calls"][0]["function"]["arguments"]) for messages in batch["messages"]]
+        ids = [tokenizer(text)["input_ids"] for text in texts]
+        return {"input_ids": ids, "labels": ids}
+
+    return transform_fn, {"batched": True, "remove_columns": "__all__"}
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    Dataset.from_list(CHATS).to_parquet(tmp_path / "rows.parquet")
+    entry = {"path": str(tmp_path / "rows.parquet"), "type": "own_batched_chats.transform"}
+    config, tokenizer = RunConfig.from_dict({"base_model": "x", "datasets": [entry]}), make_chat_tokenizer()
+    found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    assert texts == ["{'city': 'Oslo', 'days': 3}", "{'to': 'a'}", "{'nested': {'deep': [{'x': 1}, {'y': 2}]}}"]
 
 
 def test_nulls_of_json_are_those_of_the_data(texts):

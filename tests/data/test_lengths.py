@@ -85,7 +85,8 @@ def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, co
 @pytest.mark.parametrize(
     ("labels", "prompt_length", "kept", "counts"),
     [
-        ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (6, 2), {TRUNCATED: 1}),
+        ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (4, 2), {TRUNCATED: 1}),
+        ([0, 3, 0, 4, 0, 0, 0, 8, 8], 7, (4, 3), {TRUNCATED: 1}),
         ([0, 0, 3, 3, 0, 6, 6, 8, 8], 7, (6, 5), {TRUNCATED: 1}),
         ([5, 5, 5, 5, 5, 5, 5, 5, 5], 7, (6, 0), {TRUNCATED: 1}),
         ([0, 0, 3, 3, 4, 8, 8, 8, 8], 5, (6, 5), {TRUNCATED: 1}),
@@ -107,6 +108,7 @@ def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels,
     else:
         length, start = kept
         assert rows[0]["labels"] == labels[:length] and rows[0]["prompt_length"] == start
+        assert len(rows[0]["input_ids"]) == length
 
 
 @pytest.mark.parametrize(

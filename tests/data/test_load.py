@@ -140,9 +140,19 @@ def test_a_long_row_stops_the_run_if_it_should(make_config, write_jsonl, tokeniz
     entries = [{"path": str(path), "type": "completion"} for path in (first, second)]
     keys = {"rl": None, "ebft": None, "datasets": entries}
     config = make_config("unused", **keys, excess_length_strategy="raise")
-    with pytest.raises(DataError, match=r"b.jsonl, train: row 1 has more than sequence_len: 64 tokens, and so have 0"):
+    with pytest.raises(DataError, match=r"b.jsonl, train: row 1 exceeds sequence_len: 64 tokens \(excess_length"):
         load_datasets(config, tokenizer)
     assert len(load_datasets(make_config("unused", **keys, excess_length_strategy="drop"), tokenizer)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("long", "others"), [(2, "64 tokens, and so does 1 other row \\("), (4, "64 tokens, and so do 3 other rows \\(")]
+)
+def test_the_error_for_a_long_row_counts_the_others(make_config, write_jsonl, tokenizer, long, others):
+    path = write_jsonl([{"text": TEXT}, *[{"text": TEXT * 6}] * long])
+    config = make_config(path, "completion", rl=None, ebft=None, excess_length_strategy="raise")
+    with pytest.raises(DataError, match=f"rows.jsonl, train: row 1 exceeds sequence_len: {others}"):
+        load_datasets(config, tokenizer)
 
 
 def test_repeated_rows_are_dropped_before_any_are_held_out(make_config, write_jsonl, tokenizer, capsys):

@@ -185,3 +185,11 @@ def test_wrong_rows_say_what_is_wrong(load, flag, row, message):
 def test_no_rows_left_says_what_to_change(load):
     with pytest.raises(DataError, match="No usable rows are left: provide pairs whose texts have at most"):
         load("reward_model", [{"input": "", "chosen": "a", "rejected": "b"}])
+
+
+def test_steps_that_are_equal_within_sequence_len_are_repeated(load):
+    row = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
+    longer = {"prompt": "p", "completions": ["a", "b", "c"], "labels": [True, False, True]}
+    keys = {"sequence_len": len("pa\nb\n"), "dataset_exact_deduplication": True}
+    rows, report = load("process_reward_model", [row, longer, row], keys)
+    assert len(rows) == 1 and "dropped 2 equal to an earlier row" in str(report)

@@ -101,7 +101,7 @@ def test_prompts_and_preferences_have_weights(make_config, write_jsonl, tokenize
 
 
 def test_a_weight_that_leaves_nothing_is_an_error(two, tokenizer):
-    with pytest.raises(DataError, match=r"datasets.1.weight: 0.01 leaves no row of the 10 of .*b.jsonl. Raise it"):
+    with pytest.raises(DataError, match=r"datasets.1.weight: 0.01 of 10 documents of .*b.jsonl rounds to none. Raise"):
         load_datasets(two(None, 0.01), tokenizer)
 
 

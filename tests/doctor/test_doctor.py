@@ -329,6 +329,7 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
         (40, {}, "ok", "sequence_len: 64 is enough"),
         (90, {}, None, ""),
         (160, {"truncated at sequence_len": 3}, "warning", "3 rows are truncated"),
+        (160, {"truncated at sequence_len": 1}, "warning", "1 row is truncated"),
     ],
 )
 def test_advice_on_sequence_len(tmp_path, longest, counts, level, text):

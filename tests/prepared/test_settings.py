@@ -43,7 +43,7 @@ def config(make, rows_file):
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_is_excluded_by_name_or_changes_the_settings(config, key):
     before = row_settings(config)
-    value = 123 if key.endswith(("pad_token", "seed")) else "another value"
+    value = [] if key == "datasets" else 123 if key.endswith(("pad_token", "seed", "weight")) else "another value"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         after = row_settings(changed(config, key, value))
@@ -84,6 +84,16 @@ def test_seeds_are_included_where_rows_depend_on_them(make, rows_file):
     assert included(shuffle_merged_datasets=False) == {"seed"}
     entry = {"path": str(rows_file), "type": "ebft_pretrain.transform"}
     assert included(shuffle_merged_datasets=False, val_set_size=0, test_datasets=[entry]) == set()
+
+
+def test_the_seed_is_included_if_it_selects_documents_of_a_weight(make, rows_file):
+    def included(weight, **keys):
+        entry = {"path": str(rows_file), "type": "ebft_pretrain.transform", "weight": weight}
+        return {"seed", "data_seed"} & set(row_settings(make(val_set_size=0, datasets=[entry], **keys)))
+
+    assert included(0.5, data_seed=1) == {"seed", "data_seed"}
+    assert included(2.5, shuffle_merged_datasets=False) == {"seed"}
+    assert included(2, shuffle_merged_datasets=False) == set()
 
 
 def test_defaults_are_settings_of_the_run(make):

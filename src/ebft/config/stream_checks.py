@@ -33,9 +33,16 @@ def stream_problems(config: "RunConfig") -> Iterator[str]:
         )
     if config.val_set_size:
         yield "val_set_size is not supported with streaming: a stream has no length. Set test_datasets, or remove it."
-    for key in ("excess_length_strategy", "dataset_exact_deduplication"):
-        if getattr(config, key):
-            yield f"{key} is not supported with streaming, where documents are cut at the ends of rows. Remove it."
+    if config.excess_length_strategy:
+        yield (
+            "excess_length_strategy is not supported with streaming, where documents are cut at the ends of rows. "
+            "Remove it."
+        )
+    if config.dataset_exact_deduplication:
+        yield (
+            "dataset_exact_deduplication is not supported with streaming, which does not keep the documents that it "
+            "has read. Remove it, or remove repeated documents from the files."
+        )
     if config.group_by_length:
         yield "group_by_length is not supported with streaming, where all rows have the same length. Remove it."
     if config.dataloader_num_workers > 1:

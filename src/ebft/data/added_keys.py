@@ -4,18 +4,22 @@ Arrow gives each mapping of a column the keys of all rows, so that a call would 
 Columns of JSON values (`datasets.Json`) have no such keys, and their nulls are the data's own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from datasets import Features
 
 Clean = Callable[[Any], Any]
+Names = Set[str | None]
 _CALLS = "tool_calls"  # the part of a message in which the presence of a key has a meaning at every depth
 
 
-def without_added_keys(features: Features, whole: str | None) -> Clean:
-    """Return a function that removes the added keys of a row: in tool calls, and in the column `whole`."""
-    return _of_mapping(features, whole) or (lambda row: row)
+def without_added_keys(features: Features, whole: str | None, calls: str | None = None) -> Clean:
+    """Return a function that removes the added keys of a row: in tool calls, and in the column `whole`.
+
+    `calls` is the name of tool calls in the data, if it is another one than that of chat templates.
+    """
+    return _of_mapping(features, {whole}, {_CALLS, calls}) or (lambda row: row)
 
 
 def without_missing(value: Any) -> Any:
@@ -25,17 +29,17 @@ def without_missing(value: Any) -> Any:
     return [without_missing(item) for item in value] if isinstance(value, list) else value
 
 
-def _cleaner(feature: Any) -> Clean | None:
+def _cleaner(feature: Any, calls: Names) -> Clean | None:
     """The function that cleans the values of a feature, None if they contain no tool calls with added keys."""
     if isinstance(feature, Mapping):
-        return _of_mapping(feature, _CALLS)
-    clean = None if _item(feature) is None else _cleaner(_item(feature))
+        return _of_mapping(feature, calls, calls)
+    clean = None if _item(feature) is None else _cleaner(_item(feature), calls)
     return None if clean is None else lambda values: None if values is None else [clean(value) for value in values]
 
 
-def _of_mapping(features: Mapping[str, Any], whole: str | None) -> Clean | None:
-    """The same for mappings, in which everything below the key `whole` is cleaned."""
-    found = {key: _below(feature) if key == whole else _cleaner(feature) for key, feature in features.items()}
+def _of_mapping(features: Mapping[str, Any], whole: Names, calls: Names) -> Clean | None:
+    """The same for mappings, in which everything below the keys `whole` is cleaned."""
+    found = {key: _below(feature) if key in whole else _cleaner(feature, calls) for key, feature in features.items()}
     parts = {key: clean for key, clean in found.items() if clean is not None}
     if not parts:
         return None

@@ -59,7 +59,8 @@ def apply_transform(
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
-    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None))
+    calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
+    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
@@ -135,7 +136,8 @@ class _Step:
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
-        result = self._call(examples, where)
+        given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
+        result = self._call({name: [row[name] for row in given] for name in examples}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")

@@ -56,6 +56,7 @@ DROPPED = (
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
 SPLIT = "cut into windows of sequence_len"
+_NO_CONTENTS = ("document", "reason")  # where a row comes from, and whether it was truncated
 
 
 def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
@@ -133,7 +134,7 @@ class _Cutter:
         if length > self.sequence_len:
             self._count(row, TRUNCATED)
         if prompt_length >= self.sequence_len:  # the end of a chat was cut, but earlier turns are trained on
-            cut["prompt_length"] = _last_start(cut["labels"])
+            return [_up_to_last_turn(cut)]
         return [cut]
 
     def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,10 +162,12 @@ def _learns(labels: list[int]) -> bool:
     return any(label != IGNORE for label in labels[1:])
 
 
-def _last_start(labels: list[int]) -> int:
-    """Where the last turn with labels begins."""
-    last = max((place for place, label in enumerate(labels) if label != IGNORE), default=len(labels))
-    return next((place for place in range(last, 0, -1) if labels[place - 1] == IGNORE), 0)
+def _up_to_last_turn(row: dict[str, Any]) -> dict[str, Any]:
+    """The row up to the end of the last turn with labels, which begins at its new `prompt_length`."""
+    labels = row["labels"]
+    last = max(place for place, label in enumerate(labels) if label != IGNORE)
+    start = next((place for place in range(last, 0, -1) if labels[place - 1] == IGNORE), 0)
+    return {**_window(row, 0, last + 1), "prompt_length": start}
 
 
 def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
@@ -172,12 +175,13 @@ def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
-    """The rows without those that are equal to an earlier one in all columns but `document`, which are counted."""
+    """The rows without those that are equal to an earlier one in all but `_NO_CONTENTS`, which are counted."""
     seen: set[bytes] = set()
     kept: list[int] = []
     dropped: list[int] = []
     for number, row in enumerate(rows):
-        document = row.pop("document")
+        document = row["document"]
+        row = {name: value for name, value in row.items() if name not in _NO_CONTENTS}
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).digest()
         (dropped if digest in seen else kept).append(document if digest in seen else number)
         seen.add(digest)

@@ -74,14 +74,19 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
         if too_long == "raise" and counts[TOO_LONG]:
             row = counts.documents[TOO_LONG][0] - first_document
-            raise DataError(
-                f"{entry.path}, {entry.split}: row {row} has more than sequence_len: {config.sequence_len} tokens, and "
-                f"so have {counts[TOO_LONG] - 1} others (excess_length_strategy: raise). Increase sequence_len, or set "
-                "excess_length_strategy to drop or truncate."
-            )
+            raise DataError(_exceeded(f"{entry.path}, {entry.split}: row {row}", counts[TOO_LONG], config.sequence_len))
         return kept
 
     return load_entry
+
+
+def _exceeded(row: str, long: int, sequence_len: int) -> str:
+    """The message of the error for `long` rows of a source, of which `row` is the first."""
+    others = "does 1 other row" if long == 2 else f"do {long - 1:,} other rows"
+    return (
+        f"{row} exceeds sequence_len: {sequence_len} tokens{f', and so {others}' if long > 1 else ''} "
+        "(excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop or truncate."
+    )
 
 
 def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> LoadedRows:

@@ -10,5 +10,10 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that can end a turn: special ones, and those that are added with `tokens`, which are not special."""
-    return {*tokenizer.convert_tokens_to_ids(special_texts(tokenizer)), *tokenizer.added_tokens_decoder}
+    """The tokens that can end a turn: special ones, and those that are added with `tokens`, which are not special.
+
+    White space cannot, although some vocabularies have it as added tokens (Gemma), nor can unknown text.
+    """
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+    found = {*tokenizer.convert_tokens_to_ids(special_texts(tokenizer)), *added}
+    return found - {tokenizer.unk_token_id} | ({tokenizer.eos_token_id} & found)

@@ -27,9 +27,10 @@ def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed:
         own = np.flatnonzero(entry_of == number)
         found = _repeated(own, owner, 1.0 if entry.weight is None else entry.weight, (seed, number))
         if len(own) and not len(found):
+            documents = len(np.unique(owner[own]))
             raise DataError(
-                f"datasets.{number}.weight: {entry.weight} leaves no row of the {len(own)} of {entry.path}. Raise it, "
-                "or remove the dataset."
+                f"datasets.{number}.weight: {entry.weight} of {documents:,} document{'s' * (documents > 1)} of "
+                f"{entry.path} rounds to none. Raise it, or remove the dataset."
             )
         if len(found) != len(own) and os.environ.get("RANK", "0") == "0":
             print(f"datasets.{number}.weight: {entry.weight}: {len(own):,} -> {len(found):,} rows", file=sys.stderr)

@@ -147,8 +147,8 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
         yield Check(
             "warning",
             "sequence_len",
-            f"{cut:,} rows are truncated at sequence_len: {limit}, so their completions end early. Increase it, or "
-            "remove these rows.",
+            f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}, so that completions end "
+            "early. Increase it, or remove such rows.",
         )
     elif 2 * longest < limit:
         enough = 2 ** math.ceil(math.log2(longest + 1))

@@ -128,10 +128,14 @@ def _mentions(key: str, words: set[str]) -> bool:
 
 
 def _idle_seeds(config: RunConfig) -> set[str]:
-    """The seeds that no row depends on: `data_seed` (else `seed`) shuffles, and `seed` selects held-out documents."""
-    holds_out = config.val_set_size and not config.test_datasets
+    """The seeds that no row depends on.
+
+    `data_seed` (else `seed`) shuffles; `seed` selects held-out documents and those of the fraction of a `weight`.
+    """
+    selects = bool(config.val_set_size and not config.test_datasets)
+    selects = selects or any(entry.weight is not None and entry.weight % 1 for entry in config.datasets)
     shuffles = config.shuffle_merged_datasets
-    idle = set() if holds_out or (shuffles and config.data_seed is None) else {"seed"}
+    idle = set() if selects or (shuffles and config.data_seed is None) else {"seed"}
     return idle if shuffles else idle | {"data_seed"}
 
 

@@ -73,6 +73,12 @@ def test_empty_replies_at_the_end_do_not_drop_the_turns_before(trained, empty):
     assert trained([*CHAT[:2], empty]) == trained(CHAT[:2])
 
 
+def test_empty_replies_between_others_are_not_trained_on(trained):
+    empty = {"role": "assistant", "content": ""}
+    words = f"{PROMPT} END user Bye END assistant [Goodbye] [END]"
+    assert trained([*CHAT[:2], empty, *CHAT[3:]]) == words
+
+
 def test_a_single_turn(trained):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert trained(chat) == "user Hi END assistant [Hello] [END]"

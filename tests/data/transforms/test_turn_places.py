@@ -127,6 +127,27 @@ def test_several_turns(trained, template, expected):
     assert trained(template, TALK) == expected
 
 
+@pytest.mark.parametrize("special", [[], ["<think>", "</think>"], ["<think>", "</think>", "<call>", "</call>"]])
+def test_tags_of_thinking_can_be_special_tokens(trained, monkeypatch, special):
+    monkeypatch.setattr(f"{__name__}.SPECIAL", [token for token in SPECIAL if token != "<call>"] + special)
+    template = (
+        "{% for m in messages %}<s>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{{ '' if m.tool_calls else '<think></think>' }}{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<e>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
+    )
+    assert trained(template, TALK[:2]) == "<s>user\nHi<e>\n<s>assistant\n<think>[</think>Hello<e>\n]"
+    call = '<s>user\n1+1<e>\n<s>assistant\n[<call>{"name": "add", "arguments": {"a": 1}}</call><e>\n]'
+    assert trained(template, CALLING[:2]) == call
+
+
+def test_an_empty_reply_between_others(trained):
+    silent = [TALK[0], {"role": "assistant", "content": ""}, *TALK[2:]]
+    assert trained(LAST_THINKS, silent) == (
+        "<s>user\nHi<e>\n<s>assistant\n<e>\n<s>user\nBye<e>\n<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [

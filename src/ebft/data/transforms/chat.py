@@ -51,7 +51,8 @@ def chat_transform(
             return segments_row([([], False)], False)
         turns = turns_of(messages)
         if labels is not None:
-            turns = _up_to_a_text(messages, turns)
+            # The model does not learn to say nothing.
+            turns = [turn for turn in turns if _says(messages[turn]) or messages[turn].get("tool_calls")]
         last = messages[turns[-1]] if turns else None
         last = with_reply(last) if last is not None and with_reply is not None else last
         asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
@@ -71,12 +72,6 @@ def chat_transform(
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
     return transform_fn, {"remove_columns": "__all__"}
-
-
-def _up_to_a_text(messages: list[Message], turns: list[int]) -> list[int]:
-    """The turns without those at the end that neither say anything nor call a tool: the model does not learn them."""
-    said = [place for place, turn in enumerate(turns) if _says(messages[turn]) or messages[turn].get("tool_calls")]
-    return turns[: said[-1] + 1] if said else []
 
 
 def _says(message: Message) -> bool:

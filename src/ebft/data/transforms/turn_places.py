@@ -10,12 +10,14 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
+from ebft.data.thinking import TAGS
 from ebft.errors import DataError
 
 Render = Callable[..., str]
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
 _MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
+_THINKING = [tag for pair in TAGS for tag in pair]
 _NAMES = ("role", "name", "id", "tool_call_id")  # texts of a message that are not its contents
 
 
@@ -92,8 +94,10 @@ class Places:
             return content
         common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
-        if common.strip() and not self.special.search(rest) and not self.special.search(rest_asked):
-            return done + len(common)  # such as a block that the generation prompt opens, and the reply closes
+        # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
+        differs = self.special.search(rest) or self.special.search(rest_asked)
+        if common.strip() and (not differs or _only_opens_thinking(header_asked, rest_asked)):
+            return done + len(common)
         raise DataError(
             f"chat template {self.template} writes another text before {self._named(index)} than before a new reply, "
             "so the prompt cannot be separated from the reply. Use another chat_template."
@@ -136,6 +140,13 @@ class Places:
 
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"
+
+
+def _only_opens_thinking(asked: str, rest: str) -> bool:
+    """Whether the end `rest` of a generation prompt `asked` is no more than a thinking block, or its line break."""
+    for tag in _THINKING:
+        rest = rest.replace(tag, "")
+    return not rest.strip() and any(tag in asked for tag in _THINKING)
 
 
 def _content_range(
