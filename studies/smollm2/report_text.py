@@ -145,7 +145,8 @@ def head(scale: Scale) -> str:
 
 def setting(name: str) -> str:
     """One of EBFT's settings with what it changes."""
-    changed = ", ".join(f"`{key.removeprefix('ebft.')}`" for key in SETTINGS[name])
+    last = {key.partition("=")[0]: key.removeprefix("ebft.") for key in SETTINGS[name]}  # of a key given twice
+    changed = ", ".join(f"`{key}`" for key in last.values())
     return f"*{name}* has {changed}" if changed else f"*{name}* is that file itself"
 
 

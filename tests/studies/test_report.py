@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import report_text as text
 import stored
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate
@@ -163,6 +164,11 @@ def test_the_report_has_machine_costs_completions_and_pictures(tmp_path):
         picture = re.search(rf"!\[{name} of functions from base\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
     assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
+
+
+def test_a_setting_names_the_last_value_of_a_key():
+    assert text.setting("mean ce 0").endswith("`temperature=1.0`, `ce_coef=0`")
+    assert text.setting("paper") == "*paper* is that file itself"
 
 
 def test_losses_by_length_are_compared_by_seed(tmp_path):
