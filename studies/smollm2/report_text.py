@@ -76,9 +76,8 @@ between methods count here, not levels.
 Sources. Python files: the standard library, and the installed packages {packages}, at the versions of
 `constraints.txt`, under their own licences. French catalogs, read from wheels of the package index: {applications}.
 HumanEval: {humaneval}. Functions named like a problem of HumanEval are left out, and so are copies of a body. Models
-are measured on other files than they are trained on, and on translations of other applications; no function's body and
-no message is in both. Texts that several files have, such as notices of a licence, are: of the raw task, 6 of 200 test
-rows and 10 of 200 validation rows are training rows too."""
+are measured on other files than they are trained on, and on translations of other applications; no function's body,
+no message and no piece of raw text is in both."""
 CLAIMS = """*Paper* is Jelassi et al. (arXiv 2603.12248); *guide* is axolotl's guide to EBFT. Each claim is tried
 wherever both of its sides were run. The difference is the first side's metric minus the second's, paired by seed and
 document, with its 95% interval over training seeds and test files. A claim *holds* where the whole interval is on its
