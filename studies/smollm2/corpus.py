@@ -86,7 +86,7 @@ def with_doctests(chosen: list[Row], found: list[Row], scale: Scale, count: Coun
 
 
 def all_pieces(by_part: dict[str, dict[str, str]], scale: Scale, count: Count) -> dict[str, list[Row]]:
-    """Pieces of the files of each part; `long` ones overlap with those of `test`."""
+    """Pieces of the files of each part; a text that files of two have stays with the first; `long` overlaps `test`."""
 
     def cut(part: str, tokens: int, most: int) -> list[Row]:
         """Pieces of so many files as are needed, at most `most` of each."""
@@ -97,7 +97,12 @@ def all_pieces(by_part: dict[str, dict[str, str]], scale: Scale, count: Count) -
                 break
         return found
 
-    found = {part: unique(cut(part, scale.piece, MOST_OF_A_FILE[part]), "text") for part in SHARES}
+    found: dict[str, list[Row]] = {}
+    seen: set[str] = set()
+    for part in ("test", "validation", "train"):
+        pieces = unique(cut(part, scale.piece, MOST_OF_A_FILE[part]), "text")
+        found[part] = [row for row in pieces if row["text"] not in seen]  # notices of licences are in many files
+        seen |= {row["text"] for row in pieces}
     return chosen_parts({**found, "long": cut("test", int(scale.long_tokens["raw"] * 1.2), 2)}, scale)
 
 

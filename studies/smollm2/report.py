@@ -49,23 +49,26 @@ def write_report(results: Path, readme: Path, scale: Scale) -> Path:
 
 def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path) -> list[str]:
     """Tables, curves and samples of one task and start."""
-    found = [tables.model_table(cells, task, start, FEATURES)]
+    found = [tables.model_table(cells, task, start, FEATURES), tables.document_counts(cells, task, start, FEATURES)]
     if COMPLETIONS[task]:
         found += ["Full completions:", tables.model_table(cells, task, start, COMPLETIONS[task])]
+        found += [tables.document_counts(cells, task, start, COMPLETIONS[task])]
     if task == "translation":
         found += [text.CORPUS, tables.corpus_table(cells, task, start)]
     found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
+    differences = tables.length_difference_table(cells, task, start, "sft")
+    found += [text.LENGTH_DIFFERENCES, differences] if differences else []
     found += picture(cells, task, start, results, folder, "rollouts", curves.draw_rollouts)
     for other in ("sft", "none"):
         if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
             found += [tables.difference_table(cells, task, start, other, FEATURES)]
             if COMPLETIONS[task]:
                 found += [tables.difference_table(cells, task, start, other, COMPLETIONS[task])]
-    found += ["Costs:", tables.cost_table(cells, task, start)]
+    found += [text.COSTS, tables.cost_table(cells, task, start)]
     if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
         found += [text.PHASES, tables.phase_table(cells)]
     found += picture(cells, task, start, results, folder, "training", curves.draw_training)
-    return [*found, *samples(cells, task, start)]
+    return [part for part in (*found, *samples(cells, task, start)) if part]
 
 
 def picture(cells: Cells, task: str, start: str, results: Path, folder: Path, name: str, draw: Any) -> list[str]:

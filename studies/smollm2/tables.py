@@ -44,11 +44,45 @@ def length_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
     """The feature-matching loss of rollouts by their length: means over seeds, with the interval over these."""
     rows = []
     for group in groups_of(cells, task, start):
-        curves = [
-            dict(map(tuple, cell["rollouts"]["cfm_loss"])) for cell in of_group(cells, group) if "rollouts" in cell
-        ]
+        curves = curve_of_seeds(cells, group).values()
         rows.append([label(group), *(of_seeds([curve[x] for curve in curves if x in curve]) for x in LENGTHS)])
     return markdown(["model", *(f"{length} tokens" for length in LENGTHS)], rows)
+
+
+def length_difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str) -> str:
+    """How much the loss of `length_table` is above that of the group `other`, paired by seed: empty without a row."""
+    reference = f"{task}-{start}-{other}"
+    theirs = curve_of_seeds(cells, reference)
+    rows = []
+    for group in groups_of(cells, task, start):
+        ours = curve_of_seeds(cells, group)
+        shared = sorted(ours.keys() & theirs.keys())
+        if group == reference or is_start(group) or not shared:
+            continue
+        pairs = [(ours[seed], theirs[seed]) for seed in shared]
+        values = [[one[x] - two[x] for one, two in pairs if x in one and x in two] for x in LENGTHS]
+        rows.append([label(group), *(of_seeds(found, signed=True) for found in values)])
+    header = [f"model − {label(reference)}", *(f"{length} tokens" for length in LENGTHS)]
+    return markdown(header, rows) if rows else ""
+
+
+def curve_of_seeds(cells: list[dict[str, Any]], group: str) -> dict[int, dict[int, float]]:
+    """By seed the feature-matching loss of long rollouts by their length."""
+    found = [cell for cell in of_group(cells, group) if "rollouts" in cell]
+    return {cell["cell"]["seed"]: dict(map(tuple, cell["rollouts"]["cfm_loss"])) for cell in found}
+
+
+def document_counts(cells: list[dict[str, Any]], task: str, start: str, columns: dict[str, str]) -> str:
+    """How many documents each of the metrics `columns` is a mean over, as a sentence."""
+    names: dict[int, list[str]] = {}
+    for metric, heading in columns.items():
+        for group in groups_of(cells, task, start):
+            found = [cell["weights"][metric] for cell in of_group(cells, group) if metric in cell["weights"]]
+            if found:
+                names.setdefault(sum(weight > 0 for weight in found[0]), []).append(heading.rstrip(" ↑↓"))
+                break
+    listed = [f"{count} ({'; '.join(names[count])})" for count in sorted(names, reverse=True)]
+    return f"Documents: {', '.join(listed)}." if listed else ""
 
 
 def cost_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
@@ -127,11 +161,11 @@ def seconds_of(cells: list[dict[str, Any]], group: str, names: tuple[str, ...]) 
     return statistics.mean(found) if found else None
 
 
-def of_seeds(values: list[float]) -> str:
+def of_seeds(values: list[float], signed: bool = False) -> str:
     """The mean of one value for each seed, with Student's interval where there are several."""
     if not values:
         return ""
-    return number(Estimate(statistics.mean(values), spread_of_seeds(values), 0.0, len(values)))
+    return number(Estimate(statistics.mean(values), spread_of_seeds(values), 0.0, len(values)), signed)
 
 
 def number(found: Estimate | None, signed: bool = False) -> str:

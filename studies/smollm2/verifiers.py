@@ -22,7 +22,7 @@ def parses(prompt: str, completions: list[str], row: dict[str, Any]) -> float | 
 def passes_doctest(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:
     """1 where the completed function passes the examples of its own docstring, else 0.
 
-    Only for rows whose doctest decides anything (`has_doctest`, see `corpus.decides`); None elsewhere.
+    Only for rows whose doctest decides anything (`has_doctest`, see `python_code.has_doctest`); None elsewhere.
     """
     if not row["has_doctest"]:
         return None

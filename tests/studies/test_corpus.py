@@ -54,6 +54,21 @@ def test_a_body_is_in_one_part_only(tmp_path, monkeypatch):
     assert sum(len(part) for part in corpus.all_functions(by_part, SCALE, len, {"total"}).values()) == 0
 
 
+def test_a_piece_of_text_is_in_one_part_only():
+    """Files that begin with the same notice, which is a piece of its own."""
+    notice = "# a notice of some licence\n" * 60
+    bodies = {number: "".join(f"line_{number}_{line} = 1\n" for line in range(200)) for number in range(24)}
+    files = {f"package/{number}.py": notice + body for number, body in bodies.items()}
+    parts = ("train", "validation", "test")
+    by_part = {part: dict(list(files.items())[place::3]) for place, part in enumerate(parts)}
+    found = corpus.all_pieces(by_part, SCALE, lambda text: len(text) // 10)
+    texts = {part: [row["text"] for row in found[part]] for part in (*parts, "warm")}
+    holders = [part for part, of_part in texts.items() if any("notice" in text for text in of_part)]
+    assert all(texts.values()) and len(holders) <= 1
+    for one, other in itertools.combinations(texts, 2):
+        assert not set(texts[one]) & set(texts[other])
+
+
 FUNCTION = '''def total(values, more):
     """Return the sum of values and more."""
     # WHY

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import report_text as text
 import stored
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate
@@ -163,6 +164,35 @@ def test_the_report_has_machine_costs_completions_and_pictures(tmp_path):
         picture = re.search(rf"!\[{name} of functions from base\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
     assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
+
+
+def test_a_setting_names_the_last_value_of_a_key():
+    assert text.setting("mean ce 0").endswith("`temperature=1.0`, `ce_coef=0`")
+    assert text.setting("paper") == "*paper* is that file itself"
+
+
+def test_losses_by_length_are_compared_by_seed(tmp_path):
+    """At 8 tokens both lose 0.25 more with each seed, EBFT 0.125 more than SFT; at 16 their difference has a spread."""
+    results = tmp_path / "results"
+    stored.write_json(results / "documents.json", DOCUMENTS)
+    for seed in (0, 1, 2):
+        of_sft = [[8, 0.5 + 0.25 * seed], [16, 0.3]]
+        of_ebft = [[8, 0.625 + 0.25 * seed], [16, 0.24 + 0.01 * seed]]
+        for method, setting, curve in (("sft", "", of_sft), ("ebft", "mean", of_ebft)):
+            curves = {"cfm_loss": curve, "rollout_nll_base": [[0, 4.0], [1, 4.5]]}
+            write_cell(results, method, seed, METRICS, setting, rollouts=curves)
+    table = report_of(tmp_path).split("paired by seed; with an interval over seeds alone:")[1].split("![")[0]
+    # Three seeds that differ by 0.01: 4.303 * 0.01 / sqrt(3) = 0.0248.
+    assert "| EBFT, mean | +0.125 | -0.050 ± 0.025 |  |  |  |" in table
+    assert "| SFT, as many documents |" not in table
+
+
+def test_the_report_says_how_many_documents_a_metric_has(tmp_path):
+    write_results(tmp_path / "results", 0.2)
+    write_cell(tmp_path / "results", "sft", 0, {"humaneval_greedy": 0.25}, file="humaneval")
+    report = report_of(tmp_path)
+    assert "Documents: 3 (cross-entropy; CFM loss; CFM loss, long; alignment)." in report
+    assert "Documents: 3 (names), 2 (HumanEval, greedy)." in report
 
 
 def test_without_results_there_is_no_report(tmp_path):
