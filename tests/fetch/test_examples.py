@@ -41,6 +41,13 @@ def test_folder_that_cannot_be_written_is_told(tmp_path):
         copy_examples(tmp_path / "file" / "examples")
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_folder_in_the_place_of_a_file_is_told(tmp_path, force):
+    (tmp_path / "sft_chat.yaml").mkdir()
+    with pytest.raises(FetchError, match=r"(replace|to) .*: Is a directory.* Choose another folder"):
+        copy_examples(tmp_path, force)
+
+
 @pytest.mark.slow
 def test_built_package_has_the_examples(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
