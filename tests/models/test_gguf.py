@@ -197,3 +197,12 @@ def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
 def test_4_bits_are_refused(make_gguf_config):
     with pytest.raises(ConfigError, match="not supported with GGUF files, which are loaded dense"):
         make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})
+
+
+@pytest.mark.parametrize("kept", [0, 1000, 0.5, 0.999])
+def test_truncated_file_is_called_that(make_gguf_config, tiny_gguf, tmp_path, kept):
+    content = tiny_gguf.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[: int(kept * len(content)) if kept < 1 else kept])
+    config = make_gguf_config(base_model=str(tmp_path), gguf_file="cut.gguf")
+    with pytest.raises(ModelError, match=r"cut.gguf is truncated or corrupted \(.*Download or convert it again"):
+        load_tokenizer(config)
