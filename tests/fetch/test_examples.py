@@ -1,5 +1,6 @@
 """The example configs are part of the package and are copied without overwriting anything."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,16 @@ def test_every_example_config_is_copied(tmp_path):
     assert places == in_repository and Path("quickstart/smollm2.yaml") in places
     for place in places:
         assert (tmp_path / "examples" / place).read_bytes() == (source / place).read_bytes()
+
+
+def test_files_that_examples_name_exist():
+    named = {
+        name
+        for path in example_files()
+        for name in re.findall(r"\b(?:examples|docs|studies)/[\w/-]+\.\w+", path.read_text())
+    }
+    assert "examples/quickstart/tiny.yaml" in named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_changed_files_are_kept_unless_forced(tmp_path):
