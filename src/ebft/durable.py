@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
@@ -99,7 +100,8 @@ def allow_readers(folder: Path) -> None:
     """
     mode = folder.stat().st_mode & 0o666  # the umask itself cannot be read without changing it for all threads
     for path in folder.rglob("*.safetensors"):
-        path.chmod(path.stat().st_mode | mode)
+        with suppress(OSError):  # some network file systems have no permissions of single files
+            path.chmod(path.stat().st_mode | mode)
 
 
 def flush(folder: Path) -> None:
