@@ -78,6 +78,21 @@ def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monk
     assert not leftovers(tiny_model.cache)
 
 
+def test_damaged_or_unreadable_mark_is_no_fetched_model(tiny_model, monkeypatch):
+    mark = fetch_model("tiny") / "fetched.json"
+    mark.write_text("")
+    assert fetched_folder("tiny") is None
+    with pytest.raises(FetchError, match="already exists and is not this model. Choose another folder, or remove it"):
+        fetch_model("tiny")
+
+    def forbidden(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(mark), "read_text", forbidden)
+    with pytest.raises(ModelError, match="fetched.json cannot be read .Permission denied.*set EBFT_CACHE"):
+        fetch_model("tiny")
+
+
 def test_full_disk_is_told_and_leaves_nothing(tiny_model, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
