@@ -166,7 +166,11 @@ def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
     monkeypatch.setattr(main, "quickstart", stopped)
     result = ebft("quickstart", "--output", tmp_path / "out")
     said = " ".join(plain(result.stderr).split())
-    assert result.exit_code == 143 and "run the same command to continue" in said and "Resume by" not in said
+    assert (
+        result.exit_code == 143
+        and "Run the same command to start again; complete data and base models are kept" in said
+        and "Resume by" not in said
+    )
 
 
 def test_warnings_are_one_line(good):
