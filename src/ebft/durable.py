@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
@@ -25,6 +26,7 @@ def clean_staging(parent: Path) -> None:
 
 def publish(staged: Path, folder: Path) -> None:
     """Move the complete folder `staged` to `folder`, replacing an existing one. Both must be on one file system."""
+    allow_readers(staged)
     flush(staged)
     parked = _park(folder) if folder.exists() else None
     os.replace(staged, folder)
@@ -53,6 +55,7 @@ def publish_files(staged: Path, folder: Path, obsolete: Iterable[Path] = ()) -> 
     The files `obsolete` of `folder` that `staged` does not replace are deleted first, so that they are never read
     together with the new ones.
     """
+    allow_readers(staged)
     flush(staged)
     for path in obsolete:
         if not (staged / path.relative_to(folder)).is_file():
@@ -88,6 +91,17 @@ def checksum(path: Path) -> int:
         while part := file.read(1 << 20):
             value = zlib.crc32(part, value)
     return value
+
+
+def allow_readers(folder: Path) -> None:
+    """Give safetensors files below the new `folder` the permissions that the umask gives to other new files.
+
+    safetensors 0.8 creates them for their owner only, so that no other user, such as that of a server, can read them.
+    """
+    mode = folder.stat().st_mode & 0o666  # the umask itself cannot be read without changing it for all threads
+    for path in folder.rglob("*.safetensors"):
+        with suppress(OSError):  # some network file systems have no permissions of single files
+            path.chmod(path.stat().st_mode | mode)
 
 
 def flush(folder: Path) -> None:

@@ -2,6 +2,7 @@ import json
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,11 @@ def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
     monkeypatch.setattr(main, "quickstart", stopped)
     result = ebft("quickstart", "--output", tmp_path / "out")
     said = " ".join(plain(result.stderr).split())
-    assert result.exit_code == 143 and "run the same command to continue" in said and "Resume by" not in said
+    assert (
+        result.exit_code == 143
+        and "Run the same command to start again; complete data and base models are kept" in said
+        and "Resume by" not in said
+    )
 
 
 def test_warnings_are_one_line(good):
@@ -230,3 +235,18 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
 def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
     required = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
     assert what_next(RunConfig.from_dict(required), tmp_path) == [f"Next: ebft inference {tmp_path}"]
+
+
+@pytest.mark.slow
+def test_adapter_of_a_gguf_file_is_merged_by_the_commands_that_training_prints(ebft, write_config, tiny_gguf, tmp_path):
+    model, out = shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"), tmp_path / "out"
+    lora = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true", "max_steps=1"]
+    trained = ebft("train", write_config("strided"), f"base_model={tmp_path}", "gguf_file=tiny.gguf", *lora,
+                   f"output_dir={out}")  # fmt: skip
+    refused = ebft("merge-lora", out)
+    assert f"`ebft fetch {model} --output DIR`, and merge with --base-model DIR" in plain(refused.stderr)
+    for command in trained.stderr.partition("Next: ")[2].splitlines()[0].split("; "):
+        if "inference" not in command:
+            done = ebft(*shlex.split(command)[1:])
+            assert done.exit_code == 0 and "renamed" not in done.stderr, (command, done.stderr)
+    assert (out / "merged" / "model.safetensors").is_file()

@@ -62,6 +62,7 @@ def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
     ("arguments", "message"),
     [
         (["smolm2-135"], "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
+        (["HuggingFaceTB/SmolLM2-135M-Instruct"], "Did you mean smollm2-135m?"),
         (["exampels"], "Did you mean examples?"),
         (["zzz"], "Available: smollm2-135m, "),
         (["model.gguf"], "requires a destination folder: ebft fetch model.gguf --output DIR"),

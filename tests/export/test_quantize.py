@@ -47,6 +47,7 @@ def test_int8(tiny_llama_dir, text, ebft, tmp_path):
     assert abs(expected[0] - expected[1]) > 1e-5 * expected[0] and expected[1] == pytest.approx(expected[0], rel=0.01)
     stored = load_file(to / "model.safetensors")
     assert any(weight.dtype == torch.int8 for weight in stored.values()) and not list(to.glob("*.bin"))
+    assert (to / "model.safetensors").stat().st_mode & 0o777 == to.stat().st_mode & 0o666
     again = ebft("quantize", tiny_llama_dir, "--output", to, "--text", text)
     assert again.exit_code == 2 and "is not empty" in flat(again.output)
 

@@ -1,11 +1,13 @@
 """Fetched models: converted once, whole or not at all, and loaded by their names."""
 
+import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import FetchError, ModelError
@@ -74,6 +76,43 @@ def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monk
     (partial / "model.safetensors").write_bytes(b"half")
     AutoModelForCausalLM.from_pretrained(fetch_model("tiny"))
     assert not leftovers(tiny_model.cache)
+
+
+def test_damaged_or_unreadable_mark_is_no_fetched_model(tiny_model, monkeypatch):
+    mark = fetch_model("tiny") / "fetched.json"
+    mark.write_text("")
+    assert fetched_folder("tiny") is None
+    with pytest.raises(FetchError, match="already exists and is not this model. Choose another folder, or remove it"):
+        fetch_model("tiny")
+
+    def forbidden(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(mark), "read_text", forbidden)
+    with pytest.raises(ModelError, match="fetched.json cannot be read .Permission denied.*set EBFT_CACHE"):
+        fetch_model("tiny")
+
+
+def test_full_disk_is_told_and_leaves_nothing(tiny_model, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
+    with pytest.raises(FetchError, match="Cannot write to .*tiny-1.0: .*No space left.*Free disk space"):
+        fetch_model("tiny")
+    assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
+
+
+def test_folder_in_a_place_that_cannot_be_written_is_told(tiny_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FetchError, match="Cannot write to .*file .*Choose another folder.$"):
+        fetch_model("tiny", to=tmp_path / "file" / "model")
+
+
+def test_other_users_may_read_a_model_as_the_umask_says(tiny_model):
+    folder = fetch_model("tiny")
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert modes == {stat.S_IFREG | (folder.stat().st_mode & 0o666)}
 
 
 def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):

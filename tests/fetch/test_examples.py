@@ -1,5 +1,6 @@
 """The example configs are part of the package and are copied without overwriting anything."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def test_every_example_config_is_copied(tmp_path):
         assert (tmp_path / "examples" / place).read_bytes() == (source / place).read_bytes()
 
 
+def test_files_that_examples_name_exist():
+    named = {
+        name
+        for path in example_files()
+        for name in re.findall(r"\b(?:examples|docs|studies)/[\w/-]+\.\w+", path.read_text())
+    }
+    assert "examples/quickstart/tiny.yaml" in named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_changed_files_are_kept_unless_forced(tmp_path):
     first, second = copy_examples(tmp_path)[:2]
     first.write_text("mine")
@@ -39,6 +50,13 @@ def test_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FetchError, match="Cannot write examples to"):
         copy_examples(tmp_path / "file" / "examples")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_folder_in_the_place_of_a_file_is_told(tmp_path, force):
+    (tmp_path / "sft_chat.yaml").mkdir()
+    with pytest.raises(FetchError, match=r"(replace|to) .*: Is a directory.* Choose another folder"):
+        copy_examples(tmp_path, force)
 
 
 @pytest.mark.slow

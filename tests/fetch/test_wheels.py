@@ -61,6 +61,15 @@ def test_without_network_the_error_says_what_was_tried(tmp_path, monkeypatch):
     assert "pip download --no-deps tinydata==0.3" in str(raised.value)
     assert "\nFailed to establish a new connection: [Errno 111] Connection refused\nERROR" in str(raised.value)
     assert "PIP_INDEX_URL" in str(raised.value)
+    assert "\nLooking in indexes: http://127.0.0.1:9/simple\n" in str(raised.value)
+
+
+def test_full_disk_is_not_taken_for_a_missing_index(tmp_path, monkeypatch):
+    printed = "Looking in indexes: x\nERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device\n"
+    failed = subprocess.CompletedProcess([], 2, stdout=printed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(FetchError, match="(?s)failed.\nOSError: .Errno 28. No space left on device\nFree disk space"):
+        fetch_wheel("tinydata", "0.3", "0" * 64, cache=tmp_path)
 
 
 def test_cache_that_cannot_be_written_is_named(tiny_wheel, tmp_path):

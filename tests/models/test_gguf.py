@@ -177,19 +177,20 @@ def test_file_that_is_no_model_is_refused(content, make_gguf_config, tmp_path):
         load_tokenizer(config)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.999])
 def test_file_that_is_cut_off_is_refused(share, make_gguf_config, tiny_gguf, tmp_path):
     content = tiny_gguf.read_bytes()
     (tmp_path / "bad.gguf").write_bytes(content[: int(share * len(content))])
     config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(ModelError, match="bad.gguf"):
+    with pytest.raises(ModelError, match=r"bad.gguf is truncated or corrupted \(.*Download or convert it again"):
         load_base_model(config, load_tokenizer(config))
 
 
-def test_new_tokens_beside_an_adapter_are_refused(make_gguf_config):
+def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(make_gguf_config, monkeypatch):
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"})
     assert load_model(config, load_tokenizer(config)).get_input_embeddings().num_embeddings == 513
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"}, **LORA)
+    monkeypatch.setattr("ebft.models.base.pretrained_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --output DIR"):
         load_model(config, load_tokenizer(config))
 

@@ -51,6 +51,12 @@ def test_a_final_model_without_a_file_is_saved_again(name, inputs, out):
     assert run(config).code == 0 and final_step(out) == 1 and (out / name).is_file()
 
 
+def test_other_users_may_read_weights_as_the_umask_says(inputs, out):
+    assert run(config_of("sft", inputs, out, max_steps=1)).code == 0
+    modes = [path.stat().st_mode & 0o777 for path in out.rglob("*.safetensors")]
+    assert len(modes) == 2 and set(modes) == {out.stat().st_mode & 0o666}
+
+
 def test_a_finished_run_without_optimizer_state_is_complete(inputs, out):
     config = config_of("sft", inputs, out, max_steps=2, save_only_model=True)
     assert run(config).code == 0

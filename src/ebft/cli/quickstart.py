@@ -13,8 +13,9 @@ from ebft.errors import EBFTError
 HELP = """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
 
 SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard library
-from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on. Phases that
-are complete are kept, and the same command continues after an interruption.
+from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on. After an
+interruption, the same command uses the fetched model and the data again (with --model tiny, also the pretrained base
+model), and repeats the other phases.
 
 Examples:
 
@@ -78,7 +79,7 @@ def command(
         quickstart(model, output, seed, scale.value, method.value)
     except KeyboardInterrupt as stop:
         # Not the message of training, which says how to resume a run of `ebft train`.
-        stop.args = ("Stopped. The complete phases are kept: run the same command to continue.",)
+        stop.args = ("Stopped. Run the same command to start again; complete data and base models are kept.",)
         raise
     except (ValueError, OSError) as error:
         raise error if isinstance(error, EBFTError) else EBFTError(str(error)) from error

@@ -14,6 +14,8 @@ from ebft.cli.tui import train_with_dashboard
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig
 from ebft.dashboard.files import EVALUATION, REPORT, rollout_files
+from ebft.data.locate import base_name
+from ebft.fetch.catalog import is_gguf
 from ebft.launch.plan import RAY
 from ebft.launch.worker import join_launch, launch_command, typed_command
 
@@ -148,12 +150,21 @@ def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
 
 def what_next(config: RunConfig, folder: Path) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
-    names = ["show"] if rollout_files(folder) else []
+    commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
-        names += ["inference", "merge-lora"] if config.adapter is not None else ["inference"]
-    commands = "; ".join(shlex.join(["ebft", name, str(folder)]) for name in names)
+        commands += [["inference", str(folder)], *(_merging(config, folder) if config.adapter is not None else [])]
     report = folder / REPORT
-    return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {commands}"] if commands else [])]
+    following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
+    return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
+
+
+def _merging(config: RunConfig, folder: Path) -> list[list[str]]:
+    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first."""
+    base = base_name(config.base_model, config.gguf_file)
+    if not is_gguf(base):
+        return [["merge-lora", str(folder)]]
+    converted = base[: -len(".gguf")]
+    return [["fetch", base, "--output", converted], ["merge-lora", str(folder), "--base-model", converted]]
 
 
 def leave_process_group() -> None:

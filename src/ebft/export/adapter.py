@@ -126,8 +126,11 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
     config.init_lora_weights = True  # the initial values are replaced
     config.inference_mode = True
     try:
-        with warnings.catch_warnings():  # that merging tied weights "can lead to complications", which _end_ties avoids
+        with warnings.catch_warnings():
+            # That merging tied weights "can lead to complications", which _end_ties avoids.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # That the base model is another one than in training, which the user has chosen.
+            warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ModelError(f"The adapter does not fit the base model: {error}") from error

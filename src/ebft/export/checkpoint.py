@@ -95,7 +95,7 @@ def base_folder(name: str, revision: str | None = None) -> Path:
     if is_gguf(name):
         raise ModelError(
             f"{name} is a GGUF file, but weights are merged in safetensors format. Convert it once with "
-            f"`ebft fetch {name} --output DIR`, and use DIR as the base model."
+            f"`ebft fetch {name} --output DIR`, and merge with --base-model DIR."
         )
     if locate(name, "model", "base_model") is not None:
         return Path(lasting_name(name))

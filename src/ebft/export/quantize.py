@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ebft.data.conversation import Renderer
 from ebft.data.text_file import read_text
 from ebft.data.transforms.rows import IGNORE
+from ebft.durable import allow_readers
 from ebft.errors import DataError, ModelError
 from ebft.evaluation.cross_entropy import token_nll
 from ebft.evaluation.models import ADAPTER_FILE
@@ -81,6 +82,7 @@ def quantize_model(
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        allow_readers(partial)
         del model
         after = perplexity(_loaded(AutoModelForCausalLM, partial, **options), scored)
         if to.exists():

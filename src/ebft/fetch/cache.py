@@ -20,19 +20,18 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, in_cache: bool = True) -> Iterator[None]:
     """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
 
-    Raises FetchError if they cannot be written.
+    Raises FetchError if they cannot be written; `in_cache` says whether the user can choose another cache instead.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.parent / f".{path.name}.lock")
         lock.acquire()
     except OSError as error:
-        raise FetchError(
-            f"Cannot write to {path.parent} ({error.strerror or error}). Set EBFT_CACHE to another cache folder."
-        ) from error
+        remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
+        raise FetchError(f"Cannot write to {path.parent} ({error.strerror or error}). {remedy}") from error
     try:
         yield
     finally:

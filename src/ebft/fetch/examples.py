@@ -33,9 +33,7 @@ def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> l
     Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
     """
     copies = {to / path: source.read_bytes() for source, path in sources.items()}
-    changed = [
-        str(path.relative_to(to)) for path, content in copies.items() if path.exists() and path.read_bytes() != content
-    ]
+    changed = [str(path.relative_to(to)) for path, content in copies.items() if _is_changed(path, content)]
     if changed and not force:
         raise FetchError(
             f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
@@ -46,5 +44,14 @@ def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> l
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     except OSError as error:
-        raise FetchError(f"Cannot write {name} to {to}: {error.strerror}. Choose another folder.") from error
+        raise FetchError(
+            f"Cannot write {name} to {to}: {error.strerror} ({error.filename}). Choose another folder."
+        ) from error
     return list(copies)
+
+
+def _is_changed(path: Path, content: bytes) -> bool:
+    try:
+        return path.exists() and path.read_bytes() != content
+    except OSError as error:  # a folder, or a file that this user may not read
+        raise FetchError(f"Cannot replace {path}: {error.strerror}. Choose another folder.") from error

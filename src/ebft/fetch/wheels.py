@@ -76,16 +76,25 @@ def _download(folder: Path, name: str, version: str) -> Path:
     done = subprocess.run([*pip, *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
+        reason = _reason(done.stdout)
+        remedy = (
+            "Free disk space, or set EBFT_CACHE, and TMPDIR for pip, to folders on another disk."
+            if "No space left on device" in reason
+            else "Connect to a package index, or set PIP_INDEX_URL to one that provides it."
+        )
         raise FetchError(
             f"Cannot download {name} {version}: `python -m pip download --no-deps {name}=={version}` failed.\n"
-            f"{_reason(done.stdout)}\nConnect to a package index, or set PIP_INDEX_URL to one that provides it."
+            f"{reason}\n{remedy}"
         )
     return wheels[0]
 
 
 def _reason(output: str) -> str:
-    """The lines of pip's output that describe the error, or its last line."""
+    """The lines of pip's output with the indexes and the error, or its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if "ERROR: Exception:" in lines:  # followed by a traceback
+        return lines[-1]
+    indexes = [line for line in lines if line.startswith("Looking in indexes:")]
     told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
     broken = [match[1] for line in lines if (match := _BROKEN_CONNECTION.search(line))]
-    return "\n".join([*broken[-1:], *(told or lines[-1:] or ["pip printed no output."])])
+    return "\n".join([*indexes, *broken[-1:], *(told or lines[-1:] or ["pip printed no output."])])

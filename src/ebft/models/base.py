@@ -54,6 +54,7 @@ def load_base_model(
     cannot be found or loaded.
     """
     name, model_config = find_base_model(config), load_model_config(config)
+    _check_growth(config, model_config, tokenizer)
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
@@ -76,7 +77,6 @@ def load_base_model(
         )
     except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
         raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {explained(error)}") from error
-    _check_growth(config, model, tokenizer)
     _fit_vocabulary(config, model, tokenizer)
     return model
 
@@ -146,11 +146,13 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest:
     )
 
 
-def _check_growth(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_growth(config: ModelSettings, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
-    size = model.get_input_embeddings().num_embeddings
     name = base_name(config.base_model, config.gguf_file)
-    if is_gguf(name) and config.adapter is not None and len(tokenizer) > size:
+    if config.adapter is None or not is_gguf(name):
+        return
+    size = model_config.get_text_config().vocab_size
+    if len(tokenizer) > size:
         raise ModelError(
             f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
             f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"

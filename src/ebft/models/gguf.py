@@ -127,10 +127,12 @@ def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
 
 @contextmanager
 def _undamaged(name: str) -> Iterator[None]:
-    """Convert errors of reading past the end of the file to ModelError."""
+    """Convert errors of reading past the end of the file, or an empty one, to ModelError."""
     try:
         yield
-    except (struct.error, IndexError, KeyError) as error:
+    except (struct.error, IndexError, KeyError, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith(("cannot reshape", "cannot mmap")):
+            raise
         raise ModelError(f"{name} is truncated or corrupted ({error}). Download or convert it again.") from error
 
 

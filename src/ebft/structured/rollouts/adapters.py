@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from ebft.durable import allow_readers
 from ebft.errors import RolloutError
 from ebft.models.sharding import reshard, whole_trained_weights
 from ebft.structured.rollouts.client import VLLMClient
@@ -168,6 +169,7 @@ class AdapterSync:
         partial = final.with_name(f"{name}.partial")
         try:
             self._model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=whole)
+            allow_readers(partial)  # the server may run as another user
             os.replace(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
