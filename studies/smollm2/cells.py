@@ -12,9 +12,9 @@ from fnmatch import fnmatch
 TASKS = ("functions", "translation", "raw")
 STARTS = ("base", "warm")
 
-# Settings of EBFT: what each changes in configs/ebft.yaml, whose settings are the paper's. `mean` has what gives the
-# policy gradient the largest share of signal at 16 documents a step (gradient_signal.py), and a cross-entropy weight
-# at which the two terms of the loss have gradients of like size.
+# Settings of EBFT: what each changes in configs/ebft.yaml, whose settings are the paper's. `mean` was chosen by hand
+# after a run of gradient_signal.py that is not stored: the policy gradient had the largest share of signal at 16
+# documents a step, and the two terms of the loss gradients of like size.
 MEAN = (
     "ebft.embed_method=mean_pooling",
     "ebft.whitening_space=feature",
