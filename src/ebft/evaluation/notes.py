@@ -65,7 +65,7 @@ def _trained_on(
     name: str, runs: list[tuple[Path, dict[str, Any]]], evaluated: TextIndex, held_out: HeldOut
 ) -> str | None:
     """A note if evaluated documents are among the training documents of `runs`, or if this cannot be found out."""
-    found, sources, problems = set(), [], []
+    found, sources, problems, in_part = set(), [], [], False
     for path, config in runs:
         shared: set[int] = set()
         try:
@@ -78,10 +78,12 @@ def _trained_on(
         if shared:
             found |= shared
             sources.append(str(path))
+            in_part |= any((entry.get("weight") or 1) < 1 for entry in config["datasets"])
     if found:
+        selected = ", or were left out by a weight below 1" if in_part else ""
         return (
             f"--model {name}: {len(found):,} of the {len(evaluated):,} evaluated documents are training documents of "
-            f"its run ({', '.join(sources)}), so {_REMEDY}"
+            f"its run ({', '.join(sources)}){selected}, so {_REMEDY}"
         )
     if problems:
         return f"--model {name}: whether it was trained on evaluated documents is not known: {problems[0]}"
