@@ -58,6 +58,8 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
     differences = tables.length_difference_table(cells, task, start, "sft")
     found += [text.LENGTH_DIFFERENCES, differences] if differences else []
+    after_end = stored.read(results / f"after-end-{task}.json")
+    found += [text.AFTER_END, tables.after_end_table(after_end["models"])] if after_end and start == "base" else []
     found += picture(cells, task, start, results, folder, "rollouts", curves.draw_rollouts)
     for other in ("sft", "none"):
         if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):

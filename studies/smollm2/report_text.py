@@ -99,6 +99,8 @@ LENGTHS = {
     "raw": "Feature-matching loss of long rollouts after 64 tokens, by the number of their tokens that count:",
 }
 LENGTH_DIFFERENCES = "The same, less that of SFT, paired by seed; with an interval over seeds alone:"
+AFTER_END = """The same rollouts with all their tokens, and with those up to their end token alone, which is what a
+completion is in use ([after_end.py](after_end.py); a model named after a step is a checkpoint of its run):"""
 COSTS = """Costs. Minutes are those of the process that ended a run: of one that was stopped and resumed they lack what
 came before, and other work on the machine is in them."""
 CORPUS = "Scores of the corpus as a whole, with an interval over seeds alone:"

@@ -19,6 +19,7 @@ COSTS = {
 }
 METHODS = ("none", "sft", "sft_flops", "rlvr", "structured", *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS))
 LENGTHS = (8, 16, 32, 64, 128)  # of rollouts, in tokens
+AFTER_END = {"ended": "share that ended", "cfm_loss": "loss, all tokens", "cfm_loss_to_end": "loss, up to the end"}
 
 
 def model_table(cells: list[dict[str, Any]], task: str, start: str, columns: dict[str, str]) -> str:
@@ -64,6 +65,17 @@ def length_difference_table(cells: list[dict[str, Any]], task: str, start: str, 
         rows.append([label(group), *(of_seeds(found, signed=True) for found in values)])
     header = [f"model − {label(reference)}", *(f"{length} tokens" for length in LENGTHS)]
     return markdown(header, rows) if rows else ""
+
+
+def after_end_table(models: dict[str, dict[str, dict[str, float]]]) -> str:
+    """What after_end.py found in each model, by the length of the rollouts."""
+    lengths = [length for length in LENGTHS if all(str(length) in found["ended"] for found in models.values())]
+    rows = [
+        [f"`{name}`", title, *(f"{found[metric][str(length)]:.3f}" for length in lengths)]
+        for name, found in models.items()
+        for metric, title in AFTER_END.items()
+    ]
+    return markdown(["model", "", *(f"{length} tokens" for length in lengths)], rows)
 
 
 def curve_of_seeds(cells: list[dict[str, Any]], group: str) -> dict[int, dict[int, float]]:

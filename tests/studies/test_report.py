@@ -118,6 +118,21 @@ def test_what_is_missing_is_listed_and_hides_nothing(tmp_path):
         assert f"`{name.removesuffix('.json')}`" not in missing and "`raw-warm-sft-seed0`" in missing
 
 
+def test_losses_up_to_the_end_token_are_beside_those_of_all_tokens(tmp_path):
+    write_results(tmp_path / "results", 0.2)
+    assert "up to the end" not in report_of(tmp_path)
+    by_length = {
+        "ended": {"4": 0.5, "8": 0.75},
+        "cfm_loss": {"4": 0.3, "8": 0.2},
+        "cfm_loss_to_end": {"4": 0.3, "8": 0.1},
+    }
+    stored.write_json(tmp_path / "results" / "after-end-functions.json", {"models": {"a-model": by_length}})
+    table = report_of(tmp_path).split("(after_end.py)")[1].partition("\n\n![")[0]
+    assert "| model |  | 8 tokens |" in table and "4 tokens" not in table
+    assert "| `a-model` | share that ended | 0.750 |\n| `a-model` | loss, all tokens | 0.200 |" in table
+    assert "| `a-model` | loss, up to the end | 0.100 |" in table
+
+
 def test_humaneval_of_a_cell_of_its_own_joins_its_models_row(tmp_path):
     write_results(tmp_path / "results", 0.2)
     scores = {"humaneval_greedy": 0.25, "humaneval_pass@1": 0.125}
