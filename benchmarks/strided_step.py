@@ -6,10 +6,9 @@
     python -m benchmarks.strided_step --tiny --lengths 32   # the same code in seconds
 
 A step is the forward and backward pass of the loss for one document. Both trainers run in this process, in turn, on
-the same document with the same weights, options and type. On CPU the process keeps freed memory, as `ebft train` does.
-At each length the first step of each is for warming up and for memory; seconds are those of the median of the steps
-after it. The floor is what the matrix products that our step executes would take at the rate of a large matrix
-product, measured between the rounds.
+the same document with the same weights, options and type. At each length the first step of each is for warming up and
+for memory; seconds are those of the median of the steps after it. The floor is what the matrix products that our step
+executes would take at the rate of a large matrix product, measured between the rounds.
 
 Prints a card, a table and one JSON line; writes JSON after every length and plots at the end. Numbers are worth having
 from an idle machine only: the card says its load.
@@ -34,7 +33,6 @@ from benchmarks.recompilations import recompilations
 from benchmarks.rounds import Rounds, measure
 from benchmarks.sides import Side, ours, theirs
 from benchmarks.train_overhead import train_overhead
-from ebft.run.freed_memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP_LENGTH = 64
@@ -42,7 +40,6 @@ WARM_UP_LENGTH = 64
 
 def main(arguments: list[str] | None = None) -> None:
     plan = make_plan(arguments)
-    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, within_free_memory(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both, others = make_sides(plan, Path(folder))
