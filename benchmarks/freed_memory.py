@@ -1,4 +1,4 @@
-"""Training steps on CPU whose process keeps freed memory, as that of `ebft train` does, beside glibc's default.
+"""Training steps on CPU whose process keeps freed memory, as that of the quickstart does, beside glibc's default.
 
     ebft fetch smollm2-135m
     python -m benchmarks.freed_memory

@@ -100,11 +100,8 @@ def command(
 
 def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> None:
     """Train in this process with the settings of the file `config` and `overrides`, and print what to do next."""
-    # These import torch, which is slow and not needed for help and config errors.
-    from ebft.run.freed_memory import keep_freed_memory
-    from ebft.run.training import train
+    from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
-    keep_freed_memory()
     command = launch_command(["ebft", "train", str(config), *overrides])
     try:
         result = train(run_config, command)

@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
 
     A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
     the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
-    stays with the process, whose peak is the same. Applies to the whole process. Environment variables
+    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole process. Environment variables
     MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take precedence; with other C
     libraries, or an accelerator, there is no effect.
     """
