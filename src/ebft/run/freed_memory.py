@@ -14,9 +14,9 @@ def keep_freed_memory() -> None:
 
     A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
     the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
-    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole process. Environment variables
-    MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take precedence; with other C
-    libraries, or an accelerator, there is no effect.
+    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
+    process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take
+    precedence; with other C libraries, or an accelerator, there is no effect.
     """
     chosen = any(f"MALLOC_{name}_" in os.environ for name in ("MMAP_MAX", "TRIM_THRESHOLD", "MMAP_THRESHOLD"))
     if chosen or platform.libc_ver()[0] != "glibc" or torch.accelerator.is_available():
