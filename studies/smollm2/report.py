@@ -61,7 +61,7 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     after_end = stored.read(results / f"after-end-{task}.json")
     found += [text.AFTER_END, tables.after_end_table(after_end["models"])] if after_end and start == "base" else []
     found += picture(cells, task, start, results, folder, "rollouts", curves.draw_rollouts)
-    for other in ("sft", "none"):
+    for other in ("sft", "sft_flops", "none"):
         if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
             found += [tables.difference_table(cells, task, start, other, FEATURES)]
             if COMPLETIONS[task]:
