@@ -1,6 +1,8 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
 import importlib
+import os
+import signal
 import textwrap
 
 import pytest
@@ -78,6 +80,30 @@ def test_several_processes_give_the_same_rows(run_own):
     body = simple('{"input_ids": [ord(example["a"])], "labels": [1]}')
     rows = [{"a": chr(97 + number)} for number in range(6)]
     assert run_own(body, rows, dataset_num_proc=2)[:] == run_own(body, rows)[:]
+
+
+def test_sigterm_ends_the_processes_of_a_transform_whatever_this_process_does_with_it(run_own, tmp_path):
+    """A handler in Python may never run in an idle process of a pool, which is then waited for without end."""
+    seen = tmp_path / "seen"
+    body = f"""
+    import signal
+    def transform(cfg, **kwargs):
+        def one(example, tokenizer=None):
+            with open({str(seen)!r}, "a") as file:
+                print(repr(signal.getsignal(signal.SIGTERM)), file=file)
+            return {{"input_ids": [1], "labels": [1]}}
+        return one, {{}}
+    """
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        run_own(body, [{"a": "x"}] * 4, dataset_num_proc=2)
+        forked = os.fork()
+        if forked == 0:
+            os._exit(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0  # other processes are as they were
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert seen.read_text().splitlines() == [repr(signal.SIG_DFL)] * 4
 
 
 @pytest.mark.parametrize(
