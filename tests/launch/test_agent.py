@@ -66,6 +66,12 @@ def test_one_traceback_is_printed(launched, capfd):
     assert printed.count("the traceback of") == 1 and "ChildFailedError" not in printed
 
 
+def test_a_process_that_is_stopped_after_its_report_is_not_killed(launched, capfd):
+    assert launched("overtaken") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("rank 0 failed:\nthe traceback of 0") == 1 and "SIGTERM" not in printed
+
+
 def test_an_error_that_a_process_reported_is_not_repeated(launched, capfd):
     assert launched("reported") == 2
     assert capfd.readouterr() == ("reported once\n", "")

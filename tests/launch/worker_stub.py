@@ -53,6 +53,15 @@ def main(act, folder):
         sys.exit(1)
     if act == "silent" and rank == "1":
         sys.exit(3)
+    if act == "overtaken":  # the process that reports is still ending when another one has
+        reported = Path(folder, "reported")
+        if rank == "0":
+            worker.leave_traceback("the traceback of 0")
+            reported.touch()
+            wait_until(lambda: False)
+        wait_until(reported.exists)
+        worker.leave_traceback("the traceback of 1")
+        sys.exit(1)
     if act == "reported":
         if worker.reports_failure():
             print("reported once", flush=True)

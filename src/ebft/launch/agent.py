@@ -117,8 +117,8 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
 
         if not isinstance(error, ChildFailedError):
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
-        rank, failure = _first_failure(error.failures, folder)
-        code, who = failure.exitcode, f"The process of rank {rank}"
+        rank, code = _first_failure(error.failures, folder)
+        who = f"The process of rank {rank}"
     if code < 0:
         return _of_signal(-code, who, was_signalled)
     if (folder / TRACEBACK).exists():
@@ -128,18 +128,24 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
     return code
 
 
-def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, Any]:
-    """The rank and the failure that the others follow from: a killed process, or else the first that has reported."""
+def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]:
+    """The rank and exit status that the others follow from: of a killed process, or else the first that has reported.
+
+    The launcher stops all processes when one ends, also the first that reported, if another ended before it: then the
+    status is that of the other, which failed for the same reason.
+    """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         ends_itself = failure.exitcode >= 0 or -failure.exitcode in SIGNALS
         if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
-            return rank, failure
+            return rank, failure.exitcode
     with contextlib.suppress(OSError, ValueError):
         rank = int((folder / FAILED).read_text())
         if rank in failures:
-            return rank, failures[rank]
-    return next(iter(failures.items()))
+            ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
+            return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
+    rank = next(iter(failures))
+    return rank, failures[rank].exitcode
 
 
 def _of_signal(number: int, who: str, was_signalled: bool) -> int:
