@@ -208,7 +208,8 @@ def test_whitened_feature_losses_of_training_are_not_compared():
     assert "feature matching diverges" not in seen(rising, whitened=True)
 
 
-def test_runs_of_the_study_are_healthy():
+def test_runs_of_the_study_are_healthy_unless_without_the_cross_entropy_term():
+    """Without it, next-token prediction becomes worse, on both tasks, as the report's tables say."""
     checked = 0
     for path in sorted((ROOT / "studies" / "smollm2" / "results").rglob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -219,8 +220,9 @@ def test_runs_of_the_study_are_healthy():
         for name, pairs in logged.items():
             for step, value in pairs:
                 steps.setdefault(step, {"step": step})[name] = value
-        whitened = "unwhitened" not in path.stem
-        assert seen([steps[step] for step in sorted(steps)], whitened=whitened) == {}, path
+        whitened, damaged = "unwhitened" not in path.stem, "ce_0-" in path.stem
+        found = seen([steps[step] for step in sorted(steps)], whitened=whitened)
+        assert list(found) == ["cross-entropy diverges"] * damaged, path
         checked += 1
     assert checked >= 6
 
