@@ -15,12 +15,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import project
 import settings
 import stored
 import torch
+from options import scale_and_place, study_options
 from run_cell import machine_card
-from scale import SCALES, Scale
+from scale import Scale
 from settings import Place
 from torch import Tensor
 
@@ -30,8 +30,7 @@ from ebft.quickstart.phases import console
 def main() -> None:
     """Measure every model, print and store."""
     arguments = read_arguments()
-    scale = SCALES[arguments.scale]
-    place = Place(arguments.output or Path("outputs/study") / scale.name, arguments.base_model or scale.base_model)
+    scale, place = scale_and_place(arguments)
     found = {}
     for model in arguments.model:
         name = Path(model).name
@@ -122,15 +121,11 @@ def tokens_to_end(tokens: Tensor, end_id: int) -> Tensor:
 
 def read_arguments() -> argparse.Namespace:
     """Task, models, and folders."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scale", choices=SCALES, default="smollm2", help="the real model, or a tiny random one")
+    parser = study_options(__doc__)
     parser.add_argument("--task", choices=("functions", "translation", "raw"), default="functions")
     parser.add_argument(
         "--model", nargs="+", required=True, help="folders of trained adapters, or the pretrained model"
     )
-    parser.add_argument("--base-model", help="folder of the pretrained model (default: as `ebft fetch` keeps it)")
-    parser.add_argument("--output", type=Path, help="folder of the study's data (default outputs/study/SCALE)")
-    parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
-import project
 import settings
 import stored
 import torch
+from options import scale_and_place, study_options
 from run_cell import machine_card
-from scale import SCALES
 from torch import Tensor
 
 from ebft.quickstart.phases import console
@@ -44,8 +42,7 @@ CROSS_ENTROPY = "cross-entropy"
 def main() -> None:
     """Measure, print and store."""
     arguments = read_arguments()
-    scale = SCALES[arguments.scale]
-    place = settings.Place(arguments.output or Path("outputs/study") / scale.name, arguments.model or scale.base_model)
+    _, place = scale_and_place(arguments)
     gradients = measure(place, arguments)
     found = {name: statistics(gradients, name) for name in gradients}
     for name, values in found.items():
@@ -154,15 +151,11 @@ def unbiased_product(a: Tensor, b: Tensor) -> float:
 
 def read_arguments() -> argparse.Namespace:
     """Task, sampling, how many batches, and folders."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scale", choices=SCALES, default="smollm2", help="the real model, or a tiny random one")
-    parser.add_argument("--model", help="folder of the pretrained model (default: as `ebft fetch` keeps it)")
+    parser = study_options(__doc__, "--model")
     parser.add_argument("--task", choices=("functions", "translation", "raw"), default="functions")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts (default 1)")
     parser.add_argument("--batches", type=int, default=40, help="gradients of each loss (default 40)")
     parser.add_argument("--documents", type=int, default=4, help="documents of a gradient (default 4)")
-    parser.add_argument("--output", type=Path, help="folder of the study's data (default outputs/study/SCALE)")
-    parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

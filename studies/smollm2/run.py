@@ -26,10 +26,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import project  # noqa: E402
-import settings  # noqa: E402
 import stored  # noqa: E402
 from cells import TASKS, all_cells, chosen, needs  # noqa: E402
 from job import Job, finished  # noqa: E402
+from options import scale_and_place, study_options  # noqa: E402
 from run_cell import run_cell  # noqa: E402
 from scale import SCALES  # noqa: E402
 from sweep import BY_HAND, best_rates, sweep_cells, tried  # noqa: E402
@@ -61,15 +61,13 @@ def main() -> int:
 
 def study(arguments: argparse.Namespace) -> dict[str, str]:
     """Train and measure the wanted cells that are not finished; returns what went wrong, by the name of the cell."""
-    scale = SCALES[arguments.scale]
-    output = (arguments.output or Path("outputs/study") / scale.name).resolve()
+    scale, place = scale_and_place(arguments)
     cells = sweep_cells(scale) if arguments.sweep else all_cells(scale.seeds)
     cells = chosen(cells, arguments.only, arguments.task)
     if not has_accelerator():
         os.environ |= ON_CORES
     from starts import make_data, make_warm
 
-    place = settings.Place(output, arguments.model or scale.base_model)
     place, made_from = make_data(place, scale, arguments.results)
     jobs = [Job(cell, scale, place, arguments.results, made_from) for cell in cells]
     if arguments.list:
@@ -133,19 +131,15 @@ def has_accelerator() -> bool:
 
 def read_arguments() -> argparse.Namespace:
     """Scale, cells, folders, processes."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scale", choices=SCALES, default="smollm2", help="the real model, or a tiny random one")
-    parser.add_argument("--model", help="folder of the pretrained model (default: as `ebft fetch` keeps it)")
+    parser = study_options(__doc__, "--model")
     parser.add_argument("--only", nargs="+", default=[], metavar="GLOB", help="only cells of these names")
     parser.add_argument("--task", nargs="+", default=[], choices=TASKS, help="only cells of these tasks")
     parser.add_argument("--hours", type=float, help="start no further cell after so many hours")
-    parser.add_argument("--output", type=Path, help="folder of data, models and logs (default outputs/study/SCALE)")
     parser.add_argument("--workers", type=int, help="processes; 0 is this one (default: cores, or 0 with accelerator)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--sweep", action="store_true", help="only choose learning rates, on the validation part")
     what.add_argument("--list", action="store_true", help="only list the cells")
     what.add_argument("--report", action="store_true", help="only write the report again")
-    parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     parser.add_argument("--readme", type=Path, default=project.HERE / "README.md", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.workers is None:

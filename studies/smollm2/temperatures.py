@@ -16,12 +16,12 @@ from statistics import mean
 from typing import Any
 
 import measure
-import project
 import sampling
 import stored
+from options import scale_and_place, study_options
 from rows import read_rows
 from run_cell import machine_card
-from scale import SCALES, Scale
+from scale import Scale
 from settings import Place
 
 from ebft.quickstart.phases import console
@@ -33,8 +33,7 @@ OF_ONE_SAMPLE = "_greedy"  # not of samples, so not measured here
 def main() -> None:
     """Measure every model at every temperature, print and store."""
     arguments = read_arguments()
-    scale = SCALES[arguments.scale]
-    place = Place(arguments.output or Path("outputs/study") / scale.name, arguments.base_model or scale.base_model)
+    scale, place = scale_and_place(arguments)
     found: dict[str, dict[float, dict[str, float]]] = {}
     for model in arguments.model:
         name = Path(model).name
@@ -69,14 +68,10 @@ def means(task: str, rows: list[dict[str, Any]], drawn: list[list[str]]) -> dict
 
 def read_arguments() -> argparse.Namespace:
     """Task, models, temperatures, and folders."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scale", choices=SCALES, default="smollm2", help="the real model, or a tiny random one")
+    parser = study_options(__doc__)
     parser.add_argument("--task", choices=("functions", "translation"), default="translation")
     parser.add_argument("--model", nargs="+", required=True, help="folders of trained adapters, or a pretrained model")
     parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), metavar="T")
-    parser.add_argument("--base-model", help="folder of the pretrained model (default: as `ebft fetch` keeps it)")
-    parser.add_argument("--output", type=Path, help="folder of the study's data (default outputs/study/SCALE)")
-    parser.add_argument("--results", type=Path, default=project.RESULTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
