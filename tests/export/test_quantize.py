@@ -2,6 +2,7 @@
 
 import math
 import re
+import resource
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_a_failure_leaves_nothing(tiny_llama_dir, text, tmp_path, monkeypatch):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(StopIteration):
         quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing(tiny_llama_dir, text, ebft, tmp_path):
+    """The limit on the size of a file of this process stands for the full disk."""
+    before = sorted(tmp_path.iterdir())
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, previous[1]))
+    try:
+        failed = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "to", "--text", text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    assert failed.exit_code == 2 and f"Cannot write to {tmp_path}" in flat(failed.output), failed.output
     assert sorted(tmp_path.iterdir()) == before
 
 

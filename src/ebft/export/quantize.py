@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
@@ -80,9 +81,7 @@ def quantize_model(
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        allow_readers(partial)
+        _save(model, tokenizer, partial)
         del model
         after = perplexity(_loaded(AutoModelForCausalLM, partial, **options), scored)
         if to.exists():
@@ -176,6 +175,17 @@ def _check_source(folder: Path) -> None:
         raise ModelError(
             f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
         )
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        allow_readers(folder)
+    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
+        raise ModelError(
+            f"Cannot write to {folder.parent}: {error}. Free disk space, or choose another folder with --output."
+        ) from error
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
