@@ -220,7 +220,7 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
     said = plain(ended.stderr)
     assert "(steps 1 and 2):\n  eval_" in said and f"Report: {out / 'report.html'}" in said
     (line,) = [line for line in said.splitlines() if line.startswith("Next: ")]
-    assert line == f"Next: ebft show '{out}'; ebft inference '{out}'; ebft merge-lora '{out}'"
+    assert line == f"Next: ebft show '{out}'; ebft inference '{out}' --completion; ebft merge-lora '{out}'"
     for command in line.removeprefix("Next: ").split("; "):
         words = shlex.split(command)[1:]
         done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
@@ -234,6 +234,9 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
 
 def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
     required = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
+    plain_text = [f"Next: ebft inference {tmp_path} --completion"]
+    assert what_next(RunConfig.from_dict(required), tmp_path) == plain_text
+    required["datasets"].append({"path": "other/data", "type": "chat_template"})
     assert what_next(RunConfig.from_dict(required), tmp_path) == [f"Next: ebft inference {tmp_path}"]
 
 

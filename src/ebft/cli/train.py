@@ -14,6 +14,7 @@ from ebft.cli.tui import train_with_dashboard
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig
 from ebft.dashboard.files import EVALUATION, REPORT, rollout_files
+from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
 from ebft.fetch.catalog import is_gguf
 from ebft.launch.plan import RAY
@@ -149,10 +150,16 @@ def what_next(config: RunConfig, folder: Path) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
-        commands += [["inference", str(folder)], *(_merging(config, folder) if config.adapter is not None else [])]
+        asking = ["inference", str(folder), *(["--completion"] if _is_plain_text(config) else [])]
+        commands += [asking, *(_merging(config, folder) if config.adapter is not None else [])]
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
+
+
+def _is_plain_text(config: RunConfig) -> bool:
+    """Whether all rows are text without a chat format, which the model has not learned to answer in then."""
+    return all(str(entry.type).partition(".")[0] in PLAIN_TEXT for entry in config.datasets or [])
 
 
 def _merging(config: RunConfig, folder: Path) -> list[list[str]]:

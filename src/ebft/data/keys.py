@@ -45,6 +45,7 @@ BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "bradley_terry": {"chat_template": "comparisons"},
     "stepwise_supervised": {"transform": "steps"},
 }
+PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
 
 # Names of transforms in axolotl that are different here.
 OTHER_TYPES = {
