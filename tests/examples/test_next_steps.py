@@ -17,6 +17,9 @@ def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):
     what_next(tmp_path, run, "def f():")
     printed = capsys.readouterr().out
     assert "Training curves" in printed and "summary.json" in printed and "samples.txt" not in printed
+    assert 'dtype="bfloat16")' in printed  # greedy completions depend on it
+    what_next(tmp_path, Run(CONFIGS / "smollm2.yaml", ["torch_dtype=float32"], groups=2), "def f():")
+    assert 'dtype="float32")' in capsys.readouterr().out
 
 
 def test_commands_name_a_config_next_to_the_results(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
 def command(
     model: Annotated[
         str,
-        typer.Option(help="smollm2 (a download of 95 MB), tiny (no download), or a model folder or hub id."),
+        typer.Option(help="smollm2 (a download of 93 MB), tiny (no download), or a model folder or hub id."),
     ] = "smollm2",
     method: Annotated[
         Method, typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate.")

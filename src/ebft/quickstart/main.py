@@ -60,7 +60,8 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         console.print(report.result_table(before, after))
         samples.save_samples(shown, output / "samples.txt")
         curves = result.trainer.state.log_history
-        report.save_curves(curves, output / "curves.png", f"{title}, {model}, seed {seed}")
+        heading = f"{title}, {model}, seed {seed}"
+        report.save_curves(curves, output / "curves.png", heading, config.ebft.use_whitening)
     configs = {**run.earlier, method: config}
     report.save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")

@@ -5,6 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from ebft.config.load import load_config
+from ebft.models.precision import weights_dtype
 from ebft.quickstart.phases import console
 from ebft.quickstart.run import Run, command_line
 
@@ -28,7 +30,7 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
     _show("\nTrain on your own rows {input, output}:", train_line(run, "my_rows.jsonl", ROWS))
     _show("or on your own text, a folder of files:", train_line(run, "my_texts/", TEXT))
     _show("Evaluate the adapter beside the base model:", evaluate_line(output, run))
-    _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt))
+    _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt, _dtype(run)))
     console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
 
 
@@ -49,18 +51,22 @@ def evaluate_line(output: Path, run: Run) -> str:
     return command_line("evaluate", run.config_file, [*run.overrides, "--output", str(output / "evaluation.json")])
 
 
-def python_lines(adapter: Path, prompt: str) -> str:
-    """A program that loads the adapter with its base model and continues a prompt."""
+def python_lines(adapter: Path, prompt: str, dtype: str) -> str:
+    """A program that loads the adapter with its base model in the dtype of training, and continues a prompt."""
     return "\n".join(
         (
             "from peft import AutoPeftModelForCausalLM",
             "from transformers import AutoTokenizer",
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{adapter}")',
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{adapter}", dtype="{dtype}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
             f"inputs = tokenizer({prompt!r}, return_tensors='pt')",
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48)[0]))",
         )
     )
+
+
+def _dtype(run: Run) -> str:
+    return str(weights_dtype(load_config(run.config_file, run.overrides))).removeprefix("torch.")
 
 
 def _show(what: str, lines: str) -> None:

@@ -18,6 +18,7 @@ from ebft.config.schema import RunConfig
 from ebft.quickstart.measure import changes, means
 from ebft.quickstart.phases import console
 
+NOT_COMPARED = "cfm_loss_whitened"  # whitened by each model's own samples
 # Metric, which way is better ("" where neither is).
 METRICS = (
     ("cfm_loss", "down"),
@@ -26,13 +27,20 @@ METRICS = (
     ("ce_loss", "down"),
     ("perplexity", "down"),
     ("cfm_loss_plugin", "down"),
-    ("cfm_loss_whitened", ""),  # whitened by each model's own samples: not comparable
+    (NOT_COMPARED, ""),
 )
 PANELS = (
     ("ebft/alignment", "alignment (wanted: up)"),
     ("ebft/cfm_loss", "feature-matching loss, plug-in (wanted: down)"),
     ("ebft/mean_reward", "reward (wanted: up)"),
     ("ebft/ce_loss", "cross-entropy (wanted: down)"),
+)
+# Each step whitens the features by its own samples, so values of different steps cannot be compared.
+WHITENED_PANELS = (
+    ("ebft/alignment", "alignment, whitened by each step's samples"),
+    ("ebft/cfm_loss", "feature-matching loss, plug-in, whitened in the same way"),
+    ("ebft/mean_reward", "reward, whitened in the same way"),
+    PANELS[-1],
 )
 PANELS_OF_SFT = (("loss", "cross-entropy (wanted: down)"), ("grad_norm", "gradient norm"))
 
@@ -49,9 +57,8 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
     for name, wanted in METRICS:
         change = new[name] - old[name]
         verdict = _verdict(change, spread[name], wanted)
-        table.add_row(
-            name, f"{old[name]:.4g}", f"{new[name]:.4g}", f"{change:+.2g} ± {spread[name]:.1g}", wanted, verdict
-        )
+        shown = "" if name == NOT_COMPARED else f"{change:+.2g} ± {spread[name]:.1g}"
+        table.add_row(name, f"{old[name]:.4g}", f"{new[name]:.4g}", shown, wanted, verdict)
     return table
 
 
@@ -59,11 +66,11 @@ def _verdict(change: float, error: float, wanted: str) -> str:
     if not wanted:
         return ""
     if math.isnan(error) or abs(change) < 2 * error:
-        return "[yellow]within noise"
+        return "[yellow]in noise"
     return "[green]better" if (change > 0) == (wanted == "up") else "[red]worse"
 
 
-def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> None:
+def save_curves(log_history: list[dict[str, float]], path: Path, title: str, whitened: bool) -> None:
     """The training curves of one run: every logged value in grey, their running mean in colour."""
     try:
         import matplotlib
@@ -73,7 +80,7 @@ def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = PANELS if any(PANELS[0][0] in entry for entry in log_history) else PANELS_OF_SFT
+    panels = panels_of(log_history, whitened)
     rows = len(panels) // 2
     shape = {"squeeze": False, "figsize": (10, 3.25 * rows), "sharex": True, "layout": "constrained"}
     figure, axes = pyplot.subplots(rows, 2, **shape)
@@ -90,6 +97,13 @@ def save_curves(log_history: list[dict[str, float]], path: Path, title: str) -> 
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def panels_of(log_history: list[dict[str, float]], whitened: bool) -> tuple[tuple[str, str], ...]:
+    """The metrics of a run that are drawn, with their titles; `whitened`: of rewards with use_whitening."""
+    if not any(PANELS[0][0] in entry for entry in log_history):
+        return PANELS_OF_SFT
+    return WHITENED_PANELS if whitened else PANELS
 
 
 def running_mean(values: tuple[float, ...], width: int = 9) -> list[float]:
