@@ -86,7 +86,9 @@ whole interval is above -0.05, not as well where it is below, and neither where 
 one seed, which says nothing of others, are *not decided*. The verdicts follow from that rule alone. Trials of one claim
 are not independent, and of trials in which nothing is different, up to one in twenty seems decided by chance: intervals
 err to the wide side."""
-IN_SHORT = """EBFT's settings *mean* and *paper* against the others: differences whose 95% interval leaves out 0."""
+IN_SHORT = """EBFT's settings *mean* and *paper* against the others: differences whose 95% interval leaves out 0.
+"CFM loss, long" includes what a rollout has after its end token: the tables of after_end.py, where there are some, give
+the loss up to it, which may differ in the other direction."""
 NO_HEADLINES = "No comparison has an interval yet: that takes two seeds."
 INTERVALS = """Mean ± half of the 95% interval: over training seeds by Student's t, and over test files by the spread of
 their values (documents of one file count as one draw), added in quadrature. ¹ marks one seed, with an interval over
@@ -101,8 +103,7 @@ LENGTHS = {
 LENGTH_DIFFERENCES = "The same, less that of SFT, paired by seed; with an interval over seeds alone:"
 AFTER_END = """The same rollouts with all their tokens, and with those up to their end token alone, which is what a
 completion is in use ([after_end.py](after_end.py); a model named after a step is a checkpoint of its run):"""
-COSTS = """Costs. Minutes are those of the process that ended a run: of one that was stopped and resumed they lack what
-came before, and other work on the machine is in them."""
+COSTS = """Costs. Other work on the machine is in the minutes of measuring."""
 CORPUS = "Scores of the corpus as a whole, with an interval over seeds alone:"
 PHASES = """Structured EBFT trains on whole lines of a vLLM server that shares the processor with it, and that samples
 one step ahead ([configs/structured.yaml](configs/structured.yaml)). Seconds of a step by phase, and those that the
@@ -112,7 +113,9 @@ SWEEP = """One run each of {steps} steps, from the pretrained model, with a seed
 documents, which are not those of the tables. Every method is judged by what it trains for, as these documents measure
 it: SFT by the cross-entropy, RLVR by its reward, EBFT by a reward that is 1 − CFM loss, less `ce_coef` times the
 cross-entropy. One run is no proof: where two rates are close, the other may be as good. Entries are objective /
-cross-entropy / CFM loss; runs from the warm start, and settings that differ in `ce_coef` alone, take the same rates."""
+cross-entropy / CFM loss; runs from the warm start, and settings that differ in `ce_coef` alone, take the same rates.
+Methods without a row, and not set by hand below, take the rate of their file in [configs/](configs/), which no sweep
+chose; the tables of costs give it."""
 EDGES = "The best rate is at the edge of what was tried for {}: a better one may lie beyond."
 NO_EDGES = "No best rate is at the edge of what was tried."
 BY_HAND = "Set by hand:"

@@ -98,15 +98,17 @@ def document_counts(cells: list[dict[str, Any]], task: str, start: str, columns:
 
 
 def cost_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """What training cost, by method and setting, and how long it and the measurements took."""
+    """What training cost, by method and setting, and how long the measurements took.
+
+    Not how long training took: a run that was stopped and resumed only knows the seconds since then.
+    """
     rows = []
     for group in groups_of(cells, task, start):
-        minutes = [seconds_of(cells, group, names) for names in (("train",), ("features", "completions", "long"))]
+        seconds = seconds_of(cells, group, ("features", "completions", "long"))
         shown = [] if is_start(group) else costs(cells, group)
-        rows.append(
-            [label(group), *(shown or [""] * len(COSTS)), *("" if m is None else f"{m / 60:.0f}" for m in minutes)]
-        )
-    return markdown(["model", *COSTS.values(), "training, min", "measuring, min"], rows)
+        minutes = "" if seconds is None else f"{seconds / 60:.0f}"
+        rows.append([label(group), *(shown or [""] * len(COSTS)), minutes])
+    return markdown(["model", *COSTS.values(), "measuring, min"], rows)
 
 
 def phase_table(cells: list[dict[str, Any]]) -> str:
