@@ -177,6 +177,10 @@ def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):
         convert_file(tiny_model.gguf, folder)
     with pytest.raises(FetchError, match="File not found"):
         convert_file(tmp_path / "other.gguf", tmp_path / "other")
+    (tmp_path / "text.gguf").write_text("not such a file")
+    with pytest.raises(FetchError, match=r"text.gguf cannot be converted: .*magic"):
+        convert_file(tmp_path / "text.gguf", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_every_model_of_the_table_is_pinned():

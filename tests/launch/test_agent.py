@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,12 @@ def test_a_process_that_is_stopped_after_its_report_is_not_killed(launched, capf
     assert launched("overtaken") == 1
     printed = capfd.readouterr().err
     assert printed.count("rank 0 failed:\nthe traceback of 0") == 1 and "SIGTERM" not in printed
+
+
+def test_a_process_that_was_stopped_is_not_the_one_that_failed(tmp_path):
+    """The launcher lists both; none has reported."""
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=1) for rank, code in enumerate((-15, 3))}
+    assert agent._first_failure(failures, tmp_path) == (1, 3)
 
 
 def test_an_error_that_a_process_reported_is_not_repeated(launched, capfd):

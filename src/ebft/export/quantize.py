@@ -79,7 +79,10 @@ def quantize_model(
     before = perplexity(_loaded(AutoModelForCausalLM, folder, **options), scored)
     model = _loaded(AutoModelForCausalLM, folder, quantization_config=TorchAoConfig(settings), **options)
     partial = to.with_name(f"{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists():
+        raise ModelError(f"{partial} is in the way. Remove it, or choose another folder with --output.")
     try:
         _save(model, tokenizer, partial)
         del model

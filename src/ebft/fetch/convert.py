@@ -97,5 +97,9 @@ def _save(gguf: Path, folder: Path) -> None:
 
     name = find_model(str(gguf), "GGUF file")
     print(f"Converting {gguf.name} to safetensors (float32)", file=sys.stderr, flush=True)
-    pretrained_model(name, dtype=torch.float32).save_pretrained(folder)
-    pretrained_tokenizer(name).save_pretrained(folder)
+    try:
+        model, tokenizer = pretrained_model(name, dtype=torch.float32), pretrained_tokenizer(name)
+    except ValueError as error:  # of transformers, for example for an architecture that it cannot read from GGUF
+        raise FetchError(f"{gguf} cannot be converted: {error}") from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

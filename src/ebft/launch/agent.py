@@ -144,8 +144,8 @@ def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]
         if rank in failures:
             ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
             return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
-    rank = next(iter(failures))
-    return rank, failures[rank].exitcode
+    rank, failure = max(failures.items(), key=lambda item: item[1].exitcode > 0)  # one that was not stopped, if any
+    return rank, failure.exitcode
 
 
 def _of_signal(number: int, who: str, was_signalled: bool) -> int:
