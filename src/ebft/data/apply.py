@@ -1,9 +1,6 @@
 """Applying a transform to raw rows, with error messages that name the transform and the row."""
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset, Features
@@ -13,6 +10,7 @@ from ebft.config.section import Section
 from ebft.config.user_code import RAISED, what_happened
 from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
+from ebft.data.processes import forked_processes
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError, cause
 
@@ -75,37 +73,10 @@ def apply_transform(
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        with _forks_ended_by_sigterm():
+        with forked_processes():
             return raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
-
-
-_ends_forks = False
-
-
-@contextmanager
-def _forks_ended_by_sigterm() -> Iterator[None]:
-    """Context manager in which processes that are forked have no handler of SIGTERM, whatever this process has.
-
-    A pool ends its idle workers with SIGTERM and waits for them. A handler in Python, such as that of `ebft train`,
-    only runs once the worker's wait for a lock is interrupted, so for a signal that arrives just before it, never.
-    """
-    global _ends_forks
-    before, _ends_forks = _ends_forks, True
-    try:
-        yield
-    finally:
-        _ends_forks = before
-
-
-def _after_fork() -> None:
-    if _ends_forks:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def row_function(

@@ -1,0 +1,84 @@
+"""How the processes of a transform end: after an interruption, after two, and when one is killed."""
+
+import os
+import signal
+import time
+
+import multiprocess
+import pytest
+from datasets import Dataset
+
+from ebft.data.processes import forked_processes
+from ebft.errors import DataError
+
+ROWS = Dataset.from_list([{"number": number} for number in range(100)])
+
+
+class Stop(KeyboardInterrupt):
+    """What a handler of signals raises."""
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """`interrupted(*seconds)`: raise Stop in this process after so many seconds, and again after the next."""
+    previous = signal.getsignal(signal.SIGALRM)
+
+    def arm(first, *others):
+        later = list(others)
+
+        def stop(*_):
+            signal.setitimer(signal.ITIMER_REAL, later.pop(0) if later else 0)
+            raise Stop
+
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, first)
+
+    yield arm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def slow(row):
+    time.sleep(0.5)
+    return row
+
+
+@pytest.mark.parametrize("seconds", [(1.0,), (1.0, 0.02), (1.0, 0.06)])
+def test_an_interruption_is_raised_and_leaves_no_process(interrupted, seconds):
+    interrupted(*seconds)
+    with pytest.raises(Stop), forked_processes():
+        ROWS.map(slow, num_proc=2, load_from_cache_file=False)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for process in multiprocess.active_children():  # those that were killed end at once
+        process.join(5)
+    assert multiprocess.active_children() == []
+
+
+def killed(row):
+    if row["number"] == 70:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row
+
+
+def test_a_killed_process_is_said_to_be_one():
+    with pytest.raises(DataError, match="was killed, .* memory ran out. Reduce dataset_num_proc"), forked_processes():
+        ROWS.map(killed, num_proc=2, load_from_cache_file=False)
+
+
+def test_errors_of_other_causes_are_unchanged():
+    with pytest.raises(RuntimeError, match="^its own$"), forked_processes():
+        raise RuntimeError("its own")
+    with pytest.raises(DataError, match="^row 3$"), forked_processes():
+        raise DataError("row 3")
+
+
+def handlers(row):
+    return {"sigint": repr(signal.getsignal(signal.SIGINT)), "sigterm": repr(signal.getsignal(signal.SIGTERM))}
+
+
+def test_ctrl_c_is_left_to_this_process():
+    with forked_processes():
+        found = ROWS.map(handlers, num_proc=2, load_from_cache_file=False)
+    assert set(found["sigint"]) == {repr(signal.SIG_IGN)} and set(found["sigterm"]) == {repr(signal.SIG_DFL)}
+    outside = ROWS.map(handlers, num_proc=2, load_from_cache_file=False)
+    assert set(outside["sigint"]) == {repr(signal.getsignal(signal.SIGINT))}
