@@ -104,7 +104,7 @@ def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
     monkeypatch.setattr("ebft.doctor.step.load_model", None)
     code, found = doctor(path, "--no-step")
     assert code == 0 and ("ok", "memory") in found and not any("peak" in name for _, name in found)
-    assert "14,848 of 156,736 weights are trained" in found["ok", "memory"]
+    assert "14,848 of 171,584 weights are trained" in found["ok", "memory"]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
         scoring=0 if is_single else forward,
         embedding=tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers)),
         checkpoint=trained + (0 if config.save_only_model else states),
-        parameters=sizes.base,
+        parameters=sizes.base + (0 if config.adapter is None else sizes.trained),
         trained=sizes.trained,
         copy_name=config.method.copy_name,
         placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
