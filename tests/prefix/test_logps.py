@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ebft.prefix import logps, softmax
-from ebft.prefix.logps import Head
+from ebft.prefix import logp_gradients, logps, softmax
+from ebft.prefix.logps import Head, Linear
 from ebft.prefix.sampling import Truncation
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
@@ -26,13 +26,29 @@ class Capped(nn.Module):
 
 @pytest.fixture(params=[1, 2**25], ids=["chunks", "whole"])
 def chunks(request, monkeypatch):
-    """16 rows at a time, the least, in tiles of one row; or everything at once."""
+    """16 rows at a time, the least, in tiles of one row, and blocks of 4 tokens in backward; or everything at once."""
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": request.param})
     monkeypatch.setattr(softmax, "_SOFTMAX_PER_TILE", {"cpu": request.param})
+    monkeypatch.setattr(logp_gradients, "_TOKENS_PER_BLOCK", {"cpu": 4 if request.param == 1 else VOCAB})
+    monkeypatch.setattr(logp_gradients, "_ROWS_PER_BLOCK", {"cpu": 16 if request.param == 1 else ROWS})
 
 
 def head_of(module):
-    return Head(module, VOCAB, tuple(parameter for parameter in module.parameters() if parameter.requires_grad))
+    trained = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+    is_linear = trained and type(module) is nn.Linear
+    return Head(module, VOCAB, trained, Linear(module.weight, module.bias) if is_linear else None)
+
+
+class General(nn.Linear):
+    """A linear layer whose weights the head does not name."""
+
+
+MODULES = {
+    "linear": nn.Linear(HIDDEN, VOCAB),
+    "linear without bias": nn.Linear(HIDDEN, VOCAB, bias=False),
+    "general": General(HIDDEN, VOCAB),
+    "capped": Capped(),
+}
 
 
 def inputs(k):
@@ -41,7 +57,7 @@ def inputs(k):
     return torch.randn(ROWS, HIDDEN, requires_grad=True), targets, torch.randn(ROWS, k)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(HIDDEN, VOCAB), Capped()], ids=["linear", "capped"])
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, chunks):
@@ -148,7 +164,7 @@ def test_a_frozen_head_runs_once(monkeypatch):
     assert rows == [16, 16, 8]
 
 
-@pytest.mark.parametrize("module", [nn.Linear(HIDDEN, VOCAB), Capped()], ids=["linear", "capped"])
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, frozen, chunks):
     """`choose` sees every row once, and the gradient is that of the token it chose."""
@@ -174,9 +190,27 @@ def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, frozen
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_no_rows_keep_the_graph(frozen):
+def test_no_rows_keep_the_graph(module, frozen):
     states = torch.randn(0, HIDDEN, requires_grad=True)
-    head = head_of(nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen))
+    head = head_of(module.requires_grad_(not frozen))
     found = logps.token_logps(states, torch.zeros(0, 1, dtype=torch.long), head, 1.0)
     assert found.shape == (0, 1) and found.requires_grad
+    for grad in torch.autograd.grad(found.sum(), [states, *head.trained]):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_linear_head_in_bfloat16(dtype, chunks):
+    """Of float32 weights with mixed precision, and of bfloat16 weights: exact to the precision of bfloat16."""
+    torch.manual_seed(0)
+    module = nn.Linear(HIDDEN, VOCAB).to(dtype)
+    states, targets, weight = inputs(2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = logps.token_logps(states.to(dtype), targets, head_of(module), 0.7)
+        grads = torch.autograd.grad((found * weight).sum(), [states, *module.parameters()])
+    module = module.float()
+    whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
+    for ours, exact in zip(grads, torch.autograd.grad((whole * weight).sum(), [states, *module.parameters()])):
+        assert (ours.float() - exact).norm() < 0.01 * exact.norm()

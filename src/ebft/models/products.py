@@ -9,6 +9,7 @@ products take half the time. The results are float32 products like MKL's, summed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 # Minimum number of multiplications; smaller products use PyTorch's default.
 SMALLEST = 2**20
+
+# Functions of a weight (O, I) and a number of rows, called for products that no module computes, see `report`.
+observers: list[Callable[[Tensor, int], None]] = []
+
+
+def report(weight: Tensor, rows: int) -> None:
+    """Call the observers for `rows` rows that were multiplied with a weight by no module, whose hooks would tell."""
+    for observe in observers:
+        observe(weight, rows)
 
 
 def fast_products() -> AbstractContextManager:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.products import observers
 from ebft.models.recording import is_replayed
 from ebft.models.unhooked import without_hooks
 from ebft.over_transformers import Conv1D
@@ -42,9 +43,16 @@ class FlopMeter:
         ]
         causal_lms = {id(unwrap_adapter(model)): unwrap_adapter(model) for model in models}.values()
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
+        weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
+
+        def count_product(weight: Tensor, rows: int) -> None:
+            self._add(2 * weight.numel() * rows if id(weight) in weights else 0)
+
+        observers.append(count_product)
         try:
             yield
         finally:
+            observers.remove(count_product)
             for hook in hooks:
                 hook.remove()
 

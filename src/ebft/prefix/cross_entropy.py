@@ -20,9 +20,10 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, evaluating
 from ebft.models.sharding import is_sharded
 from ebft.prefix.agreement import compare
+from ebft.prefix.head import head_of
 from ebft.prefix.logp_gradients import grad_of_logits
 from ebft.prefix.logps import Head, token_logps
-from ebft.prefix.policy import head_of, run_wrapped
+from ebft.prefix.policy import run_wrapped
 from ebft.prefix.softmax import Softmax, slices, tiles
 
 _LOSS_TYPES = (None, "ForCausalLM")

@@ -5,12 +5,20 @@ R  scored rows   D  hidden size   V  vocabulary   K  tokens scored in each row
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from ebft.models.products import fast_products, product, report
 from ebft.prefix.sampling import Truncation
-from ebft.prefix.softmax import Softmax, slices, tiles
+from ebft.prefix.softmax import Softmax, of_device, slices, tiles
+
+# Tokens of the vocabulary, and rows, whose logits are computed at once in backward of a linear head.
+_TOKENS_PER_BLOCK = {"cpu": 2048, "other": 8192}
+_ROWS_PER_BLOCK = {"cpu": 1024, "other": 4096}
 
 
 def all_grad_logits(
@@ -74,6 +82,64 @@ class RunInBackward(torch.autograd.Function):
                 if part is not None:
                     total += part
         return grad_states, None, None, None, None, *grads
+
+
+class Linear(NamedTuple):
+    """The weights (V, D) and the bias (V,) of a linear layer from hidden states to logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class OfLinearHead(torch.autograd.Function):
+    """Precomputed log-probabilities (R, K) of a linear head, of which backward runs one block of tokens at a time.
+
+    The logits of a block suffice for its probabilities, since log_sums (R, 1), the log-sum-exp of logits / temperature
+    over the vocabulary, are known. The gradient of a block's weights is thus computed at once, and is no sum over
+    chunks of rows, which would be read and written for each of them.
+    """
+
+    @staticmethod
+    def forward(ctx, states, tokens, logps, log_sums, temperature, weight, bias):
+        ctx.save_for_backward(states, tokens, log_sums, weight, bias)
+        device = states.device.type
+        ctx.temperature = temperature
+        ctx.parameter = weight  # whose identity is lost among saved tensors if a checkpoint recomputes them
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        return logps.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        states, tokens, log_sums, weight, bias = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[5:]
+        report(ctx.parameter, (2 + needs_weight) * len(states))
+        x, grad, exact = states.to(ctx.dtype), grad / ctx.temperature, torch.promote_types(ctx.dtype, torch.float32)
+        grad_states = torch.zeros_like(states, dtype=exact)
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for block in slices(len(weight), of_device(_TOKENS_PER_BLOCK, x.device)):
+            w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block].to(ctx.dtype)
+            of_weight, of_bias = torch.zeros_like(w, dtype=exact), x.new_zeros(len(w), dtype=exact)
+            for rows in slices(len(x), of_device(_ROWS_PER_BLOCK, x.device)):
+                with fast_products():
+                    logits = F.linear(x[rows], w, b)
+                probabilities = (logits.to(exact) / ctx.temperature).sub_(log_sums[rows]).exp_()
+                grad_logits = probabilities.mul_(-grad[rows].sum(-1, keepdim=True))
+                index = tokens[rows] - block.start
+                of_others = (index < 0) | (index >= len(w))
+                grad_logits.scatter_add_(-1, index.clamp(0, len(w) - 1), grad[rows].masked_fill(of_others, 0).to(exact))
+                if needs_bias:
+                    of_bias += grad_logits.sum(0)
+                grad_logits = grad_logits.to(ctx.dtype)
+                grad_states[rows] += product(grad_logits, w)
+                if needs_weight:
+                    of_weight += product(grad_logits.mT, x[rows])
+            if needs_weight:
+                grad_weight[block] = of_weight
+            if needs_bias:
+                grad_bias[block] = of_bias
+        return grad_states.to(states.dtype), None, None, None, None, grad_weight, grad_bias
 
 
 class Logps(torch.autograd.Function):

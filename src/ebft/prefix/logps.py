@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ebft.prefix.logp_gradients import Entropy, Logps, RunInBackward, WithSlopes, grad_of_logits
+from ebft.prefix.logp_gradients import Entropy, Linear, Logps, OfLinearHead, RunInBackward, WithSlopes, grad_of_logits
 from ebft.prefix.sampling import Truncation
 from ebft.prefix.softmax import Softmax, of_device, slices, tiles
 
@@ -26,11 +26,15 @@ Choose = Callable[["Softmax", slice], Tensor]  # (softmax of some rows, the rows
 
 @dataclass(frozen=True)
 class Head:
-    """The function from hidden states (R, D) to logits (R, V), and its trainable parameters."""
+    """The function from hidden states (R, D) to logits (R, V), and its trainable parameters.
+
+    `linear`: its weights, if it is a linear layer without anything else that is trained.
+    """
 
     logits: Callable[[Tensor], Tensor]
     vocab_size: int
     trained: tuple[Tensor, ...]
+    linear: Linear | None = None
 
     def rows_per_chunk(self, device: torch.device) -> int:
         """Return the number of rows whose logits are computed at once."""
@@ -38,10 +42,15 @@ class Head:
 
 
 class Scored(NamedTuple):
-    """Tokens (R, K), their log-probabilities (R, K), and optionally the gradients (R, D) of the latter (K = 1 only)."""
+    """Tokens (R, K), their log-probabilities (R, K), and what their gradients are computed from.
+
+    log_sums (R, 1): log-sum-exp of each row's logits / temperature. slopes (R, D), optional: the gradients of the
+    log-probabilities with respect to the states (K = 1 only).
+    """
 
     tokens: Tensor
     logps: Tensor
+    log_sums: Tensor
     slopes: Tensor | None
 
 
@@ -51,6 +60,9 @@ def token_logps(
     """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
     if torch.is_grad_enabled() and states.requires_grad and not head.trained and targets.shape[-1] == 1:
         scored = choose_tokens(states.detach(), _those(targets), head, temperature, True, truncation, targets)
+        return with_gradient(states, scored, head, temperature)
+    if torch.is_grad_enabled() and head.linear is not None and truncation is None:
+        scored = choose_tokens(states.detach(), _those(targets), head, temperature)
         return with_gradient(states, scored, head, temperature)
     logps = []
     for rows in slices(len(states), head.rows_per_chunk(states.device)):
@@ -130,11 +142,9 @@ def choose_tokens(
         with torch.no_grad():
             grad_logits = torch.empty_like(logits) if slopes else None
             tokens_known = None if known is None else known[chunk]
-            tokens, logps = _choose(
-                logits.detach(), choose, chunk.start, temperature, grad_logits, truncation, tokens_known
-            )
+            chosen = _choose(logits.detach(), choose, chunk.start, temperature, grad_logits, truncation, tokens_known)
         slope = torch.autograd.grad(logits, x, grad_logits)[0] if slopes else None
-        found.append((tokens, logps, slope))
+        found.append((*chosen, slope))
     return Scored(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*found)))
 
 
@@ -146,22 +156,25 @@ def _choose(
     grad_logits: Tensor | None,
     truncation: Truncation | None,
     known: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return tokens and log-probabilities of a chunk, writing the gradients of the latter to `grad_logits`."""
-    tokens, logps = [], []
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of `Scored` but the slopes, writing gradients of the log-probabilities to `grad_logits`."""
+    tokens, logps, log_sums = [], [], []
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
         tokens.append(choose(softmax, slice(first_row + rows.start, first_row + rows.stop)))
         logps.append(softmax.logps(tokens[-1]))
+        log_sums.append(softmax.log_sum_exp())
         if grad_logits is not None:
             grad_logits[rows] = grad_of_logits(softmax, tokens[-1], torch.ones_like(logps[-1]), temperature)
-    return torch.cat(tokens), torch.cat(logps)
+    return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums)
 
 
 def with_gradient(states: Tensor, scored: Scored, head: Head, temperature: float) -> Tensor:
-    """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D)."""
+    """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D) and trained weights."""
     if scored.slopes is not None:
         return WithSlopes.apply(states, scored.logps, scored.slopes)
+    if head.linear is not None:
+        return OfLinearHead.apply(states, *scored[:3], temperature, *head.linear)
     return RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, *head.trained)
 
 

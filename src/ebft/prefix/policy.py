@@ -1,4 +1,4 @@
-"""Running a causal LM over a strided layout: attention implementation, hidden states and language model head.
+"""Running a causal LM over a strided layout: attention implementation and hidden states.
 
 `take_programs(model)` adds the keyword argument `function` to the forward of a transformers model; all other calls are
 unchanged. `run_wrapped(model, function)` calls `function(causal_lm)` inside the module's forward, so that wrappers
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import TypeVar
@@ -23,15 +22,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter
+from ebft.models.causal_lm import backbone_of, decoder_layers, unwrap_adapter
 from ebft.models.products import fast_products
 from ebft.models.sharding import is_sharded
-from ebft.models.unhooked import without_hooks
-from ebft.over_transformers import ModelOutput, switch_attention, takes_attention_functions
+from ebft.over_transformers import switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.families import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
-from ebft.prefix.logps import Head
+from ebft.prefix.head import apply_head, has_linear_head
 
 Result = TypeVar("Result")
 
@@ -120,6 +118,7 @@ def take_programs(model: nn.Module) -> None:
     if "forward_of_model" not in causal_lm.__dict__:
         causal_lm.forward_of_model = causal_lm.forward
         causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
+        causal_lm.has_linear_head = has_linear_head(causal_lm)
 
 
 def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
@@ -184,19 +183,6 @@ def _has_dora(causal_lm: PreTrainedModel) -> bool:
     return any(isinstance(module, LoraLayer) and any(module.use_dora.values()) for module in causal_lm.modules())
 
 
-def head_of(causal_lm: PreTrainedModel) -> Head:
-    """Return the model's head: hidden states (P, D) to logits (P, V), exactly as in the model's forward."""
-    of_backbone = {id(parameter) for parameter in backbone_of(causal_lm).parameters()}
-    own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
-    tied = causal_lm.get_output_embeddings().parameters()  # may be shared with the backbone's token embeddings
-    trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
-    return Head(
-        logits=lambda states: _head(causal_lm, states),
-        vocab_size=causal_lm.config.get_text_config().vocab_size,
-        trained=tuple(trained.values()),
-    )
-
-
 def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
     """Return the logits (B, count, V) of the last `count` tokens of `input_ids` (B, tokens), from a plain pass."""
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
@@ -206,66 +192,10 @@ def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cou
     def without_hooks_of_head(causal_lm: PreTrainedModel) -> Tensor:
         # The backward of the hooks would free weights of the head that TRL's pass, in the same loss, still needs.
         states = backbone_of(causal_lm)(**inputs)[0][:, -count:]
-        return _head(causal_lm, states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        return apply_head(causal_lm, states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
     take_programs(model)
     return run_wrapped(model, without_hooks_of_head)
-
-
-# The computation between hidden states and logits (scaling, soft-capping, a projection, a bias) differs between models
-# and is part of their forward. The head is therefore that forward, with a backbone that returns the given states. Some
-# forwards access submodules of the backbone (`self.model.decoder(...)` in OPT), others read optional fields of its
-# output (`past_key_values`, `router_logits`), hence the two `__getattr__`.
-
-
-class _GivenStates(nn.Module):
-    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states.
-
-    Its other attributes, such as the factor of the logits in Falcon-H1, are those of the backbone.
-    """
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["replaced"] = backbone  # not a submodule
-
-    def __getattr__(self, name):
-        value = getattr(self.replaced, name)
-        return self if isinstance(value, nn.Module) else value
-
-    def forward(self, *args, inputs_embeds=None, **kwargs):
-        return _States(last_hidden_state=inputs_embeds)
-
-
-@dataclass
-class _States(ModelOutput):
-    """A backbone output in which all optional fields are None."""
-
-    last_hidden_state: Tensor | None = None
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return
-
-
-def _head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
-    """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping."""
-    replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates(backbone_of(causal_lm))}
-    output = causal_lm.get_output_embeddings()
-    if is_sharded(output):
-        # The hooks of FSDP2 communicate, but processes have different numbers of rows and apply the head to different
-        # numbers of chunks; and a gradient within the forward pass would end it. The weights are gathered once, and
-        # the backward pass of the whole model reduces their gradients and frees them.
-        output.unshard()
-        name = next(name for name, child in causal_lm.named_children() if child is output)
-        replaced[name] = without_hooks(output)
-    before = {name: causal_lm._modules[name] for name in replaced}
-    causal_lm._modules.update(replaced)
-    try:
-        with fast_products():
-            return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
-    finally:
-        causal_lm._modules.update(before)
 
 
 # The hooks are registered on the modules that read the attention implementation rather than around the whole call,

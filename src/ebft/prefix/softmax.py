@@ -43,6 +43,10 @@ class Softmax:
         """Return the log-probabilities (R, K) of tokens (R, K)."""
         return self._scores.gather(-1, tokens) - self._log_sum
 
+    def log_sum_exp(self) -> Tensor:
+        """Return the log-sum-exp of logits / temperature: (R, 1)."""
+        return self._largest + self._log_sum
+
     def entropy(self) -> Tensor:
         """Return the entropy in nats: (R, 1)."""
         return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.models.recording import Recording
+from ebft.prefix.head import head_of
 from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
-from ebft.prefix.policy import backbone_states, check_length, head_of, run_wrapped
+from ebft.prefix.policy import backbone_states, check_length, run_wrapped
 from ebft.prefix.sampling import sample_tokens
 from ebft.prefix.softmax import Softmax
 from ebft.strided.layout import Documents, Part, StridedLayout, split

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.prefix.attention import PromptLayout, SuffixPass
+from ebft.prefix.head import head_of
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
-from ebft.prefix.policy import backbone_states, head_of, run_wrapped
+from ebft.prefix.policy import backbone_states, run_wrapped
 from ebft.prefix.sampling import Truncation
 
 Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)

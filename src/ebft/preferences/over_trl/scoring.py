@@ -20,8 +20,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.prefix.head import head_of
 from ebft.prefix.logps import choose_tokens, with_gradient
-from ebft.prefix.policy import head_of, take_programs
+from ebft.prefix.policy import take_programs
 from ebft.prefix.softmax import Softmax
 
 # What TRL logs of the distributions at scored tokens, by the name of its output: functions of the softmax and the

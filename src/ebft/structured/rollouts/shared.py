@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
-from ebft.prefix.policy import backbone_states, head_of, run_wrapped
+from ebft.prefix.head import head_of
+from ebft.prefix.policy import backbone_states, run_wrapped
 from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.prefix.softmax import Softmax
 from ebft.structured.rollouts.backend import Completion, Sampling
