@@ -15,6 +15,7 @@ from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention.tiles import Scores
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.passes import StridedPass
+from ebft.strided.tree import RolloutTree
 
 matplotlib.use("Agg")
 
@@ -44,10 +45,9 @@ def draw_blocks() -> Figure:
         colour = ROLLOUTS[block % len(ROLLOUTS)]
         _anchor(axes, anchor, 0, f"anchor {anchor}")
         _cells(axes, anchor, layout.generate_max_len, -1.5 - block % 2 * 4.2, REFERENCE, "reference")
-        positions = layout.rollout_positions(0, layout.generate_max_len).view(layout.num_blocks, layout.num_samples, -1)
         for sample in range(layout.num_samples):
             row = -2.7 - sample * 1.2 - block % 2 * 4.2
-            _cells(axes, int(positions[block, sample, 0]), positions.shape[2], row, colour, f"rollout {sample + 1}")
+            _cells(axes, anchor, layout.generate_max_len, row, colour, f"rollout {sample + 1}")
     return _finished(figure, axes, (-0.5, 20.5), (-9.2, 2.4))
 
 
@@ -69,21 +69,25 @@ def draw_rows() -> Figure:
 def draw_attention() -> Figure:
     """The attention of the training pass over [document | rollouts], as the attention function computes it."""
     documents, layout = place([12], [0], samples=2)
-    run = StridedPass(layout=layout, phase="score", document_positions=documents.positions, steps=3)
+    steps, document = 3, int(documents.lengths[0])
+    rollouts = torch.zeros(layout.num_blocks, layout.num_samples, steps, dtype=torch.long)
+    nodes = RolloutTree.of(rollouts, merge=False).nodes(steps)
+    run = StridedPass(layout=layout, document_positions=documents.positions, nodes=nodes)
     size = run.position_ids().shape[1]
     zeros, identity = torch.zeros(1, size, size), torch.eye(size)[None]
     # With keys of zeros and values of unit vectors, the output of attention is its matrix of weights.
     weights = run.attend(0, zeros[None], zeros, identity, MaskPattern(causal_mask_function), Scores(1.0), None)[:, 0]
-    owner = (run.tokens().owner // layout.num_samples).tolist()
+    # Drawn rollout after rollout; the pass orders their tokens by step.
+    order = torch.cat([torch.arange(document), document + nodes.of_rollouts.flatten()])
+    weights, block = weights[order][:, order], torch.cat([torch.full((document,), -1), nodes.block])[order].tolist()
     figure, axes = pyplot.subplots(figsize=(6.2, 5.6), layout="constrained")
     for query, key in (weights > 0).nonzero().tolist():
-        colour = "#3f51b5" if owner[key] < 0 else ROLLOUTS[owner[key]]
+        colour = "#3f51b5" if block[key] < 0 else ROLLOUTS[block[key]]
         axes.add_patch(Rectangle((key, query), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
-    document = int(documents.lengths[0])
-    for line in range(document, size + 1, run.steps):
+    for line in range(document, size + 1, steps):
         axes.axhline(line, color="0.75", linewidth=0.6, zorder=0)
         axes.axvline(line, color="0.75", linewidth=0.6, zorder=0)
-    per_block = layout.num_samples * run.steps
+    per_block = layout.num_samples * steps
     middles = [document / 2] + [document + (block + 0.5) * per_block for block in range(layout.num_blocks)]
     labels = ["document"] + [f"rollouts at\nanchor {anchor}" for anchor in layout.anchors[0]]
     axes.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xlabel="keys", ylabel="queries")

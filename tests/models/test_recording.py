@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebft.models.recording import Recording
 
-DOCUMENTS, ROLLOUTS, STEPS, WIDTH = 5, 3, 2, 64
+DOCUMENTS, STEPS, WIDTH = 5, (2, 4), 64  # documents' tokens, those of each step, features
 
 
 class Net(nn.Module):
@@ -24,19 +24,20 @@ class Net(nn.Module):
 
 def record(net, x):
     """Record the rows of x (1, P, WIDTH) as sampling computes them: the documents, then step by step."""
-    recording = Recording(DOCUMENTS, ROLLOUTS, STEPS)
+    recording = Recording(DOCUMENTS, most=9)
     with torch.no_grad():
+        documents, *steps = x.split([DOCUMENTS, *STEPS], dim=1)
         with recording.of_documents():
-            net(x[:, :DOCUMENTS])
-        for step in range(STEPS):
-            with recording.of_step(step):
-                net(x[:, DOCUMENTS + step :: STEPS])
+            net(documents)
+        for rows in steps:
+            with recording.of_step(rows.shape[1]):
+                net(rows)
     return recording
 
 
 def tokens():
     torch.manual_seed(0)
-    return torch.randn(1, DOCUMENTS + ROLLOUTS * STEPS, WIDTH, requires_grad=True)
+    return torch.randn(1, DOCUMENTS + sum(STEPS), WIDTH, requires_grad=True)
 
 
 @pytest.mark.parametrize("frozen", [None, "first", "second"])
@@ -87,9 +88,10 @@ def test_layers_used_twice_in_a_pass_are_computed():
 
 def test_incomplete_products_are_computed():
     net, x = Net(), tokens()
-    recording = Recording(DOCUMENTS, ROLLOUTS, STEPS)
+    recording = Recording(DOCUMENTS, most=9)
     with torch.no_grad(), recording.of_documents():
         net(x[:, :DOCUMENTS])
+    recording.of_step(sum(STEPS))
     with recording.replayed():
         torch.testing.assert_close(net(x), net(x))
 

@@ -47,9 +47,10 @@ def test_an_adapter_of_the_head_that_is_added_later():
     assert linear_head(get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=2))) is None
 
 
-def test_a_frozen_head_is_not_listed():
+def test_a_frozen_head_is_linear_too():
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
-    assert linear_head(adapted) is None and unwrap_adapter(adapted).has_linear_head
+    assert linear_head(adapted) is not None
+    assert not unwrap_adapter(adapted).get_output_embeddings().weight.requires_grad
 
 
 def test_a_new_output_layer_is_found():

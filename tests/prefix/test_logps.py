@@ -35,7 +35,7 @@ def chunks(request, monkeypatch):
 
 def head_of(module):
     trained = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
-    is_linear = trained and type(module) is nn.Linear
+    is_linear = type(module) is nn.Linear
     return Head(module, VOCAB, trained, Linear(module.weight, module.bias) if is_linear else None)
 
 
@@ -58,7 +58,7 @@ def inputs(k):
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [1, 2, 7])  # of 7 tokens, so that rows have some several times
 @pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, chunks):
     head = head_of(module.requires_grad_(not frozen))
@@ -165,27 +165,49 @@ def test_a_frozen_head_runs_once(monkeypatch):
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, frozen, chunks):
-    """`choose` sees every row once, and the gradient is that of the token it chose."""
+def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, k, frozen, chunks):
+    """`choose` sees every row once, and the gradient is that of the tokens it chose, some of them several times."""
     head = head_of(module.requires_grad_(not frozen))
-    states, _, weight = inputs(1)
+    states, _, weight = inputs(k)
     seen = []
 
     def choose(softmax, rows):
         seen.extend(range(ROWS)[rows])
         assert not softmax.probabilities.requires_grad
-        return softmax.probabilities.argmax(-1, keepdim=True)
+        return softmax.probabilities.topk(2).indices[:, [0, 1, 0, 0][:k]]
 
-    scored = logps.choose_tokens(states.detach(), choose, head, 0.7, slopes=frozen)
+    scored = logps.choose_tokens(states.detach(), choose, head, 0.7, slopes=head.gives_slopes(k))
     assert seen == list(range(ROWS))
     found = logps.with_gradient(states, scored, head, 0.7)
     wanted = [states, *head.trained]
     grads = torch.autograd.grad((found * weight).sum(), wanted)
     logp = (module(states) / 0.7).log_softmax(-1)
-    torch.testing.assert_close(scored.tokens, logp.argmax(-1, keepdim=True))
+    torch.testing.assert_close(scored.tokens, logp.topk(2).indices[:, [0, 1, 0, 0][:k]])
     whole = logp.gather(-1, scored.tokens)
     torch.testing.assert_close(found, whole)
+    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_rows_with_unequal_numbers_of_tokens_are_joined(module, frozen, chunks):
+    head = head_of(module.requires_grad_(not frozen))
+    states, targets, weight = inputs(3)
+    counts = [1, 3, 2]
+    parts = [
+        logps.choose_tokens(x, lambda softmax, rows, t=t, n=n: t[rows, :n], head, 0.7, head.gives_slopes(max(counts)))
+        for x, t, n in zip(states.detach().tensor_split([5, 25]), targets.tensor_split([5, 25]), counts)
+    ]
+    found = logps.with_gradient(states, logps.Scored.joined(parts), head, 0.7)
+    number = torch.tensor(counts).repeat_interleave(torch.tensor([5, 20, ROWS - 25]))
+    weight *= torch.arange(3) < number[:, None]
+    wanted = [states, *head.trained]
+    whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
+    torch.testing.assert_close(found * weight, whole * weight)
+    grads = torch.autograd.grad((found * weight).sum(), wanted)
     for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
         torch.testing.assert_close(ours, expected)
 

@@ -62,6 +62,25 @@ def test_values_and_gradients(softcap, sinks):
     assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_own_keys_that_owners_have_in_common(dtype):
+    """Values and gradients of keys that are copied to each owner first."""
+    path = torch.tensor([[0, 1, 2, 2], [0, 1, 3, 4], [4, 1, 0, 0]])
+    query, key, value, *_ = (x.detach().to(dtype).requires_grad_() for x in make_inputs(False))
+    common = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(4)).to(dtype)
+    results = []
+    for copied in (False, True):
+        inputs = [x.detach().clone().requires_grad_() for x in (query, key, value, *common)]
+        own = Own(*((x[:, path] for x in inputs[3:]) if copied else inputs[3:]), OWN_HIDDEN, None if copied else path)
+        output = attend(*inputs[:3], own, PIECES, Scores(0.7))
+        output.square().sum().backward()
+        results.append([output.detach(), *(x.grad for x in inputs)])
+    for ours, expected in zip(*results):
+        # In bfloat16, copying adds up the owners' gradients in bfloat16.
+        tolerance = {"atol": 0.1, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": None, "rtol": None}
+        torch.testing.assert_close(ours, expected, **tolerance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dropout_is_the_same_in_both_directions(sinks):

@@ -9,7 +9,7 @@ from torch import nn
 from ebft.models.causal_lm import decoder_layers
 from ebft.models.recording import is_replayed
 from tests.strided.families import tiny_model
-from tests.strided.test_exactness import make_trainer, unequal_batch, with_lora
+from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch, with_lora
 
 
 def count_tokens(layers):
@@ -34,26 +34,30 @@ def one_row():
     return {"input_ids": ids}
 
 
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("single_pass", [True, False])
 @pytest.mark.parametrize("g", [1, 4])
-def test_token_forwards_per_layer(g, single_pass, tmp_path):
+def test_token_forwards_per_layer(g, single_pass, merge, tmp_path):
     model = tiny_model("llama")
     options = {"stride": 4, "context_length": 4, "generate_max_len": g, "feature_layers": [0.25, 0.5]}
-    trainer = make_trainer(model, tmp_path, single_pass=single_pass, **options)
+    options |= {"single_pass": single_pass, "merge_rollouts": merge}
+    trainer = make_trainer(model, tmp_path, temperature=0.2, **options)
     policy = count_tokens(decoder_layers(model))
     features = count_tokens(decoder_layers(trainer.feature_network.causal_lm))
     out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
     s, n, nb = 44, 3, out.anchors.shape[1]
     assert nb == (44 - g - 4) // 4 + 1
-    sampling = training = s + n * nb * (g - 1)
+    generated = [distinct_beginnings(out, steps) if merge else n * nb * steps for steps in (g - 1, g)]
+    assert not merge or generated[1] < 0.9 * n * nb * g
+    sampling = training = s + generated[0]
     assert policy == [sampling if single_pass else sampling + training] * 4
     # Depth int(0.5 * 4) = 2: the upper half never runs.
-    assert features == [s + n * nb * g] * 2 + [0, 0]
+    assert features == [s + generated[1]] * 2 + [0, 0]
 
 
 def test_padding_and_missing_blocks_cost_nothing(tmp_path):
     model = tiny_model("llama")
-    trainer = make_trainer(model, tmp_path)
+    trainer = make_trainer(model, tmp_path, merge_rollouts=False)
     counts = count_tokens(decoder_layers(model))
     out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
     assert out.block_mask.sum(1).tolist() == [4, 2, 2]
@@ -62,7 +66,7 @@ def test_padding_and_missing_blocks_cost_nothing(tmp_path):
 
 def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
     model = with_lora(tiny_model("llama"))
-    trainer = make_trainer(model, tmp_path, feature_layers=[0.25])
+    trainer = make_trainer(model, tmp_path, feature_layers=[0.25], merge_rollouts=False)
     counts = count_tokens(decoder_layers(model.get_base_model()))
     out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
     n, nb, g = 3, out.anchors.shape[1], 4
@@ -70,18 +74,20 @@ def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
     assert counts == [policy + 44 + n * nb * g] + [policy] * 3
 
 
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("single_pass", [True, False])
-def test_head_sees_scored_rows_only(single_pass, tmp_path):
+def test_head_sees_scored_rows_only(single_pass, merge, tmp_path):
     """One row per sampled distribution, and with a second forward one per scored token; one per token of the text."""
     model = tiny_model("llama")
-    trainer = make_trainer(model, tmp_path, ce_coef=0.0, single_pass=single_pass)
+    options = {"ce_coef": 0.0, "single_pass": single_pass, "merge_rollouts": merge}
+    trainer = make_trainer(model, tmp_path, temperature=0.2, **options)
     rows = []
     model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     inputs, _ = unequal_batch()
     out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
     blocks = int(out.block_mask.sum())  # a row with fewer blocks than the longest costs only its own
     n, g = 3, 4
-    sampling = blocks * (1 + n * (g - 1))
+    sampling = blocks + (distinct_beginnings(out, g - 1) if merge else blocks * n * (g - 1))
     text = 26 + 15 + 12
     assert sum(rows) == (sampling if single_pass else 2 * sampling) + text
 

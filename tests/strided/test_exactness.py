@@ -60,6 +60,18 @@ def with_lora(model, seed=1, target_modules="all-linear"):
     return model
 
 
+def distinct_beginnings(out, steps):
+    """Beginnings of up to `steps` tokens that the rollouts of a block have."""
+    _, samples, blocks, _ = out.rollouts.shape
+    found = {
+        (row, block, tuple(out.rollouts[row, sample, block, :length].tolist()))
+        for row, block in out.block_mask.nonzero().tolist()
+        for sample in range(samples)
+        for length in range(1, steps + 1)
+    }
+    return len(found)
+
+
 def compare(trainer, plain, inputs, rows, grads=True):
     trainer.model.train()
     plain.eval()
@@ -196,6 +208,23 @@ def test_option(name, adapter, tmp_path):
         trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     inputs, rows = unequal_batch(2)
     compare(trainer, plain, inputs, rows)
+
+
+@pytest.mark.parametrize("name", ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"])
+@pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
+def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_path):
+    """At a low temperature many do. The oracle computes every rollout by itself."""
+    model = tiny_model(family, seed=5)
+    model = with_lora(model) if adapter else model
+    plain = copy.deepcopy(model)
+    changes = {**OPTIONS[name], "temperature": 0.2, "n_samples_per_prompt": 5, "generate_max_len": 5}
+    trainer = make_trainer(model, tmp_path, **changes)
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    inputs, rows = unequal_batch(2)
+    out = compare(trainer, plain, inputs, rows)
+    assert distinct_beginnings(out, 5) < 0.9 * int(out.block_mask.sum()) * 5 * 5
 
 
 @pytest.mark.slow

@@ -183,6 +183,13 @@ class StridedOptions(FeatureOptions):
             "dropout or FSDP."
         ),
     ] = None
+    merge_rollouts: Annotated[
+        bool | None,
+        Field(
+            description="Compute the tokens that several rollouts of an anchor begin with once instead of for each of "
+            "them, with the same results. If unset, enabled on CPU only. With dropout, the loss does not merge them."
+        ),
+    ] = None
     log_completions: Annotated[
         bool,
         Field(

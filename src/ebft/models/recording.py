@@ -5,7 +5,7 @@ at once. Where it multiplies by a weight by which the sampling passes already mu
 products and computes only what the backward pass needs. No product is computed twice, and the backward pass computes
 one product of all rows for each gradient instead of one for each decoded token.
 
-    S  document tokens    R  rollouts    T  rollout tokens that a forward reads    P = S + R * T    I, O  features
+    S  document tokens    C  tokens of all sampling steps, at most `most`    P = S + C    I, O  features
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ebft.models.products import product
 
 @dataclass
 class _Product:
-    """Products of one weight, in the row order of the training forward pass: (1, P, O), of which `rows` are filled."""
+    """Products of one weight, in the row order of the training forward pass: the first `rows` of (1, S + most, O)."""
 
     weight: Tensor  # kept alive, so that its id is not reused
     values: Tensor
@@ -31,24 +31,24 @@ class _Product:
 
 
 class Recording:
-    """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout."""
+    """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout.
 
-    def __init__(self, document_tokens: int, rollouts: int, steps: int):
-        self.document_tokens, self.rollouts, self.steps = document_tokens, rollouts, steps
+    The training forward pass reads the documents' tokens, followed by those of each step; `most` limits the latter.
+    """
+
+    def __init__(self, document_tokens: int, most: int):
+        self.most_tokens, self.num_tokens = document_tokens + most, document_tokens
         self._products: dict[int, _Product] = {}
         self._refused: set[int] = set()
 
-    @property
-    def num_tokens(self) -> int:
-        return self.document_tokens + self.rollouts * self.steps
-
     def of_documents(self) -> TorchFunctionMode:
         """Context manager that records the outputs of linear layers for the documents."""
-        return _Record(self, slice(self.document_tokens), self.document_tokens)
+        return _Record(self, slice(self.num_tokens))
 
-    def of_step(self, step: int) -> TorchFunctionMode:
-        """Context manager that records the outputs of linear layers for one token of every rollout."""
-        return _Record(self, slice(self.document_tokens + step, None, self.steps), self.rollouts)
+    def of_step(self, count: int) -> TorchFunctionMode:
+        """Context manager that records the outputs of linear layers for the `count` tokens of the next step."""
+        self.num_tokens += count
+        return _Record(self, slice(self.num_tokens - count, self.num_tokens))
 
     def replayed(self) -> TorchFunctionMode:
         """Context manager in which linear layers over all tokens return the recorded outputs, once each."""
@@ -60,7 +60,7 @@ class Recording:
             return
         product = self._products.get(id(weight))
         if product is None:
-            product = _Product(weight, values.new_empty(1, self.num_tokens, values.shape[2]), 0)
+            product = _Product(weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0)
             self._products[id(weight)] = product
         product.values[:, rows] = values
         product.rows += values.shape[1]
@@ -73,7 +73,9 @@ class Recording:
     def take(self, weight: Tensor) -> Tensor | None:
         """Remove and return all products (1, P, O) of a weight; None if they are incomplete."""
         product = self._products.pop(id(weight), None)
-        return product.values if product is not None and product.rows == self.num_tokens else None
+        if product is None or product.rows != self.num_tokens:
+            return None
+        return product.values[:, : self.num_tokens]
 
 
 # With fewer input features, as in an adapter's second matrix, computing a product is faster than recording it.
@@ -81,9 +83,10 @@ _FEWEST_FEATURES = 32
 
 
 class _Record(TorchFunctionMode):
-    def __init__(self, recording: Recording, rows: slice, count: int):
+    def __init__(self, recording: Recording, rows: slice):
         super().__init__()
-        self.recording, self.rows, self.count = recording, rows, count
+        self.recording, self.rows = recording, rows
+        self.count = rows.stop - (rows.start or 0)
         self._seen: set[int] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

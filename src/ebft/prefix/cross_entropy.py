@@ -145,5 +145,5 @@ def _with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         softmax, tokens = Softmax(logits[rows], 1.0), targets[rows]
         logps = softmax.logps(tokens)
         total -= logps.sum()
-        grad[rows] = grad_of_logits(softmax, tokens, -torch.ones_like(logps), 1.0)
+        grad[rows] = grad_of_logits(softmax.probabilities, tokens, -torch.ones_like(logps), 1.0)
     return total, grad

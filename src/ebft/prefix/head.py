@@ -55,8 +55,8 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
 
 
 def _linear(causal_lm: PreTrainedModel, trained: set[int]) -> Linear | None:
-    """Return the weights of a trained head that is a linear layer and nothing else; None for other heads."""
-    if not causal_lm.has_linear_head or not trained or not _is_plain(causal_lm):
+    """Return the weights of a head that is a linear layer, with no other trained weights; None for other heads."""
+    if not causal_lm.has_linear_head or not _is_plain(causal_lm):
         return None
     output = causal_lm.get_output_embeddings()
     is_all = trained <= {id(weight) for weight in output.parameters()}

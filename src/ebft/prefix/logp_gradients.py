@@ -28,30 +28,64 @@ def all_grad_logits(
     result = torch.empty_like(logits)
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
-        result[rows] = grad_of_logits(softmax, tokens[rows], grad[rows], temperature)
+        result[rows] = grad_of_logits(softmax.probabilities, tokens[rows], grad[rows], temperature)
     return result
 
 
-def grad_of_logits(softmax: Softmax, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """Return the same gradients from the softmax of the logits, whose probabilities are overwritten."""
+def grad_of_logits(probabilities: Tensor, tokens: Tensor, grad: Tensor, temperature: float) -> Tensor:
+    """Return the same gradients from the softmax of the logits, which is overwritten."""
     grad = grad / temperature
-    result = softmax.probabilities.mul_(-grad.sum(-1, keepdim=True))
+    result = probabilities.mul_(-grad.sum(-1, keepdim=True))
     return result.scatter_add_(-1, tokens, grad.to(result.dtype))
 
 
+class Slopes(NamedTuple):
+    """Gradients (E, D) of log-probabilities with respect to hidden states (R, D), one for each distinct token of a row.
+
+    index (R, K): which of them is that of each token. row (E,): the row that each belongs to, in order.
+    """
+
+    values: Tensor
+    index: Tensor
+    row: Tensor
+
+    @classmethod
+    def joined(cls, parts: list[Slopes], columns: int) -> Slopes:
+        """Return the slopes of all rows, for K = `columns` tokens in each; tokens that a part lacks have any slope."""
+        index, row, edges, rows = [], [], 0, 0
+        for part in parts:
+            index.append(F.pad(part.index, (0, columns - part.index.shape[1])) + edges)
+            row.append(part.row + rows)
+            edges, rows = edges + len(part.values), rows + len(part.index)
+        return cls(torch.cat([part.values for part in parts]), torch.cat(index), torch.cat(row))
+
+
+def distinct_tokens(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row and column (E,) of each distinct token of a row, in order, and which one each token is: (R, K)."""
+    first = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).int().argmax(-1)  # the first column with the same token
+    is_first = first == torch.arange(tokens.shape[1], device=tokens.device)
+    number = is_first.flatten().cumsum(0).view_as(tokens) - 1
+    return *is_first.nonzero(as_tuple=True), number.gather(1, first)
+
+
 class WithSlopes(torch.autograd.Function):
-    """Log-probabilities (R, 1) whose gradients (R, D) with respect to hidden states are known."""
+    """Log-probabilities (R, K) whose gradients with respect to hidden states (R, D) are known, see `Slopes`."""
 
     @staticmethod
-    def forward(ctx, states, logps, slopes):
-        ctx.save_for_backward(slopes)
+    def forward(ctx, states, logps, values, index, row):
+        ctx.save_for_backward(values, index, row)
+        ctx.like = states.shape
         return logps.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (slopes,) = ctx.saved_tensors
-        return slopes * grad.to(slopes.dtype), None, None
+        values, index, row = ctx.saved_tensors
+        grad = grad.new_zeros(len(values)).index_add_(0, index.flatten(), grad.flatten())
+        of_tokens = values * grad.unsqueeze(1).to(values.dtype)
+        if len(values) == ctx.like[0]:  # every row has at least one
+            return of_tokens, None, None, None, None
+        return values.new_zeros(ctx.like).index_add_(0, row, of_tokens), None, None, None, None
 
 
 class RunInBackward(torch.autograd.Function):

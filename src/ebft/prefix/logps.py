@@ -11,9 +11,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ebft.prefix.logp_gradients import Entropy, Linear, Logps, OfLinearHead, RunInBackward, WithSlopes, grad_of_logits
+from ebft.models.products import product, report
+from ebft.prefix.logp_gradients import (
+    Entropy,
+    Linear,
+    Logps,
+    OfLinearHead,
+    RunInBackward,
+    Slopes,
+    WithSlopes,
+    distinct_tokens,
+    grad_of_logits,
+)
 from ebft.prefix.sampling import Truncation
 from ebft.prefix.softmax import Softmax, of_device, slices, tiles
 
@@ -28,13 +40,17 @@ Choose = Callable[["Softmax", slice], Tensor]  # (softmax of some rows, the rows
 class Head:
     """The function from hidden states (R, D) to logits (R, V), and its trainable parameters.
 
-    `linear`: its weights, if it is a linear layer without anything else that is trained.
+    `linear`: its weights, if it is a linear layer and nothing else.
     """
 
     logits: Callable[[Tensor], Tensor]
     vocab_size: int
     trained: tuple[Tensor, ...]
     linear: Linear | None = None
+
+    def gives_slopes(self, columns: int) -> bool:
+        """Whether gradients of the log-probabilities of `columns` tokens in each row can be computed with them."""
+        return not self.trained and (columns == 1 or self.linear is not None)
 
     def rows_per_chunk(self, device: torch.device) -> int:
         """Return the number of rows whose logits are computed at once."""
@@ -44,24 +60,44 @@ class Head:
 class Scored(NamedTuple):
     """Tokens (R, K), their log-probabilities (R, K), and what their gradients are computed from.
 
-    log_sums (R, 1): log-sum-exp of each row's logits / temperature. slopes (R, D), optional: the gradients of the
-    log-probabilities with respect to the states (K = 1 only).
+    log_sums (R, 1): log-sum-exp of each row's logits / temperature. slopes, optional: the gradients of the
+    log-probabilities with respect to the states.
     """
 
     tokens: Tensor
     logps: Tensor
     log_sums: Tensor
-    slopes: Tensor | None
+    slopes: Slopes | None
+
+    @classmethod
+    def joined(cls, parts: list[Scored]) -> Scored:
+        """Return the rows of all parts, with as many tokens in each row as in the longest; added ones are token 0."""
+        columns = max(part.tokens.shape[1] for part in parts)
+
+        def wide(values: Tensor) -> Tensor:
+            return F.pad(values, (0, columns - values.shape[1]))
+
+        slopes = [part.slopes for part in parts if part.slopes is not None]
+        return cls(
+            torch.cat([wide(part.tokens) for part in parts]),
+            torch.cat([wide(part.logps) for part in parts]),
+            torch.cat([part.log_sums for part in parts]),
+            Slopes.joined(slopes, columns) if len(slopes) == len(parts) else None,
+        )
 
 
 def token_logps(
     states: Tensor, targets: Tensor, head: Head, temperature: float, truncation: Truncation | None = None
 ) -> Tensor:
     """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
-    if torch.is_grad_enabled() and states.requires_grad and not head.trained and targets.shape[-1] == 1:
+    columns, needs_states = targets.shape[-1], torch.is_grad_enabled() and states.requires_grad
+    if needs_states and head.gives_slopes(columns):
         scored = choose_tokens(states.detach(), _those(targets), head, temperature, True, truncation, targets)
         return with_gradient(states, scored, head, temperature)
-    if torch.is_grad_enabled() and head.linear is not None and truncation is None:
+    if needs_states and head.gives_slopes(1) and truncation is None:  # rows with several tokens are repeated
+        row, column, index = distinct_tokens(targets)
+        return token_logps(states[row], targets[row, column, None], head, temperature).squeeze(-1)[index]
+    if torch.is_grad_enabled() and head.linear is not None and head.trained and truncation is None:
         scored = choose_tokens(states.detach(), _those(targets), head, temperature)
         return with_gradient(states, scored, head, temperature)
     logps = []
@@ -131,21 +167,27 @@ def choose_tokens(
     `known` (R, K) are these tokens if they are known, see `Softmax`.
 
     With `slopes`, the gradients of the log-probabilities with respect to the states are computed while the softmax is
-    available, so that backward needs neither the head nor the softmax. Requires K = 1 and a frozen head.
+    available, so that backward needs neither the head nor the softmax, see `Head.gives_slopes`.
     """
     found = []
+    differentiates = slopes and head.linear is None
     for chunk in slices(len(states), head.rows_per_chunk(states.device)):
-        x = states[chunk]
-        with torch.set_grad_enabled(slopes):
-            x = x.detach().requires_grad_() if slopes else x
+        x, tokens = states[chunk], None if known is None else known[chunk]
+        with torch.set_grad_enabled(differentiates):
+            x = x.detach().requires_grad_() if differentiates else x
             logits = head.logits(x)
         with torch.no_grad():
-            grad_logits = torch.empty_like(logits) if slopes else None
-            tokens_known = None if known is None else known[chunk]
-            chosen = _choose(logits.detach(), choose, chunk.start, temperature, grad_logits, truncation, tokens_known)
-        slope = torch.autograd.grad(logits, x, grad_logits)[0] if slopes else None
-        found.append((*chosen, slope))
-    return Scored(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*found)))
+            *chosen, of_slopes = _choose(logits.detach(), choose, chunk.start, temperature, slopes, truncation, tokens)
+        if of_slopes is not None:
+            grad_logits, index, row = of_slopes
+            if differentiates:
+                values = torch.autograd.grad(logits, x, grad_logits)[0]
+            else:
+                report(head.linear.weight, len(grad_logits))
+                values = product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
+            of_slopes = Slopes(values, index, row)
+        found.append(Scored(*chosen, of_slopes))
+    return Scored.joined(found)
 
 
 def _choose(
@@ -153,27 +195,39 @@ def _choose(
     choose: Choose,
     first_row: int,
     temperature: float,
-    grad_logits: Tensor | None,
+    slopes: bool,
     truncation: Truncation | None,
     known: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of `Scored` but the slopes, writing gradients of the log-probabilities to `grad_logits`."""
-    tokens, logps, log_sums = [], [], []
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """Return the fields of `Scored` for a chunk; instead of slopes, the gradients of logits, and the slopes' fields."""
+    tokens, logps, log_sums, grad_logits, count, numbers, edges = [], [], [], None, 0, [], []
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
-        tokens.append(choose(softmax, slice(first_row + rows.start, first_row + rows.stop)))
-        logps.append(softmax.logps(tokens[-1]))
+        of_tile = choose(softmax, slice(first_row + rows.start, first_row + rows.stop))
+        tokens.append(of_tile)
+        logps.append(softmax.logps(of_tile))
         log_sums.append(softmax.log_sum_exp())
-        if grad_logits is not None:
-            grad_logits[rows] = grad_of_logits(softmax, tokens[-1], torch.ones_like(logps[-1]), temperature)
-    return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums)
+        if not slopes:
+            continue
+        if grad_logits is None:  # room for all tokens, of which the distinct ones are used
+            grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1])
+        row, column, number = distinct_tokens(of_tile)
+        probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]
+        distinct = of_tile[row, column].unsqueeze(1)
+        grad = grad_of_logits(probabilities, distinct, torch.ones_like(distinct, dtype=logps[-1].dtype), temperature)
+        grad_logits[count : count + len(row)] = grad
+        numbers.append(number + count)
+        edges.append(row + rows.start)
+        count += len(row)
+    of_slopes = (grad_logits[:count], torch.cat(numbers), torch.cat(edges)) if slopes else None
+    return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums), of_slopes
 
 
 def with_gradient(states: Tensor, scored: Scored, head: Head, temperature: float) -> Tensor:
     """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D) and trained weights."""
     if scored.slopes is not None:
-        return WithSlopes.apply(states, scored.logps, scored.slopes)
-    if head.linear is not None:
+        return WithSlopes.apply(states, scored.logps, *scored.slopes)
+    if head.linear is not None and head.trained:
         return OfLinearHead.apply(states, *scored[:3], temperature, *head.linear)
     return RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, *head.trained)
 

@@ -83,7 +83,8 @@ _REASONS = {
         ebft.shared_prefix ebft.disable_dropout ebft.feature_layers ebft.embed_method ebft.use_whitening
         ebft.whitening_space ebft.alignment_coef ebft.diversity_coef ebft.feature_device ebft.ce_coef
         ebft.advantage_estimator ebft.rloo_baseline ebft.stride ebft.n_samples_per_prompt ebft.temperature ebft.top_p
-        ebft.rl_coef ebft.rollout_tokens_per_pass ebft.single_pass ebft.log_completions ebft.grad_norms_every
+        ebft.rl_coef ebft.rollout_tokens_per_pass ebft.single_pass ebft.merge_rollouts ebft.log_completions
+        ebft.grad_norms_every
         ebft.adaptive_max_tokens ebft.gt_length_multiplier ebft.gt_length_floor
         trl.vllm_sync_interval trl.async_prefetch trl.prefetch_depth trl.replay_buffer_size trl.replay_recompute_logps
         trl.reroll_start_fraction trl.reroll_max_groups trl.reward_num_workers trl.reward_timeout

@@ -10,13 +10,14 @@ from transformers import TrainingArguments
 from ebft.config.option_checks import validate_options
 from ebft.config.options import StridedOptions
 
-# Those that determine where the blocks of a document are, and what is sampled at each.
+# Those that determine where the blocks of a document are, what is sampled at each, and how it is computed.
 BLOCK_OPTIONS = (
     "stride",
     "context_length",
     "generate_max_len",
     "n_samples_per_prompt",
     "min_completion_prefix",
+    "merge_rollouts",
 )
 
 

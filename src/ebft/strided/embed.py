@@ -12,6 +12,7 @@ from ebft.features import FeatureNetwork, pool, token_features
 from ebft.prefix.policy import backbone_states, prepare, run_wrapped
 from ebft.strided.layout import Documents, StridedLayout, split
 from ebft.strided.passes import StridedPass
+from ebft.strided.tree import RolloutTree
 
 
 def embed_blocks(
@@ -70,9 +71,11 @@ def layout_states(
     """
     device = network.device
     prepare(network.causal_lm)
-    tokens = torch.cat([documents.tokens, rollouts.flatten()]).to(device)
-    run = StridedPass(layout.to(device), "score", documents.positions.to(device), steps=layout.generate_max_len)
+    nodes = RolloutTree.of(rollouts.to(device), layout.merge_rollouts).nodes(rollouts.shape[-1])
+    tokens = torch.cat([documents.tokens.to(device), nodes.tokens])
+    run = StridedPass(layout=layout.to(device), document_positions=documents.positions.to(device), nodes=nodes)
     states = network.hidden_states(
         lambda model: run_wrapped(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
     )
-    return [x[0] for x in states]
+    s = len(documents.tokens)
+    return [torch.cat([x[0, :s], x[0, s:][nodes.of_rollouts.flatten()]]) for x in states]

@@ -130,15 +130,15 @@ class StridedLayout:
     """The blocks of a batch, ordered by document and then by anchor.
 
     `spans[d]` is the (start, end) of document d among the S tokens; `anchors[d]` lists the anchors of its blocks and
-    is empty if the document is too short for a block. Rollout tokens are stored block-major, as a flattened
-    (M, N, T), so that adjacent tokens need nearly the same prefix. Tensors returned to users are (B, N, NB, ...), see
-    `for_users`.
+    is empty if the document is too short for a block. `merge_rollouts`: whether tokens that rollouts of a block begin
+    with in common are computed once. Tensors returned to users are (B, N, NB, ...), see `for_users`.
     """
 
     spans: list[tuple[int, int]]
     anchors: list[list[int]]
     num_samples: int
     generate_max_len: int
+    merge_rollouts: bool
     device: torch.device
 
     @classmethod
@@ -151,10 +151,11 @@ class StridedLayout:
         generate_max_len: int,
         n_samples_per_prompt: int,
         min_completion_prefix: int = 0,
+        merge_rollouts: bool | None = None,
     ) -> StridedLayout:
         """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per document.
 
-        Raises ValueError if every document is too short for a block.
+        `merge_rollouts` None: on CPU only. Raises ValueError if every document is too short for a block.
         """
         lengths, prompts = documents.lengths.tolist(), documents.prompt_length.tolist()
         first = [first_anchor(prompt, context_length, min_completion_prefix) for prompt in prompts]
@@ -168,7 +169,9 @@ class StridedLayout:
         anchors = [[a + b * stride for b in range(count)] for a, count in zip(first, blocks)]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
-        return cls(spans, anchors, n_samples_per_prompt, generate_max_len, documents.tokens.device)
+        device = documents.tokens.device
+        merge = device.type == "cpu" if merge_rollouts is None else merge_rollouts
+        return cls(spans, anchors, n_samples_per_prompt, generate_max_len, merge, device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""
@@ -193,11 +196,6 @@ class StridedLayout:
     def num_generated(self) -> int:
         """Number of generated tokens, over which `rl_loss` is averaged."""
         return self.num_blocks * self.num_samples * self.generate_max_len
-
-    def rollout_positions(self, first_step: int, steps: int) -> Tensor:
-        """Return the position ids `a_b + t` of tokens t in [first_step, first_step + steps): (M * N * steps,)."""
-        t = torch.arange(first_step, first_step + steps, device=self.device)
-        return (self.block_anchors[:, None, None] + t).expand(-1, self.num_samples, -1).flatten()
 
     def reference_index(self) -> Tensor:
         """Return the indices of each block's reference tokens x[a_b : a_b + G) among the S tokens: (M, G)."""

@@ -18,6 +18,7 @@ from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.policy import backbone_states, run_wrapped
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.passes import StridedPass
+from ebft.strided.tree import RolloutTree
 
 
 def score(
@@ -66,17 +67,18 @@ def _score_part(
     apply_dropout: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute `score` for the blocks of a part, inside the model's forward."""
-    documents, layout = part.documents, part.layout
-    m, n, g = rollouts.shape
-    s = len(documents.tokens)
-    head = head_of(causal_lm)
-    run = StridedPass(layout, "score", documents.positions, steps=g - 1, apply_dropout=apply_dropout)
-    states = backbone_states(causal_lm, torch.cat([documents.tokens, rollouts[..., :-1].flatten()]), run)
-    text, rollout = states[:s], states[s:]
+    documents, layout, head = part.documents, part.layout, head_of(causal_lm)
+    # With dropout, the states of equal tokens differ.
+    tree = RolloutTree.of(rollouts, layout.merge_rollouts and not apply_dropout)
+    nodes = tree.nodes(rollouts.shape[-1] - 1)
+    run = StridedPass(layout=layout, document_positions=documents.positions, nodes=nodes, apply_dropout=apply_dropout)
+    states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
+    text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
     # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
-    first = token_logps(text[layout.block_index - 1], rollouts[..., 0], head, temperature)
-    later = token_logps(rollout, rollouts[..., 1:].reshape(-1, 1), head, temperature)
-    logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
+    draws, by_step = tree.all_draws(), rollouts.movedim(-1, 0)
+    predicting = torch.cat([text[layout.block_index - 1], of_nodes])
+    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature)
+    logps = draws.collect(found).view(by_step.shape).movedim(0, -1)
     with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
         return logps, text_logps(text, documents, head)
 

@@ -1,7 +1,9 @@
-"""Passes over [documents | rollouts]: every rollout token attends to its document prefix and to its own block.
+"""Passes over [documents | nodes]: every rollout token attends to its document prefix and to its own beginning.
 
-S  document tokens of the batch     M  blocks     N  rollouts per block     T  rollout tokens (queries)
-H  query heads    K  key/value heads     Q = H / K        D  head dimension         U  own rollout keys
+Nodes are the tokens of rollouts; those that rollouts of a block have in common are one node, see tree.py.
+
+S  document tokens of the batch     M  blocks     C  nodes of the pass (queries)     U  own keys of a node
+H  query heads    K  key/value heads     Q = H / K        D  head dimension
 """
 
 from __future__ import annotations
@@ -11,118 +13,147 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows, stacked
 from ebft.prefix.attention.stacks import stack_up
 from ebft.prefix.attention.tiles import Own, Tile, attend
 from ebft.strided.layout import StridedLayout
+from ebft.strided.tree import Level, Nodes
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StridedPass(PrefixPass):
     """One forward pass over a layout, of one of three kinds.
 
-    phase "prefill": documents only; their keys and values are stored in the cache.
-    phase "decode":  one token (step `first_step`) of every rollout; its key and value are appended to the cache.
-    phase "score":   [documents | rollout tokens 0..steps) in a single pass, with gradients if enabled.
+    Prefill, if `nodes` is None: documents only; their keys and values are stored in the cache.
+    Decode, if it is a level: the last token of every rollout; its key and value are appended to the cache.
+    Score, if it is all nodes of some levels: [documents | nodes] in a single pass, with gradients if enabled.
     """
 
     layout: StridedLayout
-    phase: str
     document_positions: Tensor
-    steps: int = 0
-    first_step: int = 0
+    nodes: Level | Nodes | None = None
 
     def position_ids(self) -> Tensor:
-        if self.phase == "prefill":
+        if self.nodes is None:
             return self.document_positions[None]
-        rollout = self.layout.rollout_positions(self.first_step, self.steps)
-        return (rollout if self.phase == "decode" else torch.cat([self.document_positions, rollout]))[None]
+        positions = self.layout.block_anchors[self.nodes.block] + self.nodes.step
+        return (positions if isinstance(self.nodes, Level) else torch.cat([self.document_positions, positions]))[None]
 
     def tokens(self) -> Tokens | None:
-        if self.phase != "score":
+        if not isinstance(self.nodes, Nodes):
             return None
-        layout = self.layout
+        layout, nodes = self.layout, self.nodes
         blocks = torch.tensor([len(row) for row in layout.anchors], device=layout.device)
-        per_block = layout.num_samples * self.steps
-        owner = torch.arange(layout.num_blocks * layout.num_samples, device=layout.device)
+        document = torch.arange(len(blocks), device=layout.device).repeat_interleave(blocks)
         return Tokens.of(
             layout.spans,
             self.position_ids()[0],
-            document=torch.arange(len(blocks), device=layout.device).repeat_interleave(blocks * per_block),
-            owner=owner.repeat_interleave(self.steps),
-            prefix=layout.block_anchors.repeat_interleave(per_block),
+            document=document[nodes.block],
+            owner=torch.arange(len(nodes.tokens), device=layout.device),
+            prefix=layout.block_anchors[nodes.block],
+            step=nodes.step,
+            path=nodes.path,
         )
 
     def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
-        if self.phase == "decode":
-            document, own = _cached(self, layer, key, value)
-            return _rollout_attention(self, query, document, own, pattern, scores, sinks)
-        if self.phase == "prefill":
+        spans, nodes = self.layout.spans, self.nodes
+        if nodes is None:
             self.cache[layer] = (key, value)
-            return document_attention(self.layout.spans, query, key, value, pattern, scores, sinks)
+            return document_attention(spans, query, key, value, pattern, scores, sinks)
+        if isinstance(nodes, Level):
+            document, own = _cached(self, layer, key, value)
+            return _node_attention(self, query, document, own, pattern, scores, sinks)
         s = len(self.document_positions)
         document = key[:, :s], value[:, :s]
-        output = document_attention(self.layout.spans, query[:, :, :s], *document, pattern, scores, sinks)
-        if not self.steps:  # rollouts of one token are scored from the document's states
+        output = document_attention(spans, query[:, :, :s], *document, pattern, scores, sinks)
+        if not len(nodes.tokens):  # rollouts of one token are scored from the document's states
             return output
-        own = tuple(x[:, s:].unflatten(1, (-1, self.steps)) for x in (key, value))  # (K, M * N, T, D)
-        rollout = _rollout_attention(self, query[:, :, s:], document, own, pattern, scores, sinks)
-        return torch.cat([output, rollout])
+        own = key[:, s:], value[:, s:]
+        return torch.cat([output, _node_attention(self, query[:, :, s:], document, own, pattern, scores, sinks)])
 
 
 def _cached(run, layer, key, value):
-    """Append the newest rollout tokens to the cache and return the cached keys and values.
+    """Append the newest tokens to the cache and return the cached keys and values.
 
-    Returns those of the documents, (K, S, D), and those of the rollouts, (K, M * N, U, D).
+    Returns those of the documents, (K, S, D), and those of the nodes, each with those that it continues, (K, C, U, D).
     """
     document_key, document_value, *own = run.cache[layer]
     newest = (key.unsqueeze(2), value.unsqueeze(2))
+    if own and run.nodes.parent is not None:
+        own = [x.index_select(1, run.nodes.parent) for x in own]
     own = tuple(torch.cat(pair, 2) for pair in zip(own, newest)) if own else newest
     run.cache[layer] = (document_key, document_value, *own)
     return (document_key, document_value), own
 
 
-def _rollout_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
-    """Compute attention of rollout tokens to their document prefix and to their own block.
+def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
+    """Compute attention of nodes to their document prefix and to the nodes that they continue.
 
-    query (K, Q, M * N * T, D); document: key and value (K, S, D); own: key and value (K, M * N, U, D), where U >= T
-    and the last T keys belong to the queries. Returns (M * N * T, H, D).
+    query (K, Q, C, D); document: key and value (K, S, D); own: key and value, of a level (K, C, U, D), else (K, C, D).
+    Returns (C, H, D).
     """
-    k, q, _, d = query.shape
-    t, u = run.steps, own[0].shape[2]
-    rows = query.unflatten(2, (-1, t)).transpose(1, 2).reshape(k, -1, d)  # (K, M * N * Q * T, D)
-    hidden = pattern.keep(("own", q, u), lambda: _own_hidden(run, pattern, q, u)).flatten(0, 1)
-    tiles = pattern.keep(("rollout", q, k), lambda: stack_up(list(_rollout_tiles(run, pattern, q)), stacked(k, sinks)))
-    output = attend(rows, *document, Own(*own, hidden), tiles, scores, sink_rows(sinks, k, q, t))
-    return output.view(k, -1, q, t, output.shape[-1]).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
+    (k, q, _, d), nodes = query.shape, run.nodes
+    path = None if isinstance(nodes, Level) else nodes.path
+    u = own[0].shape[2] if path is None else path.shape[1]
+    rows = query.transpose(1, 2)  # (K, C, Q, D)
+    if path is not None:  # the nodes of a level are ordered by block
+        rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), path[nodes.by_block]
+    hidden = pattern.keep(("own", u), lambda: _own_hidden(run, pattern, u))[:, None].expand(-1, q, -1)
+    tiles = pattern.keep(("nodes", q, k), lambda: stack_up(list(_tiles(run, pattern, q)), stacked(k, sinks)))
+    own = Own(*own, hidden, path)
+    output = attend(rows.reshape(k, -1, d), *document, own, tiles, scores, sink_rows(sinks, k, q, 1))
+    output = output.unflatten(1, (-1, q)).transpose(0, 1)  # (C, K, Q, D)
+    if path is not None:
+        output = _Reordered.apply(output, 0, nodes.rank, nodes.by_block)
+    return output.flatten(1, 2)
 
 
-def _rollout_tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]:
-    """Return the tiles of a pass's rollout tokens and their documents' keys, block by block."""
-    layout, n, t = run.layout, run.layout.num_samples, run.steps
-    size = max(1, rows_per_tile(layout.device) // (n * heads * t))
-    step = torch.arange(run.first_step, run.first_step + t, device=layout.device)
-    block = 0
+class _Reordered(torch.autograd.Function):
+    """`x.index_select(dim, order)` for a permutation, with its inverse: the gradient is a selection too."""
+
+    @staticmethod
+    def forward(ctx, x, dim, order, inverse):
+        ctx.dim, ctx.inverse = dim, inverse
+        return x.index_select(dim, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.index_select(ctx.dim, ctx.inverse), None, None, None
+
+
+def _by_block(run: StridedPass) -> tuple[Tensor, Tensor]:
+    """Return block and step of the pass's nodes, ordered by block: (C,) each."""
+    nodes = run.nodes
+    if isinstance(nodes, Level):
+        return nodes.block, nodes.step
+    return nodes.block[nodes.by_block], nodes.step[nodes.by_block]
+
+
+def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]:
+    """Return the tiles of a pass's nodes and their documents' keys, a few blocks at a time."""
+    layout, (block, step) = run.layout, _by_block(run)
+    anchor = layout.block_anchors[block]
+    counts = torch.bincount(block, minlength=layout.num_blocks).tolist()
+    most = max(1, rows_per_tile(layout.device) // heads)
+    first = number = 0
     for (start, _), anchors in zip(layout.spans, layout.anchors):
-        for first in range(0, len(anchors), size):
-            chunk = anchors[first : first + size]
-            position = torch.tensor(chunk, device=layout.device)[:, None, None, None] + step
-            position = position.expand(-1, n, heads, -1).flatten()
+        while anchors:
+            taken, stop = 1, first + counts[number]
+            while taken < len(anchors) and stop - first + counts[number + taken] <= most:
+                stop += counts[number + taken]
+                taken += 1
             # The prefix ends at the block's anchor, whatever the query's position in the block.
-            limit = (position.view(len(chunk), -1, t) - step).flatten()
-            yield pattern.tile(position, 1, (block + first) * n * heads * t, (start, chunk[-1]), chunk[0], limit)
-        block += len(anchors)
+            position, limit = anchor[first:stop] + step[first:stop], anchor[first:stop]
+            yield pattern.tile(position, heads, first, (start, anchors[taken - 1]), anchors[0], limit)
+            first, number, anchors = stop, number + taken, anchors[taken:]
 
 
-def _own_hidden(run: StridedPass, pattern: MaskPattern, heads: int, num_keys: int) -> Tensor:
-    """Return the mask of a rollout token's own keys that are later or masked by the pattern: (M, N, heads * T, U).
-
-    Masked keys are True.
-    """
-    anchors = run.layout.block_anchors[:, None, None]
-    step = torch.arange(run.first_step, run.first_step + run.steps, device=anchors.device)[:, None]
-    key_step = torch.arange(num_keys, device=anchors.device)
-    hidden = (key_step > step) | ~pattern.allowed(anchors + step, anchors + key_step)  # (M, T, U)
-    return hidden[:, None, None].expand(-1, run.layout.num_samples, heads, -1, -1).flatten(2, 3)
+def _own_hidden(run: StridedPass, pattern: MaskPattern, num_keys: int) -> Tensor:
+    """Return which own keys of the nodes are later tokens or masked by the pattern, ordered by block: (C, U) bool."""
+    block, step = _by_block(run)
+    anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
+    return (key_step > step[:, None]) | ~pattern.allowed(anchor + step[:, None], anchor + key_step)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.models.recording import Recording
@@ -22,6 +24,7 @@ from ebft.prefix.softmax import Softmax
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
 from ebft.strided.passes import StridedPass
+from ebft.strided.tree import Draws, RolloutTree
 
 
 @dataclass
@@ -80,41 +83,50 @@ def _sample_part(
     text_gradient: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run `sample_rollouts` for the blocks of a part, inside the model's forward; returns the fields of `Rollouts`."""
-    documents, head = part.documents, head_of(causal_lm)
+    documents, layout, head = part.documents, part.layout, head_of(causal_lm)
+    by_step = noise.movedim(-1, 0)  # (G, M, N)
     if not torch.is_grad_enabled():
-        drawn = _draw(causal_lm, head, part, temperature, top_p, noise, None)
-        logps = torch.stack([scored.logps.view(noise.shape[:2]) for scored in drawn.scored], -1)
+        drawn = _draw(causal_lm, head, part, temperature, top_p, by_step, None)
+        logps = torch.cat([draws.collect(scored.logps) for draws, scored in drawn.steps])
         text = None if text_gradient is None else text_logps(drawn.text, documents, head)
-        return drawn.tokens, drawn.entropy, logps, text
-    m, n, g = noise.shape
-    recording = Recording(len(documents.tokens), m * n, g - 1)
+        return drawn.tokens, drawn.entropy, logps.view(by_step.shape).movedim(0, -1), text
+    recording = Recording(len(documents.tokens), by_step[1:].numel())
     with torch.no_grad():
-        drawn = _draw(causal_lm, head, part, temperature, top_p, noise, recording)
+        drawn = _draw(causal_lm, head, part, temperature, top_p, by_step, recording)
     torch.clear_autocast_cache()  # it contains weights that were cast without a graph
-    run = StridedPass(part.layout, "score", documents.positions, steps=g - 1, recording=recording.replayed())
-    states = backbone_states(causal_lm, torch.cat([documents.tokens, drawn.tokens[..., :-1].flatten()]), run)
-    text, rollout = states.split([len(documents.tokens), m * n * (g - 1)])
-    first = with_gradient(text[part.layout.block_index - 1], drawn.scored[0], head, temperature or 1.0)
-    later = with_gradient(rollout, _in_order(drawn.scored[1:]), head, temperature or 1.0) if g > 1 else first[:0]
-    logps = torch.cat([first.unsqueeze(-1), later.view(m, n, g - 1)], dim=-1)
+    nodes = drawn.tree.nodes(len(by_step) - 1)
+    positions = documents.positions
+    run = StridedPass(layout=layout, document_positions=positions, nodes=nodes, recording=recording.replayed())
+    states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
+    text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
+    predicting = torch.cat([text[layout.block_index - 1], of_nodes])
+    found = _with_gradient(predicting, [scored for _, scored in drawn.steps], head, temperature or 1.0)
+    logps = drawn.tree.all_draws().collect(found).view(by_step.shape).movedim(0, -1)
     if text_gradient is None:
         return drawn.tokens, drawn.entropy, logps, None
     with torch.set_grad_enabled(text_gradient):
         return drawn.tokens, drawn.entropy, logps, text_logps(text, documents, head)
 
 
-def _in_order(steps: list[Scored]) -> Scored:
-    """Reorder scores by step (M * N rows each) into scores by rollout (M * N * steps rows)."""
-    return Scored(*(None if x[0] is None else torch.stack(x, 1).flatten(0, 1) for x in zip(*steps)))
+def _with_gradient(states: Tensor, steps: list[Scored], head: Head, temperature: float) -> Tensor:
+    """Return the log-probabilities (rows, columns) of all steps, differentiable with respect to states (rows, D)."""
+    found = []
+    for _, group in groupby(steps, key=lambda scored: scored.slopes is None):
+        scored = Scored.joined(list(group))
+        of_group, states = states.tensor_split([len(scored.tokens)])
+        found.append(with_gradient(of_group, scored, head, temperature))
+    columns = max(x.shape[1] for x in found)
+    return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
 
 
 @dataclass
 class _Drawn:
-    """Tokens and entropy (M, N, G), the scores of each of the G steps, and the documents' last hidden states (S, D)."""
+    """Tokens and entropy (M, N, G), their tree, draws and scores of each step, and the documents' states (S, D)."""
 
     tokens: Tensor
     entropy: Tensor
-    scored: list[Scored]
+    tree: RolloutTree
+    steps: list[tuple[Draws, Scored]]
     text: Tensor
 
 
@@ -127,35 +139,49 @@ def _draw(
     noise: Tensor,
     recording: Recording | None,
 ) -> _Drawn:
-    """Prefill the documents, then sample token by token. `recording` is used for a later pass with gradients."""
-    layout, positions = part.layout, part.documents.positions
-    m, n, g = noise.shape
-    entropies, scored = [], []
+    """Prefill the documents, then sample token by token, with noise (G, M, N).
 
-    def draw(states: Tensor, noise: Tensor) -> Tensor:
-        """Return the next token of every rollout (M * N,), from the previous states (R, D) and noise (R, K)."""
+    `recording` is used for a later pass with gradients.
+    """
+    layout, positions = part.layout, part.documents.positions
+    tree = RolloutTree(layout.num_blocks, layout.num_samples, layout.merge_rollouts, noise.device)
+    tokens, entropies, steps = [], [], []
+
+    def draw(states: Tensor, noise: Tensor) -> None:
+        """Sample the next token of every rollout, given the states (rows, D) that predict them."""
+        draws, of_rows = tree.draws(), []
+        noise = draws.spread(noise.flatten())
 
         def choose(softmax: Softmax, rows: slice) -> Tensor:
             if temperature == 0:
-                entropies.append(torch.zeros_like(noise[rows]))
+                of_rows.append(torch.zeros_like(noise[rows]))
                 return softmax.most_likely().expand_as(noise[rows])
-            entropies.append(softmax.entropy().expand_as(noise[rows]))
+            of_rows.append(softmax.entropy().expand_as(noise[rows]))
             return sample_tokens(softmax.probabilities, noise[rows], top_p)
 
-        slopes = recording is not None and not head.trained and noise.shape[-1] == 1
-        scored.append(choose_tokens(states, choose, head, temperature or 1.0, slopes))
-        return scored[-1].tokens.flatten()
+        slopes = recording is not None and head.gives_slopes(draws.shape[1])
+        scored = choose_tokens(states, choose, head, temperature or 1.0, slopes)
+        steps.append((draws, scored))
+        tokens.append(draws.collect(scored.tokens))
+        entropies.append(draws.collect(torch.cat(of_rows)))
+        tree.grow(tokens[-1])
 
     of_documents = None if recording is None else recording.of_documents()
-    prefill = StridedPass(layout, "prefill", positions, recording=of_documents)
+    prefill = StridedPass(layout=layout, document_positions=positions, recording=of_documents)
     text = backbone_states(causal_lm, part.documents.tokens, prefill)
-    tokens = [draw(text[layout.block_index - 1], noise[..., 0])]
-    for t in range(g - 1):
-        of_step = None if recording is None else recording.of_step(t)
-        step = StridedPass(layout, "decode", positions, 1, first_step=t, cache=prefill.cache, recording=of_step)
-        tokens.append(draw(backbone_states(causal_lm, tokens[-1], step), noise[..., t + 1].reshape(-1, 1)))
-    entropy = torch.cat([x.flatten() for x in entropies]).view(g, m, n).permute(1, 2, 0)
-    return _Drawn(torch.stack(tokens, -1).view(m, n, g), entropy, scored, text)
+    draw(text[layout.block_index - 1], noise[0])
+    for of_step in noise[1:]:
+        level = tree.levels[-1]
+        step = StridedPass(
+            layout=layout,
+            document_positions=positions,
+            nodes=level,
+            cache=prefill.cache,
+            recording=None if recording is None else recording.of_step(len(level.tokens)),
+        )
+        draw(backbone_states(causal_lm, level.tokens, step), of_step)
+    shape = noise.shape
+    return _Drawn(*(torch.stack(x).view(shape).movedim(0, -1) for x in (tokens, entropies)), tree, steps, text)
 
 
 class DocumentNoise:

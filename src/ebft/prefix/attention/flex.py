@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ebft.prefix.attention.tiles import Scores
@@ -54,17 +55,28 @@ class Tokens:
     """What each token of a pass [documents | rollouts] may attend to, all (X,) long.
 
     A token attends to the first `limit` tokens of its document, and to earlier tokens of its own rollout. `owner` is
-    the number of the rollout, -1 for document tokens.
+    the number of the rollout, -1 for document tokens. If rollouts are trees (ebft/strided/tree.py), `owner` is the
+    number of the node, `step` (X,) its position in a rollout, and path (C + 1, U) the nodes of its beginning; the last
+    row is for documents.
     """
 
     position: Tensor
     document: Tensor
     owner: Tensor
     limit: Tensor
+    step: Tensor | None = None
+    path: Tensor | None = None
 
     @classmethod
     def of(
-        cls, spans: list[tuple[int, int]], position: Tensor, document: Tensor, owner: Tensor, prefix: Tensor
+        cls,
+        spans: list[tuple[int, int]],
+        position: Tensor,
+        document: Tensor,
+        owner: Tensor,
+        prefix: Tensor,
+        step: Tensor | None = None,
+        path: Tensor | None = None,
     ) -> Tokens:
         """Add the tokens of documents, at `spans`, to the values of the rollout tokens."""
         device, s = position.device, spans[-1][1]
@@ -75,6 +87,8 @@ class Tokens:
             torch.cat([of_documents, document]),
             torch.cat([torch.full((s,), -1, device=device), owner]),
             torch.cat([position[:s] + 1, prefix]),
+            None if step is None else torch.cat([torch.zeros(s, dtype=torch.long, device=device), step]),
+            None if path is None else F.pad(path, (0, 0, 0, 1), value=-2),
         )
 
 
@@ -84,11 +98,17 @@ def pass_mask(tokens: Tokens, pattern) -> BlockMask:
     Everything that changes between batches is captured as tensors, so that a new layout does not recompile the kernel.
     """
     position, document, owner, limit = tokens.position, tokens.document, tokens.owner, tokens.limit
-    device = position.device
+    device, step, path = position.device, tokens.step, tokens.path
+    row = None if path is None else torch.where(owner < 0, len(path) - 1, owner)
+
+    def is_own(query, key):
+        if path is None:
+            return (owner[key] == owner[query]) & (position[key] <= position[query])
+        return path[row[query], step[key]] == owner[key]
 
     def seen(batch, head, query, key):
         prefix = (owner[key] < 0) & (document[key] == document[query]) & (position[key] < limit[query])
-        own = (owner[key] >= 0) & (owner[key] == owner[query]) & (position[key] <= position[query])
+        own = (owner[key] >= 0) & is_own(query, key)
         return (prefix | own) & pattern.allowed(position[query], position[key])
 
     x = len(position)

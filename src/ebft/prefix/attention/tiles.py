@@ -64,11 +64,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Own:
-    """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys."""
+    """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys.
+
+    With `path` (E, U), owners have keys in common: the keys and values are (K, C, D), and owner e has those of path[e].
+    """
 
     key: Tensor
     value: Tensor
     hidden: Tensor
+    path: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of own keys of a row."""
+        return self.hidden.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -96,10 +105,10 @@ def attend(
     included in the softmax. Raises ValueError if too few shared keys follow a tile.
     """
     last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
-    if own is not None and last_key + own.key.shape[2] > key.shape[1]:
+    if own is not None and last_key + own.width > key.shape[1]:
         raise ValueError("every tile must be followed by at least as many shared keys as a row has own keys")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
-    own_tensors = (None, None, None) if own is None else (own.key.to(value.dtype), own.value, own.hidden)
+    own_tensors = (None,) * 4 if own is None else (own.key.to(value.dtype), own.value, own.hidden, own.path)
     # With autocast, queries and keys are float32 after the rotary embedding; cast once instead of for every product.
     query, key = query.to(value.dtype), key.to(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
@@ -108,8 +117,8 @@ def attend(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, own_key, own_value, own_hidden, sinks, tiles, scores, seed):
-        weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
+    def forward(ctx, query, key, value, own_key, own_value, own_hidden, path, sinks, tiles, scores, seed):
+        weigh = _Weights(query, key, _taken(own_key, path), own_hidden, sinks, scores, seed)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         own_weights = []
         for tile in tiles:
@@ -118,16 +127,17 @@ class _Attention(torch.autograd.Function):
             tile.put(output, shared, value)
             own_weights.append(tile.in_order(own))
         if own_key is not None:
-            output += (weigh.by_owner(torch.cat(own_weights, 1)) @ own_value).view_as(output)
-        ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, sinks)
+            output += (weigh.by_owner(torch.cat(own_weights, 1)) @ _taken(own_value, path)).view_as(output)
+        ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, path, sinks)
         ctx.rest = (tiles, scores, seed)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, own_key, own_value, own_hidden, sinks = ctx.saved_tensors
+        query, key, value, common_key, common_value, own_hidden, path, sinks = ctx.saved_tensors
         tiles, scores, seed = ctx.rest
+        own_key, own_value = _taken(common_key, path), _taken(common_value, path)
         weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
         grad = grad.contiguous()
         grad_query = torch.empty_like(query)
@@ -158,8 +168,9 @@ class _Attention(torch.autograd.Function):
         if own_key is not None:
             own_grads = weigh.by_owner(torch.cat(own_grads, 1))
             grad_query += (own_grads @ own_key).view_as(query)
-            grad_own_key = own_grads.mT @ weigh.by_owner(query) * scores.scaling
-            grad_own_value = weigh.by_owner(torch.cat(own_weights, 1)).mT @ weigh.by_owner(grad)
+            grad_own_key = _put_back(own_grads.mT @ weigh.by_owner(query) * scores.scaling, common_key, path)
+            own_weights = weigh.by_owner(torch.cat(own_weights, 1))
+            grad_own_value = _put_back(own_weights.mT @ weigh.by_owner(grad), common_value, path)
         grads = (
             grad_query.mul_(scores.scaling),
             grad_key.mul_(scores.scaling).to(key.dtype),
@@ -167,7 +178,24 @@ class _Attention(torch.autograd.Function):
             grad_own_key,
             grad_own_value,
         )
-        return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+        return *grads, None, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+
+
+def _taken(common: Tensor | None, path: Tensor | None) -> Tensor | None:
+    """Return the own keys or values (K, E, U, D) of all owners, from those that owners have in common (K, C, D)."""
+    if common is None or path is None:
+        return common
+    return common.index_select(1, path.flatten()).unflatten(1, path.shape)
+
+
+def _put_back(grad: Tensor, common: Tensor, path: Tensor | None) -> Tensor:
+    """Return the gradient of `common` from that of `_taken`, in float32 until all owners are added."""
+    if path is None:
+        return grad
+    rows = grad.flatten(1, 2).transpose(0, 1).flatten(1)  # (E * U, K * D), since adding whole rows is faster
+    total = rows.new_zeros(common.shape[1], rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    total.index_add_(0, path.flatten(), rows.to(total.dtype))
+    return total.unflatten(1, (common.shape[0], -1)).transpose(0, 1).to(common.dtype)
 
 
 class _Weights:
