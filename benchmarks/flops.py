@@ -63,6 +63,8 @@ def _attention_formula(name: str) -> Callable[..., int]:
 def needed_flops(model: nn.Module, length: int) -> dict[str, int]:
     """FLOPs by phase of the matrix products that the algorithm cannot do without, for one document.
 
+    Each rollout counts by itself, also where several begin with the same tokens, which depends on what is sampled.
+
     Sampling runs the document and every rollout but its last token through all layers, features run all of it through
     the layers up to the deepest feature, and the head runs on what is sampled. Training needs no forward pass of its
     own, since the one that sampled will do. Attention is counted over allowed pairs of query and key: two products

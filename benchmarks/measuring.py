@@ -170,10 +170,11 @@ def device_name(device: torch.device) -> str:
     return processor()
 
 
-def machine(device: torch.device) -> dict[str, str | float]:
+def machine(device: torch.device) -> dict[str, str | float | None]:
     """What the numbers depend on beside the model and the options."""
     return {
         "device": f"{device.type}: {device_name(device)}",
+        "instructions": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
         "threads": torch.get_num_threads(),
         "seconds": "elapsed" if Clock.seconds is time.perf_counter else "CPU time of the process",
         "load": round(os.getloadavg()[0], 1),  # of the minute before: above 1 or so, other work takes part in the times

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ebft.models.pretrained import pretrained_model
+from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 
 # The options of both trainers, by our names; theirs are the same with `ebft_` before them. What is not here is the
 # default of both: coefficients 1, RLOO, no cross-entropy term.
@@ -107,6 +109,7 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
                 "ours bfloat16": {"dtype": "bfloat16"},
                 "ours LoRA": {"lora_rank": 16},
                 "ours LoRA bf16": {"lora_rank": 16, "dtype": "bfloat16"},
+                "ours unmerged": {"merge_rollouts": False},
             },
             overhead_steps=0,
             weights="smollm2-135m",
@@ -152,8 +155,17 @@ def _random_model(preset: Preset, positions: int) -> nn.Module:
 
 
 def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:
-    """A batch of one document of random tokens: the same tokens for the same length."""
-    tokens = torch.randint(3, preset.shape["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
+    """A batch of one document: the same tokens for the same length.
+
+    They are the beginning of a module of the standard library for a model with weights, else random. The rollouts of a
+    trained model begin with the same tokens if it is certain what follows, as it is in real text only.
+    """
+    if preset.weights is not None:
+        tokens = pretrained_tokenizer(preset.weights)(inspect.getsource(argparse), return_tensors="pt").input_ids
+        tokens = tokens[:, :length]
+    else:
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(3, preset.shape["vocab_size"], (1, length), generator=generator)
     return {"input_ids": tokens.to(device)}
 
 

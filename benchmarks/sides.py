@@ -77,11 +77,13 @@ def ours(
     name: str = "ours",
     attention: str | None = None,
     single_pass: bool | None = None,
+    merge_rollouts: bool | None = None,
     lora_rank: int | None = None,
 ) -> Side:
     """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise."""
     preset = preset if lora_rank is None else replace(preset, lora_rank=lora_rank)
-    args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS), single_pass=single_pass)
+    passes = {"single_pass": single_pass, "merge_rollouts": merge_rollouts}
+    args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS), **passes)
     model = build_model(preset, getattr(torch, dtype), positions, attention)
     trainer = StridedEBFTTrainer(model=model, args=args)
     watched = {"rollout": (ebft.strided.trainer, "sample_rollouts"), "features": (ebft.strided.trainer, "embed_blocks")}

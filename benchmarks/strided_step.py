@@ -93,6 +93,7 @@ def card(preset: Preset, dtype: str, sides: list[Side]) -> dict[str, Any]:
     peak = peak_flops(device)
     return {
         "step": "forward and backward of the loss, one document",
+        "document": "random tokens" if preset.weights is None else "the source code of Python's argparse",
         "model": preset.description,
         "dtype": dtype,
         "options": OPTIONS,
