@@ -140,6 +140,7 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
     add("--alone", type=int, nargs="*", help="document lengths for ours alone; none where --lengths is given")
     add("--dtypes", choices=["float32", "bfloat16"], nargs="+", help="the first for both, others for ours alone")
     add("--variant-lengths", type=int, nargs="*", default=[512, 1024], help="lengths of other types and ways of ours")
+    add("--variants", nargs="*", metavar="NAME", help="the ways of ours to measure, of the preset's; all by default")
     add("--repeats", type=int, default=3, help="timed rounds of each length")
     add("--wheel", type=Path, help=f"the wheel of axolotl {published.VERSION}, where there is no package registry")
     add("--recompile-steps", type=int, default=20, help="steps with changing prompts in which compilations are counted")
@@ -156,6 +157,10 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--model belongs to --preset smollm2: the weights of preset {preset.name} are random")
     preset = replace(preset, weights=plan.model) if plan.model else preset
     plan.preset = preset.shrunken() if plan.tiny else preset
+    if unknown := set(plan.variants or []) - set(preset.variants):
+        parser.error(f"preset {preset.name} has no variant {min(unknown)!r}; it has {', '.join(preset.variants)}")
+    if plan.variants is not None:
+        plan.preset = replace(plan.preset, variants={name: preset.variants[name] for name in plan.variants})
     if plan.alone is None:
         plan.alone = [] if plan.lengths else list(preset.alone)
     plan.lengths = plan.lengths or list(preset.lengths)

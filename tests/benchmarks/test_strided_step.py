@@ -18,7 +18,7 @@ from benchmarks.flops import counted_flops
 from benchmarks.measuring import with_peak_memory
 from benchmarks.presets import find_preset
 from benchmarks.recompilations import recompilations
-from benchmarks.strided_step import main
+from benchmarks.strided_step import main, make_plan
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,15 @@ def test_every_length_has_its_rows(small_run):
     ]
     assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
     assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
+
+
+def test_variants_are_those_that_were_asked_for(capsys):
+    assert make_plan(["--variants"]).preset.variants == {}
+    plan = make_plan(["--preset", "smollm2", "--variants", "ours LoRA"])
+    assert plan.preset.variants == {"ours LoRA": {"lora_rank": 16}}
+    with pytest.raises(SystemExit):
+        make_plan(["--variants", "ours LoRA"])
+    assert "preset 7m has no variant 'ours LoRA'; it has ours second forward" in capsys.readouterr().err
 
 
 def test_what_is_measured_adds_up(small_run):
