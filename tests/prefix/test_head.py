@@ -3,10 +3,14 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.monitor.flops import FlopMeter
 from ebft.prefix.head import head_of
+from ebft.prefix.logps import token_logps
 from ebft.prefix.policy import run_wrapped, take_programs
 from tests.strided.families import FAMILIES, tiny_model
 
@@ -39,6 +43,57 @@ def test_a_head_with_an_adapter_or_hooks_is_not_linear():
     model = tiny_model("llama")
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: output + 1)
     assert linear_head(model) is None
+
+
+@pytest.mark.parametrize("family", ["llama", *sorted(CHANGES_LOGITS)])
+@pytest.mark.parametrize("scale", [0.0, 1e-12])
+def test_weights_that_are_loaded_later(family, scale):
+    """Logits that are all zero, or too small to be capped, do not tell what the forward does with others."""
+    model = tiny_model(family)
+    before = model.get_output_embeddings().weight.data.clone()
+    model.get_output_embeddings().weight.data.mul_(scale)
+    take_programs(model)
+    model.get_output_embeddings().weight.data.copy_(before)
+    assert (linear_head(model) is not None) == (family == "llama" and scale > 0)
+
+
+def replace_forward(output):
+    forward = output.forward
+    output.forward = lambda states: 2 * forward(states)
+
+
+LATER = {
+    "hook": lambda output: output.register_forward_hook(lambda module, args, logits: 2 * logits),
+    "hook before": lambda output: output.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "backward hook": lambda output: output.register_full_backward_hook(lambda module, grads, others: None),
+    "forward": replace_forward,
+    "pruning": lambda output: prune.l1_unstructured(output, "weight", 0.5),
+    "weight norm": lambda output: nn.utils.weight_norm(output),
+    "parametrization": lambda output: nn.utils.parametrizations.weight_norm(output),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("change", LATER.values(), ids=LATER)
+def test_a_head_that_is_changed_later_has_the_gradients_of_its_forward(change):
+    model = tiny_model("llama")
+    assert linear_head(model) is not None
+    output = model.get_output_embeddings()
+    change(output)
+    assert linear_head(model) is None
+    states = torch.randn(5, 32, requires_grad=True)
+    tokens = torch.randint(97, (5, 2))
+    trained = [states, *output.parameters()]
+    found = run_wrapped(model, lambda causal_lm: token_logps(states, tokens, head_of(causal_lm), 0.7))
+    expected = (output(states) / 0.7).log_softmax(-1).gather(-1, tokens)
+    grads = zip(torch.autograd.grad(found.sum(), trained), torch.autograd.grad(expected.sum(), trained))
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in grads)
+
+
+def test_hooks_that_only_observe_are_allowed():
+    model = tiny_model("llama")
+    with FlopMeter().watching([model]):
+        assert linear_head(model) is not None
 
 
 def test_an_adapter_of_the_head_that_is_added_later():

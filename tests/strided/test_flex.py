@@ -60,6 +60,15 @@ def test_a_batch_in_parts(tmp_path, on_any_device):
     compare(make_trainer(model, tmp_path, rollout_tokens_per_pass=36), plain, *unequal_batch(4))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("changes", [{"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False}], ids=str)
+def test_rollouts_of_one_token_and_with_common_beginnings(family, changes, tmp_path, on_any_device):
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    model.config._attn_implementation = "flex_attention"
+    compare(make_trainer(model, tmp_path, single_pass=False, **changes), plain, *unequal_batch(4))
+
+
 @pytest.mark.slow
 def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch):
     """Values, on the masks and score functions of a whole step; PyTorch runs the kernel uncompiled here."""

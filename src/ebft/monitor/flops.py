@@ -87,6 +87,8 @@ class FlopMeter:
             trained = any(weight.requires_grad for weight in weights)
             outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
 
+    _count.only_observes = True  # see ebft/prefix/head.py
+
     def _count_unhooked(self, head: nn.Module, _: nn.Module, *call: Any) -> None:
         """Forward hook for the head of a sharded model, which runs without its own hooks."""
         self._count(head, *call)

@@ -59,29 +59,41 @@ def _linear(causal_lm: PreTrainedModel, trained: set[int]) -> Linear | None:
     if not causal_lm.has_linear_head or not _is_plain(causal_lm):
         return None
     output = causal_lm.get_output_embeddings()
-    is_all = trained <= {id(weight) for weight in output.parameters()}
+    is_all = trained <= {id(output.weight), id(output.bias)}
     return Linear(output.weight, output.bias) if is_all else None
 
 
 def _is_plain(causal_lm: PreTrainedModel) -> bool:
-    """Whether the output layer is linear, without an adapter, a projection before it, sharded or quantised weights."""
+    """Whether the output layer is linear and nothing else.
+
+    It has no adapter, no projection before it, no weights that are sharded, quantised or computed from others (as by
+    `torch.nn.utils.prune`), and no hooks, except those that are marked with an attribute `only_observes`.
+    """
     output, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
-    is_whole = type(output) is nn.Linear and type(output.weight.data) is Tensor
-    return is_whole and output.in_features == config.hidden_size
+    if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
+        return False
+    hooks = [*output._forward_hooks.values(), *output._forward_pre_hooks.values()]
+    hooks += [*output._backward_hooks.values(), *output._backward_pre_hooks.values()]
+    is_whole = type(output.weight) is nn.Parameter and type(output.weight.data) is Tensor
+    return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks)
 
 
 @torch.no_grad()
 def has_linear_head(causal_lm: PreTrainedModel) -> bool:
     """Return whether the output layer alone computes the logits; a model's forward may also scale or cap them.
 
-    Compares both, for small and large states. `causal_lm` has taken programs (`ebft.prefix.policy.take_programs`).
+    Compares both, for states whose logits are at most 1 and 1000; False if the weights, such as zeros before they are
+    loaded, give none. `causal_lm` has taken programs (`ebft.prefix.policy.take_programs`).
     """
     output = causal_lm.get_output_embeddings()
     if not _is_plain(causal_lm) or output.weight.is_meta:
         return False
-    states = torch.randn(2, output.in_features, generator=torch.Generator().manual_seed(0))
-    states = (states * torch.tensor([[1.0], [100.0]])).to(output.weight)
+    states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
     with torch.autocast(states.device.type, enabled=False), fast_products():
+        largest = F.linear(states, output.weight).abs().max()
+        if not 0 < largest < torch.inf:
+            return False
+        states = torch.cat([states / largest, states * (1000 / largest)])
         return torch.equal(apply_head(causal_lm, states), F.linear(states, output.weight, output.bias))
 
 

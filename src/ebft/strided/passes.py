@@ -55,7 +55,7 @@ class StridedPass(PrefixPass):
             owner=torch.arange(len(nodes.tokens), device=layout.device),
             prefix=layout.block_anchors[nodes.block],
             step=nodes.step,
-            path=nodes.path,
+            path=nodes.path if len(nodes.tokens) else None,
         )
 
     def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
