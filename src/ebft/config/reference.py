@@ -110,7 +110,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _spelled(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("\n", "\\n")
 
 
 def changed_keys(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
