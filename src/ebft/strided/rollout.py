@@ -159,7 +159,10 @@ def _draw(
             of_rows.append(softmax.entropy().expand_as(noise[rows]))
             return sample_tokens(softmax.probabilities, noise[rows], top_p)
 
-        slopes = recording is not None and head.gives_slopes(draws.shape[1])
+        # Slopes take a product for each distinct token of a row, the head in backward takes two for each row. First
+        # tokens, of which each row has all samples, are often distinct.
+        few = len(tree.levels) > 0 or layout.num_samples < 3
+        slopes = recording is not None and few and head.gives_slopes(draws.shape[1])
         scored = choose_tokens(states, choose, head, temperature or 1.0, slopes)
         steps.append((draws, scored))
         tokens.append(draws.collect(scored.tokens))
