@@ -114,6 +114,12 @@ def forget_title(config: PretrainedConfig) -> None:
         del config._model_name_or_path
 
 
+def hooks_of(module: nn.Module) -> list[Callable]:
+    """The hooks that run with the module's forward or backward."""
+    forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return forward + [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
 def takes_attention_functions(causal_lm: PreTrainedModel) -> bool:
     """Whether the model's attention uses the functions registered with `AttentionInterface`."""
     return causal_lm._supports_attention_backend

@@ -16,7 +16,7 @@ from ebft.models.causal_lm import backbone_name, backbone_of
 from ebft.models.products import fast_products
 from ebft.models.sharding import is_sharded
 from ebft.models.unhooked import without_hooks
-from ebft.over_transformers import ModelOutput
+from ebft.over_transformers import ModelOutput, hooks_of
 from ebft.prefix.logps import Head, Linear
 
 
@@ -72,10 +72,8 @@ def _is_plain(causal_lm: PreTrainedModel) -> bool:
     output, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
     if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
         return False
-    hooks = [*output._forward_hooks.values(), *output._forward_pre_hooks.values()]
-    hooks += [*output._backward_hooks.values(), *output._backward_pre_hooks.values()]
     is_whole = type(output.weight) is nn.Parameter and type(output.weight.data) is Tensor
-    return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks)
+    return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks_of(output))
 
 
 @torch.no_grad()
