@@ -23,7 +23,7 @@ def documents(count=24):
 
 def main(path, *options):
     given = dict(option.split("=") for option in options)
-    model = tiny_model("llama")
+    model = tiny_model("llama").double()  # in float32, Adam turns other roundings into other steps
     if given.pop("lora", "0") == "1":
         model = with_lora(model)
     args = StridedEBFTConfig(

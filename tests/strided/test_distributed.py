@@ -53,7 +53,7 @@ def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
         assert split["held_out"] == pytest.approx(whole["held_out"], abs=1e-5, rel=1e-5), name
         for parameter, value in whole["parameters"].items():
             torch.testing.assert_close(
-                split["parameters"][parameter], value, atol=1e-5, rtol=0, msg=f"{name}: {parameter}"
+                split["parameters"][parameter], value, atol=1e-12, rtol=0, msg=f"{name}: {parameter}"
             )
 
 

@@ -87,7 +87,7 @@ class HeldOutMeasure:
                 self.network, documents, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass
             )
         ids = torch.tensor(list(ids))
-        nll_S = torch.zeros(len(documents.tokens), device=device).masked_scatter(predicted, -rollouts.text_logps)
+        nll_S = rollouts.text_logps.new_zeros(len(documents.tokens)).masked_scatter(predicted, -rollouts.text_logps)
         if self.counts_all_labels:
             labels = inputs["labels"][inputs["attention_mask"].bool()].to(device)
             documents = replace(documents, ce_mask=predicted & labels.ne(IGNORE_INDEX))
