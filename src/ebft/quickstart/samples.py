@@ -54,20 +54,27 @@ def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) ->
     The text ends with the end-of-text token where the model ended it by itself.
     """
     device = next(model.parameters()).device
-    texts = []
+    width = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.full((len(prompts), width), tokenizer.pad_token_id, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # the prompts end in the same column
+        ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, width - len(prompt.ids) :] = 1
     with evaluating(model):
-        for prompt in prompts:
-            ids = torch.tensor([prompt.ids], device=device)
-            written: Tensor = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=longest,
-                do_sample=False,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            texts.append(tokenizer.decode(written[0, ids.shape[1] :]))
-    return texts
+        written: Tensor = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return [tokenizer.decode(until(row, tokenizer.eos_token_id)) for row in written[:, width:].tolist()]
+
+
+def until(ids: list[int], end: int) -> list[int]:
+    """The ids up to and including the first `end`."""
+    return ids[: ids.index(end) + 1] if end in ids else ids
 
 
 def make_samples(tokenizer: Any, prompts: list[Prompt], before: list[str], after: list[str]) -> list[Sample]:
