@@ -8,8 +8,8 @@ import torch
 def bfloat16_is_fast() -> bool:
     """Whether this machine multiplies matrices in bfloat16 faster than in float32.
 
-    Processors without bfloat16 instructions emulate it, at a tenth of the speed. Measured rather than looked up, as
-    each kind of processor would need its own check. With an accelerator the answer is yes.
+    Processors without bfloat16 instructions emulate it, far more slowly. Measured rather than looked up, as each kind
+    of processor would need its own check. With an accelerator the answer is yes.
     """
     if torch.accelerator.is_available():
         return True
