@@ -9,9 +9,10 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from ebft.models.causal_lm import evaluating
+from ebft.structured.rollouts.backend import Sampling
+from ebft.structured.rollouts.hf import Generator
 
 COUNT = 3
 WINDOW_PROMPT = 32  # tokens of a window of a longer text that serve as its prompt
@@ -53,28 +54,10 @@ def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) ->
 
     The text ends with the end-of-text token where the model ended it by itself.
     """
-    device = next(model.parameters()).device
-    width = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.full((len(prompts), width), tokenizer.pad_token_id, device=device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):  # the prompts end in the same column
-        ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
-        mask[row, width - len(prompt.ids) :] = 1
+    greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
     with evaluating(model):
-        written: Tensor = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=longest,
-            do_sample=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    return [tokenizer.decode(until(row, tokenizer.eos_token_id)) for row in written[:, width:].tolist()]
-
-
-def until(ids: list[int], end: int) -> list[int]:
-    """The ids up to and including the first `end`."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
+        written = greedy(model, [prompt.ids for prompt in prompts], [longest] * len(prompts))
+    return [tokenizer.decode(completion.ids) for completion in written]
 
 
 def make_samples(tokenizer: Any, prompts: list[Prompt], before: list[str], after: list[str]) -> list[Sample]:
