@@ -23,7 +23,7 @@ ROOMS = (
     "durable errors launch.worker secrets",
     "paths row_digest",
     "anchors config dashboard fetch.cache over_transformers rewards",
-    "keys fetch.catalog",
+    "keys fetch.catalog reward_functions",
     "data",
     "models serving",
     "features health monitor over_trainer scores",
@@ -173,7 +173,8 @@ def test_rooms_import_from_those_below_alone():
 
 
 @pytest.mark.parametrize(
-    "room", ["data", "health", "keys", "models", "monitor", "nemo_gym", "serving", "strided", "structured"]
+    "room",
+    ["data", "health", "keys", "models", "monitor", "nemo_gym", "reward_functions", "serving", "strided", "structured"],
 )
 def test_a_room_does_not_know_the_run_config(room):
     source = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ebft.config{} import {}\n"

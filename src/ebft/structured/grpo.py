@@ -26,13 +26,14 @@ from ebft.monitor.finite import StopOnNonFinite
 from ebft.monitor.flops import forward_flops
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
-from ebft.structured.checked_rewards import checked_functions
+from ebft.reward_functions.checked import checked_functions
+from ebft.reward_functions.chunks import run_in_chunks
+from ebft.reward_functions.workers import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.conversations import CONVERSATION, Row
 from ebft.structured.generation import GeneratesRollouts
 from ebft.structured.interactive import check_interactive, checked
 from ebft.structured.reward import FeatureMatchingReward
-from ebft.structured.reward_workers import run_in_chunks, run_in_workers
 from ebft.structured.rollouts.agents import Agents
 from ebft.structured.validation import (
     check_arguments,

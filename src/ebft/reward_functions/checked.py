@@ -41,6 +41,15 @@ def _checked(function: Any) -> Any:
     return update_wrapper(call, function)
 
 
+def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | None], EBFTError | None]:
+    """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
+    try:
+        with errors_of(function):
+            return rewards_of(function, function(**columns), columns["prompts"]), None
+    except EBFTError as error:
+        return [], error
+
+
 @contextmanager
 def errors_of(function: Callable) -> Iterator[None]:
     """Convert what a reward function raises to RewardError, which says where; errors of this package stay the same."""
