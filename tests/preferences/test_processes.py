@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from ebft.preferences.over_trl import with_reference
 from ebft.preferences.over_trl.metrics import held_out_batches
 from tests.golden.runs import ROWS
+from tests.ranks import run_module
 from tests.run.crash import config_of, result, run_processes, write_inputs
-from tests.strided.test_distributed import launch
 
 KINDS = [{}, {"fsdp": True}, {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}]
 
@@ -118,5 +118,5 @@ def test_a_reference_adapter_and_resuming(inputs, tmp_path):
 def test_the_command(inputs, tmp_path):
     config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
-    launch("ebft.cli", 2, "train", str(tmp_path / "run.yaml"))
+    run_module("ebft.cli", 2, "train", str(tmp_path / "run.yaml"))
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -6,6 +6,7 @@ nothing in the package knows of it.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -43,6 +44,7 @@ from tests.golden.runs import ROWS, is_of_the_machine
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 FORK = multiprocessing.get_context("fork")
+LIMIT = 300  # seconds
 LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
 STRIDED = {
     "rl": "ebft",
@@ -195,15 +197,18 @@ def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = la
         processes.append(FORK.Process(target=_main, args=(config, environment, inject, log)))
         processes[-1].start()
     for process in processes:
+        process.join(LIMIT + 10)
+        process.kill()  # one that hung before it could limit itself
         process.join()
     outputs = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
     return [Ended(process.exitcode, output) for process, output in zip(processes, outputs)]
 
 
 def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], None], log: Path) -> None:
-    """The whole life of a process that trains."""
+    """The whole life of a process that trains. One that takes too long prints where it is, and ends with code 1."""
     os.environ.update(environment)
     sys.stdout = sys.stderr = log.open("w", buffering=1)
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
     show_warnings()
     gc.freeze()  # what was imported is not searched again
     inject()

@@ -1,33 +1,19 @@
 """Two processes, or many micro-batches, give the losses and the parameters of one process with the same batch."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.ranks import run_module
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/mean_reward", "ebft/cfm_loss", "ebft/rl_loss", "ebft/ce_loss")
 COMPARED += ("ebft/rl_grad_norm", "ebft/ce_grad_norm")
 COMPARED += ("budget/documents", "budget/generated_tokens", "budget/flops")
 
 
-def launch(module, processes, *arguments):
-    python = [sys.executable, "-m"]
-    if processes > 1:
-        python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--module"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [*python, module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def short_run(path, processes, *options):
-    launch("tests.strided.short_run", processes, str(path), *options)
+    run_module("tests.strided.short_run", processes, str(path), *options)
     return torch.load(path, weights_only=False)
 
 
@@ -59,4 +45,4 @@ def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
 
 @pytest.mark.parametrize("lora", ["0", "1"])
 def test_fsdp_gives_the_loss_and_gradients_of_one_process(lora):
-    launch("tests.strided.sharded_run", 2, lora)
+    run_module("tests.strided.sharded_run", 2, lora)

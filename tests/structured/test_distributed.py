@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.strided.test_distributed import launch
+from tests.ranks import run_module
 
 pytestmark = pytest.mark.slow
 
@@ -11,7 +11,7 @@ COMPARED = ("grad_norm", "reward", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_l
 
 
 def short_run(path, processes, *options):
-    launch("tests.structured.short_run", processes, str(path), *options)
+    run_module("tests.structured.short_run", processes, str(path), *options)
     return torch.load(path, weights_only=False)
 
 

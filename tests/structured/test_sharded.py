@@ -7,7 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.strided.test_distributed import launch
+from tests.ranks import run_module
 from tests.structured.conftest import chat_model
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ MIXED = "ebft-lora-bf16"
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     for processes in (1, 2):
-        launch("tests.structured.sharded_run", processes, str(folder / f"{processes}.pt"), *RUNS, MIXED)
+        run_module("tests.structured.sharded_run", processes, str(folder / f"{processes}.pt"), *RUNS, MIXED)
     return [torch.load(folder / f"{processes}.pt", weights_only=False) for processes in (1, 2)]
 
 
@@ -91,7 +91,7 @@ def test_the_command_trains_saves_and_resumes(tmp_path, chat_tokenizer):
     path.write_text(yaml.safe_dump(config))
     resume = [f"output_dir={tmp_path / 'again'}", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     for overrides in (["logging_steps=1"], resume):
-        launch("ebft.cli", 2, "train", str(path), *overrides)
+        run_module("ebft.cli", 2, "train", str(path), *overrides)
     first, again, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again", "base"))
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert any("eval_cfm_loss" in entry for entry in state["log_history"])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.strided.test_distributed import launch
+from tests.ranks import run_module
 
 
 @pytest.mark.slow
 def test_processes_agree(tmp_path):
-    launch("tests.structured.two_processes", 2, str(tmp_path))
+    run_module("tests.structured.two_processes", 2, str(tmp_path))

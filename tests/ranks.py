@@ -1,0 +1,57 @@
+"""Modules that run in one or several processes, with the environment that torchrun would give them.
+
+The processes are forked from one that has imported what they need and computed nothing, since those of torchrun take
+six seconds each to start. tests/launch starts real ones.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.ranks_imports"])
+_LIMIT = 300  # seconds
+
+
+def run_module(module: str, processes: int, *arguments: str) -> None:
+    """Run `module` as `__main__` with these arguments in each process; the output of one that fails is in the error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    with tempfile.TemporaryDirectory() as folder:
+        logs, started = [Path(folder, str(rank)) for rank in range(processes)], []
+        for rank, log in enumerate(logs):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            environment = {name: str(value) for name, value in (ranks | address).items()} if processes > 1 else {}
+            started.append(_SERVER.Process(target=_main, args=(module, arguments, environment, log)))
+            started[-1].start()
+        for process in started:
+            process.join()
+        codes = [process.exitcode for process in started]
+        assert codes == [0] * processes, f"exit codes {codes}\n" + "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+def _main(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+    """The whole life of a process. One that takes too long prints where it is, and ends."""
+    output = log.open("w", buffering=1)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    faulthandler.dump_traceback_later(_LIMIT, exit=True)
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
