@@ -8,15 +8,19 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
+from typing import Any, TextIO
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.ranks_imports"])
-_LIMIT = 300  # seconds
+_LIMIT = 300.0  # seconds
+_STACKS = signal.SIGUSR1
 
 
 def run_module(module: str, processes: int, *arguments: str) -> None:
@@ -31,18 +35,36 @@ def run_module(module: str, processes: int, *arguments: str) -> None:
             environment = {name: str(value) for name, value in (ranks | address).items()} if processes > 1 else {}
             started.append(_SERVER.Process(target=_main, args=(module, arguments, environment, log)))
             started[-1].start()
-        for process in started:
-            process.join()
-        codes = [process.exitcode for process in started]
+        codes = exit_codes(started)
         assert codes == [0] * processes, f"exit codes {codes}\n" + "\n".join(log.read_text()[-3000:] for log in logs)
 
 
+def exit_codes(started: list[Any]) -> list[int]:
+    """Wait for processes that called `print_stacks_at_signal`; one that takes too long prints its stacks and is killed.
+
+    Of a forked process, faulthandler.dump_traceback_later can wait for a thread that the fork did not take along.
+    """
+    end = time.monotonic() + _LIMIT
+    for process in started:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            os.kill(process.pid, _STACKS)
+            process.join(2.0)
+            process.kill()
+            process.join()
+    return [process.exitcode for process in started]
+
+
+def print_stacks_at_signal(output: TextIO) -> None:
+    faulthandler.register(_STACKS, file=output, all_threads=True)
+
+
 def _main(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
-    """The whole life of a process. One that takes too long prints where it is, and ends."""
+    """The whole life of a process."""
     output = log.open("w", buffering=1)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    faulthandler.dump_traceback_later(_LIMIT, exit=True)
+    print_stacks_at_signal(output)
     os.environ.update(environment)
     sys.argv = [module, *arguments]
     code = 0

@@ -6,7 +6,6 @@ nothing in the package knows of it.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import multiprocessing
@@ -41,10 +40,10 @@ from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError
 from ebft.run.interrupt import TrainingInterrupted
 from tests.golden.runs import ROWS, is_of_the_machine
+from tests.ranks import exit_codes, print_stacks_at_signal
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 FORK = multiprocessing.get_context("fork")
-LIMIT = 300  # seconds
 LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
 STRIDED = {
     "rl": "ebft",
@@ -196,19 +195,16 @@ def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = la
         environment = {name: str(value) for name, value in (ranks | address).items()} if count > 1 else {}
         processes.append(FORK.Process(target=_main, args=(config, environment, inject, log)))
         processes[-1].start()
-    for process in processes:
-        process.join(LIMIT + 10)
-        process.kill()  # one that hung before it could limit itself
-        process.join()
+    codes = exit_codes(processes)
     outputs = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
-    return [Ended(process.exitcode, output) for process, output in zip(processes, outputs)]
+    return [Ended(code, output) for code, output in zip(codes, outputs)]
 
 
 def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], None], log: Path) -> None:
-    """The whole life of a process that trains. One that takes too long prints where it is, and ends with code 1."""
+    """The whole life of a process that trains."""
     os.environ.update(environment)
     sys.stdout = sys.stderr = log.open("w", buffering=1)
-    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
+    print_stacks_at_signal(sys.stderr)
     show_warnings()
     gc.freeze()  # what was imported is not searched again
     inject()
