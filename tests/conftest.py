@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Also of processes that tests start: threads that wait for each other take the cores from other tests.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
