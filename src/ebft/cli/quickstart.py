@@ -69,8 +69,6 @@ def command(
     scale: Annotated[Size, typer.Option(hidden=True)] = Size.FULL,
 ) -> None:
     """Run the quickstart and print its results."""
-    # Before torch is imported: threads that spin while they wait take the cores from other processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     typer.echo("Loading PyTorch ...")
     from ebft.quickstart.main import quickstart
