@@ -29,7 +29,7 @@ PARTS = {"train": 75, "held_out": 25}  # in percent of the files
 MOST_OF_A_FILE = {"train": 10, "held_out": 6}  # functions, so that no large file dominates
 MOST_PROMPT, BODY = 70, (16, 48)  # tokens
 FEWEST_ROWS = 16
-GROUPS = 16  # of 8 held-out functions each
+GROUPS = 12  # of 8 held-out functions each
 TEST = {
     "max_files": 120,
     "groups": 2,
