@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+from ebft.errors import EBFTError
+
 
 def imported(prompts, **columns):
     """1 in a process that has imported PyTorch."""
@@ -99,3 +101,32 @@ def exits_with_a_child():
 
 def process_id():
     return os.getpid()
+
+
+def ignores_the_end(seconds, result):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(seconds)
+    return result
+
+
+def returns_twice(result):
+    os.fork()
+    return result
+
+
+def writes_id_and_waits(path):
+    with open(path, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        pass
+
+
+class OwnError(EBFTError):
+    """Cannot be unpickled, and is of this package's classes."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def raises_own(prompts, **columns):
+    raise OwnError("no answer", 3)

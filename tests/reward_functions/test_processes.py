@@ -3,13 +3,28 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from ebft.dashboard.run import is_alive
 from ebft.reward_functions.processes import Expired, Processes
 from tests.reward_functions import functions
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -76,6 +91,70 @@ def test_an_interrupted_call_leaves_no_result_to_the_next(processes):
     with pytest.raises(KeyboardInterrupt):
         pool.map(functions.sleeps, [(60.0, "old")] * 3)
     assert pool.map(functions.sleeps, [(0.0, "c"), (0.0, "d")]) == ["c", "d"]
+
+
+def test_an_interruption_while_arguments_are_sent(processes):
+    pool = processes(count=1)
+    threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGINT]).start()  # while the process starts
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(functions.sleeps, [(1.0, b"old" * 10_000_000)])
+    assert pool.map(functions.sleeps, [(0.0, "new")]) == ["new"]
+
+
+def test_a_second_interruption_while_processes_are_stopped(processes):
+    pool = processes()
+    for delay in (1.0, 1.5):
+        threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(functions.ignores_the_end, [(2.5, "old1"), (2.5, "old2")])
+    assert pool.map(functions.sleeps, [(0.0, "new1"), (0.0, "new2")]) == ["new1", "new2"]
+
+
+def test_a_process_that_cannot_start(processes, monkeypatch):
+    pool = processes(count=1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no more processes"):
+        patch.setattr(BaseProcess, "start", Mock(side_effect=OSError("no more processes")))
+        pool.map(functions.sleeps, [(0.0, "a")])
+    assert pool.map(functions.sleeps, [(0.0, "b")]) == ["b"]
+
+
+def test_processes_that_were_closed_do_not_start_again(processes):
+    pool = processes()
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map(functions.sleeps, [(0.0, "a")])
+
+
+def test_processes_that_ignore_the_signal_are_stopped_together(processes):
+    pool = processes(count=4)
+    started = time.monotonic()
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(functions.ignores_the_end, [(60.0, "a")] * 4)
+    assert time.monotonic() - started < 9  # one after another: 13
+
+
+def test_a_copy_that_the_function_forks_sends_nothing(processes):
+    pool = processes(count=1)
+    assert [pool.map(functions.returns_twice, [(i,)])[0] for i in range(4)] == [0, 1, 2, 3]
+
+
+def test_processes_end_with_a_killed_owner(tmp_path):
+    code = (
+        "from ebft.reward_functions.processes import Processes\n"
+        "from tests.reward_functions import functions\n"
+        "if __name__ == '__main__':\n"
+        f"    Processes(1, None).map(functions.writes_id_and_waits, [({str(tmp_path / 'id')!r},)])\n"
+    )
+    (tmp_path / "owner.py").write_text(code)
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    owner = subprocess.Popen([sys.executable, tmp_path / "owner.py"], env={**os.environ, "PYTHONPATH": path})
+    wait_for(lambda: (tmp_path / "id").exists() and (tmp_path / "id").read_text())
+    owner.kill()
+    owner.wait(10)
+    worker = int((tmp_path / "id").read_text())
+    wait_for(lambda: not is_alive(worker))
 
 
 def test_arguments_that_cannot_be_pickled(processes):

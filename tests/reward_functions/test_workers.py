@@ -18,6 +18,7 @@ from tests.reward_functions.functions import (
     one_too_few,
     process_ids,
     raises_odd,
+    raises_own,
     raises_timeout,
     slow_for_some,
     with_alarm,
@@ -106,6 +107,8 @@ def test_errors_of_functions_say_where():
             workers.parallel(raises_timeout)(**given)
         with pytest.raises(RewardError, match=r"raises_odd failed: Odd: no answer \(.*functions.py, line \d+: "):
             workers.parallel(raises_odd)(**given)
+        with pytest.raises(RewardError, match=r"raises_own failed: OwnError: no answer \(.*functions.py, line \d+: "):
+            workers.parallel(raises_own)(**given)
         assert workers.parallel(generates)(**given) == [1.0] * 4
     finally:
         workers.close()

@@ -47,7 +47,9 @@ def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | 
         with errors_of(function):
             return rewards_of(function, function(**columns), columns["prompts"]), None
     except EBFTError as error:
-        return [], error
+        if type(error).__module__.partition(".")[0] == "ebft":
+            return [], error
+        return [], _failed(function, error)  # a class of the user's, which may not survive the way back
 
 
 @contextmanager
@@ -58,7 +60,11 @@ def errors_of(function: Callable) -> Iterator[None]:
     except EBFTError:
         raise
     except RAISED as error:
-        raise RewardError(f"The reward function {name_of(function)} failed: {what_happened(error)}.") from error
+        raise _failed(function, error) from error
+
+
+def _failed(function: Callable, error: BaseException) -> RewardError:
+    return RewardError(f"The reward function {name_of(function)} failed: {what_happened(error)}.")
 
 
 def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -42,12 +43,12 @@ class Processes:
         self._all = [_Process(timeout) for _ in range(count)]
         self._lock = threading.Lock()
         # Priorities of 0 and above run before the interpreter waits for its processes.
-        self.close = Finalize(self, _stop, args=(self._all,), exitpriority=0)
+        self.close = Finalize(self, _close, args=(self._all,), exitpriority=0)
 
     def map(self, function: Callable[..., Any], calls: list[tuple]) -> list[Any]:
         """The results of `function(*arguments)` in the order of `calls`, with Expired for those that have none.
 
-        The function must not raise: an exception ends its process.
+        The function must not raise: an exception ends its process. Raises RuntimeError after `close`.
         """
         results: list[Any] = [None] * len(calls)
         waiting, busy = deque(enumerate(calls)), dict[_Process, int]()
@@ -57,8 +58,8 @@ class Processes:
                 while waiting or busy:
                     while waiting and idle:
                         index, arguments = waiting.popleft()
-                        idle[-1].call(function, arguments)
-                        busy[idle.pop()] = index
+                        busy[idle[-1]] = index
+                        idle.pop().call(function, arguments)
                     _wait(busy)
                     for process in list(busy):
                         if outcome := process.outcome():
@@ -70,77 +71,120 @@ class Processes:
 
 
 class _Process:
-    """A process and the connection to it. It sends None when it starts a call, and a tuple with the result."""
+    """A process and the connection to it.
+
+    The process sends None when it waits for a call, None again when it has imported what the call needs, and then a
+    tuple with the result.
+    """
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = math.inf if timeout is None else timeout
         self._process: Any = None
+        self._unsent: bytes | None = None
+        self._has_call = False  # still true after an interruption, when a result may come that nobody waits for
+        self.is_closed = False
         self.connection: Connection
         self.deadline = math.inf
 
     def call(self, function: Callable[..., Any], arguments: tuple) -> None:
+        self._unsent = pickle.dumps((function, arguments))
+        if self._has_call:
+            self.stop()
         if self._process is None or not self._process.is_alive():
             self._start()
-        self.deadline = math.inf
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then it has ended, which outcome() returns
-            self.connection.send((function, arguments))
+        self._has_call, self.deadline = True, math.inf
 
     def outcome(self) -> tuple[Any] | None:
         """A tuple with the result or Expired, or None while there is none."""
         try:
             while self.connection.poll():
                 if (message := self.connection.recv()) is not None:
+                    self._has_call = False
                     return message
-                self.deadline = time.monotonic() + self._timeout
-        except (EOFError, ConnectionResetError):
+                if self._unsent is None:
+                    self.deadline = time.monotonic() + self._timeout
+                else:
+                    call, self._unsent = self._unsent, None
+                    self.connection.send_bytes(call)
+        except (EOFError, OSError):
             return (Expired(self.stop(_GRACE)),)
-        if not self._process.is_alive() and not self.connection.poll():
+        process = self._process
+        if process is None or (not process.is_alive() and not self.connection.poll()):
             return (Expired(self.stop()),)
         if time.monotonic() > self.deadline:
-            self.stop()
+            _stop([self])
             return (Expired(None),)
         return None
 
+    def terminate(self) -> None:
+        if (process := self._process) is not None:
+            process.terminate()
+
     def stop(self, grace: float = 0.0) -> int | None:
-        """End the process, after `grace` seconds in which it may end by itself, and return its exit code."""
-        if self._process is None:
+        """Give the process `grace` seconds to end, kill it if it has not, and return its exit code."""
+        if (process := self._process) is None:
             return None
-        self._process.join(grace)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(_GRACE)
-        code, self._process = self._process.exitcode, None
+        process.join(grace)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        self._process, self._has_call = None, False
         self.connection.close()
-        return code
+        return process.exitcode
 
     def _start(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("The processes are closed.")
         self.stop()
         self.connection, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_serve, args=(theirs,), name="ebft reward function")
-        self._process.start()
-        theirs.close()  # so that the connection ends with the process
+        process = _SPAWN.Process(target=_serve, args=(theirs,), name="ebft reward function")
+        try:
+            process.start()
+        finally:
+            theirs.close()  # so that the connection ends with the process
+        self._process = process
 
 
-def _wait(busy: dict[_Process, int]) -> None:
+def _wait(busy: Collection[_Process]) -> None:
     """Wait until a process has sent something or ended, or the time limit of one is reached."""
     left = min(process.deadline for process in busy) - time.monotonic()
-    wait([process.connection for process in busy], timeout=max(0.0, min(left, _POLL)))
+    with contextlib.suppress(OSError):  # of a connection that another thread has closed, which outcome() notices
+        wait([process.connection for process in busy], timeout=max(0.0, min(left, _POLL)))
 
 
-def _stop(processes: Any) -> None:
+def _stop(processes: Collection[_Process]) -> None:
     for process in processes:
-        process.stop()
+        process.terminate()
+    end = time.monotonic() + _GRACE
+    for process in processes:
+        process.stop(max(0.0, end - time.monotonic()))
+
+
+def _close(processes: Collection[_Process]) -> None:
+    for process in processes:
+        process.is_closed = True
+    _stop(processes)
 
 
 def _serve(connection: Connection) -> None:
-    """The life of a process. It ends with the connection, so with the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is sent to this process, too
-    while True:
-        try:
-            call = connection.recv_bytes()
-        except (EOFError, OSError):
-            return
-        function, arguments = pickle.loads(call)  # imports the module of the function
-        connection.send(None)
-        connection.send((function(*arguments),))
+    """The life of a process, which ends with the one that started it."""
+    # Ctrl-C in a terminal is sent to this process, too. Programs that it starts do not inherit a handler.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    own_id = os.getpid()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            connection.send(None)
+            function, arguments = pickle.loads(connection.recv_bytes())  # imports the module of the function
+            connection.send(None)
+            result = function(*arguments)
+            if os.getpid() != own_id:  # a copy that the function forked
+                os._exit(0)
+            connection.send((result,))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
