@@ -23,4 +23,9 @@ def plain(text):
 @pytest.fixture
 def ebft():
     """`ebft("config", "--check", path)`: the command line in this process."""
-    return lambda *arguments: CliRunner(env=TERMINAL).invoke(app, [str(argument) for argument in arguments])
+
+    def run(*arguments):
+        width = {"COLUMNS": os.environ["COLUMNS"]} if "COLUMNS" in os.environ else {}  # a test may set another one
+        return CliRunner(env=TERMINAL | width).invoke(app, [str(argument) for argument in arguments])
+
+    return run

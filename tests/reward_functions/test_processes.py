@@ -29,6 +29,7 @@ def wait_for(condition):
 
 @pytest.fixture
 def processes():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever tests before left
     made = []
 
     def make(count=2, timeout=30.0):
@@ -38,6 +39,7 @@ def processes():
     yield make
     for each in made:
         each.close()
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_results_are_in_the_order_of_the_calls(processes):
@@ -86,8 +88,7 @@ def test_what_cannot_be_imported_ends_the_process(processes, tmp_path, monkeypat
 def test_an_interrupted_call_leaves_no_result_to_the_next(processes):
     pool = processes()
     assert pool.map(functions.sleeps, [(0.0, "a"), (0.0, "b")]) == ["a", "b"]
-    interrupt = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
-    interrupt.start()
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         pool.map(functions.sleeps, [(60.0, "old")] * 3)
     assert pool.map(functions.sleeps, [(0.0, "c"), (0.0, "d")]) == ["c", "d"]
