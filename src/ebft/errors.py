@@ -82,7 +82,10 @@ def shortened(text: object, longest: int = LONGEST_CAUSE) -> str:
 
 def cause(error: BaseException) -> str:
     """The message of an exception of another library, shortened; its type if it has none, or only a key."""
-    words = shortened(error)
+    try:
+        words = shortened(error)
+    except Exception:  # of its own __str__
+        words = ""
     if not words or isinstance(error, KeyError | AttributeError | TypeError | AssertionError | RecursionError):
         return f"{type(error).__name__}: {words}" if words else type(error).__name__
     return words

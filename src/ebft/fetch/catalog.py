@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 from ebft.errors import ModelError
 from ebft.fetch.cache import cache_dir
 
-MARK = "fetched.json"  # written when `ebft fetch` has finished a folder: the origin of its content
+# Written when `ebft fetch` has finished a folder: the origin of its content, and the sizes of its files.
+MARK = "fetched.json"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PinnedModel:
 
     @property
     def origin(self) -> dict[str, str]:
-        """The content of the marker file in a fetched folder."""
+        """The origin in the marker file of a fetched folder."""
         return {"package": self.package, "version": self.version, "sha256": self.sha256}
 
 
@@ -67,21 +69,42 @@ def cached_folder(name: str) -> Path:
 
 
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
-    """Whether `folder` is a finished conversion of `model`."""
+    """Whether `folder` is a finished conversion of `model`, of which no file is missing or cut off."""
+    sizes = fetched_sizes(folder, model)
+    return sizes is not None and all(_is_whole(folder / name, size) for name, size in sizes.items())
+
+
+def mark_fetched(folder: Path, model: PinnedModel) -> None:
+    """Write the marker file into a finished conversion of `model`."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / MARK).write_text(json.dumps({**model.origin, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+
+
+def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | None:
+    """The sizes of the files of a finished conversion, as its marker file has them; None if `folder` is none.
+
+    The marker files of earlier versions have no sizes: None stands for any.
+    """
     mark = folder / MARK
     try:
-        return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == model.origin
-    except ValueError:  # an incomplete file
-        return False
+        found = dict(json.loads(mark.read_text(encoding="utf-8"))) if mark.is_file() else {}
+        sizes = found.pop("files", {"model.safetensors": None})
+        return sizes if found == model.origin else None
+    except (ValueError, TypeError):  # an incomplete file
+        return None
     except OSError as error:
         raise ModelError(
             f"{mark} cannot be read ({error.strerror}). Correct its permissions, or set EBFT_CACHE to another cache."
         ) from error
 
 
+def _is_whole(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
 def is_gguf(name: str) -> bool:
-    """Whether the name of a model is that of a GGUF file."""
-    return name.lower().endswith(".gguf")
+    """Whether the name of a model is that of a GGUF file. A folder may end in .gguf, too, as those of a sweep do."""
+    return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
 
 
 def as_folder(gguf: str) -> str:

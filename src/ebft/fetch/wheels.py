@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ebft.errors import FetchError
@@ -22,15 +24,26 @@ def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None)
     `sha256` is the checksum of the file in hexadecimal digits; a file with a different checksum is never returned.
     `cache` defaults to `cache_dir()`. Raises FetchError if pip cannot download the wheel or the checksum differs.
     """
-    folder = (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
-    found = _cached(folder, sha256)
+    found = _cached(_folder(name, version, cache), sha256)
     if found is not None:
         return found
+    with wheel_in_use(name, version, sha256, cache) as wheel:
+        return wheel
+
+
+@contextmanager
+def wheel_in_use(name: str, version: str, sha256: str, cache: Path | None = None) -> Iterator[Path]:
+    """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
+    folder = _folder(name, version, cache)
     with locked(folder):
-        found = _cached(folder, sha256)  # another process may have fetched it in the meantime
-        if found is None:
-            found = _fetch_into(folder, name, version, sha256)
-    return found
+        yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
+
+
+def remove_wheel(name: str, version: str) -> None:
+    """Remove a wheel from the cache, unless another process has done so."""
+    folder = _folder(name, version, None)
+    with locked(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
@@ -49,6 +62,10 @@ def sha256_of(path: Path) -> str:
     """The sha256 checksum of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _folder(name: str, version: str, cache: Path | None) -> Path:
+    return (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
 
 
 def _cached(folder: Path, sha256: str) -> Path | None:

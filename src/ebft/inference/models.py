@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
 from ebft.dashboard.run import run_of_model
-from ebft.data.locate import lasting_name
+from ebft.data.locate import base_name, lasting_name
 from ebft.errors import EBFTError, ModelError
 from ebft.evaluation.models import ADAPTER_FILE, placed
 from ebft.models.base import load_base_model
@@ -182,7 +182,9 @@ def _base_of_adapter(folder: Path) -> str:
 def _base_of_model(folder: Path) -> str | None:
     """The base model that a full model's checkpoint or card names."""
     if (folder / "ebft_run.json").is_file():
-        return json.loads((folder / "ebft_run.json").read_text(encoding="utf-8")).get("base_model")
+        saved = json.loads((folder / "ebft_run.json").read_text(encoding="utf-8"))
+        base, file = saved.get("base_model"), saved.get("gguf_file")
+        return base if base is None or file is None else base_name(base, file)
     if not (folder / "README.md").is_file():
         return None
     try:

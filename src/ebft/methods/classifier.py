@@ -41,7 +41,7 @@ class Classifier(Method):
         for key in ("load_in_4bit", "load_in_8bit", "deepspeed", "sample_packing", "group_by_length"):
             if getattr(config, key):
                 yield f"{key} is not supported with {self.name}. Remove it."
-        file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
+        file = config.model_name
         if is_gguf(file):
             yield f"{file} is a GGUF file, which is not supported with {self.name}. {as_folder(file)}"
         if config.budget.generated_tokens is not None:

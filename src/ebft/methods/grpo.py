@@ -87,7 +87,7 @@ class GRPO(Method):
     def conflicts(self, config: RunConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         yield from nemo_gym.conflicts(config)
-        file = config.base_model if config.gguf_file is None else f"{config.base_model}/{config.gguf_file}"
+        file = config.model_name
         if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
             yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
         ours, theirs = config.vllm.port, config.trl.vllm_server_port

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -89,8 +90,11 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     It has exactly the file's tokens, and splits text and adds a beginning-of-sequence token as the file specifies.
     """
-    with _undamaged(name):
-        loaded = AutoTokenizer.from_pretrained(**_file(name))
+    with _undamaged(name), TemporaryDirectory() as alone:
+        # transformers prefers a tokenizer.json in the same folder, which may be of another model.
+        link = Path(alone) / Path(name).name
+        link.symlink_to(Path(name).absolute())
+        loaded = AutoTokenizer.from_pretrained(**_file(str(link)))
         metadata, _ = read_gguf_metadata(name)
     backend = json.loads(loaded.backend_tokenizer.to_str())
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.

@@ -115,6 +115,11 @@ class ModelKeys(Section):
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
 
+    @property
+    def model_name(self) -> str:
+        """The base model as the config names it, with its GGUF file if there is one."""
+        return self.base_model if self.gguf_file is None else f"{self.base_model.rstrip('/')}/{self.gguf_file}"
+
     @field_validator("added_tokens_overrides", mode="before")
     @classmethod
     def _ids_as_numbers(cls, value: Any) -> Any:

@@ -17,37 +17,57 @@ _SHOWN = 80  # characters of a prompt in messages
 
 
 def checked_functions(reward_funcs: Any) -> Any:
-    """The reward functions such that errors and invalid rewards raise RewardError; models and objects unchanged."""
+    """The reward functions such that errors and invalid rewards raise RewardError; models are returned unchanged."""
     if isinstance(reward_funcs, list):
         return [_checked(function) for function in reward_funcs]
     return _checked(reward_funcs)
 
 
 def _checked(function: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
+    if not callable(function) or _is_model(function):
+        return function
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         async def call_later(**given: Any) -> list[float | None]:
+            prompts = list(given["prompts"])
             with errors_of(function):
-                return rewards_of(function, await function(**given), given["prompts"])
+                return rewards_of(function, await function(**given), prompts)
 
-        return update_wrapper(call_later, function)
-    if not inspect.isroutine(function) and not inspect.isclass(function):
-        return function
+        return _named(call_later, function)
 
     def call(**given: Any) -> list[float | None]:
+        prompts = list(given["prompts"])
         with errors_of(function):
-            return rewards_of(function, function(**given), given["prompts"])
+            return rewards_of(function, function(**given), prompts)
 
-    return update_wrapper(call, function)
+    return _named(call, function)
+
+
+def _is_model(function: Any) -> bool:
+    """Whether this is a reward model, or a reward of this package, which trainers recognise by its class."""
+    from torch import nn  # not imported in worker processes
+
+    return isinstance(function, nn.Module) or any(
+        of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__
+    )
+
+
+def _named(call: Callable, function: Any) -> Callable:
+    """`call` under the name that logs have for the function; callable objects may have none."""
+    call = update_wrapper(call, function, updated=())
+    if not hasattr(function, "__name__"):
+        call.__name__ = getattr(getattr(function, "func", None), "__name__", type(function).__name__)
+    return call
 
 
 def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | None], EBFTError | None]:
     """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
+    prompts = list(columns["prompts"])
     try:
         with errors_of(function):
-            return rewards_of(function, function(**columns), columns["prompts"]), None
+            return rewards_of(function, function(**columns), prompts), None
     except EBFTError as error:
-        if type(error).__module__.partition(".")[0] == "ebft":
+        if type(error).__module__.partition(".")[0] == "ebft" and all(isinstance(each, str) for each in error.args):
             return [], error
         return [], _failed(function, error)  # a class of the user's, which may not survive the way back
 

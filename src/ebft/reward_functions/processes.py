@@ -28,15 +28,19 @@ _POLL = 1.0  # seconds; the end of a process is not reported if children of it k
 
 @dataclass(frozen=True)
 class Expired:
-    """Takes the place of a result: the process ended with `exit_code`, or at the time limit if that is None."""
+    """Takes the place of a result: the process ended with `exit_code`, or at the time limit if that is None.
+
+    was_called: False if it ended before it called the function, for example because it could not import it.
+    """
 
     exit_code: int | None
+    was_called: bool = True
 
 
 class Processes:
     """`count` processes, started when they are needed. Each calls functions in its main thread, one at a time.
 
-    `timeout` is the time limit of a call in seconds, or None. It does not include imports.
+    Programs that a function has started end with its process. `timeout` is the time limit of a call in seconds, or None. It does not include imports.
     """
 
     def __init__(self, count: int, timeout: float | None) -> None:
@@ -81,6 +85,7 @@ class _Process:
         self._timeout = math.inf if timeout is None else timeout
         self._process: Any = None
         self._unsent: bytes | None = None
+        self._was_called = False
         self._has_call = False  # still true after an interruption, when a result may come that nobody waits for
         self.is_closed = False
         self.connection: Connection
@@ -92,7 +97,7 @@ class _Process:
             self.stop()
         if self._process is None or not self._process.is_alive():
             self._start()
-        self._has_call, self.deadline = True, math.inf
+        self._has_call, self._was_called, self.deadline = True, False, math.inf
 
     def outcome(self) -> tuple[Any] | None:
         """A tuple with the result or Expired, or None while there is none."""
@@ -102,23 +107,23 @@ class _Process:
                     self._has_call = False
                     return message
                 if self._unsent is None:
-                    self.deadline = time.monotonic() + self._timeout
+                    self._was_called, self.deadline = True, time.monotonic() + self._timeout
                 else:
                     call, self._unsent = self._unsent, None
                     self.connection.send_bytes(call)
         except (EOFError, OSError):
-            return (Expired(self.stop(_GRACE)),)
+            return (Expired(self.stop(_GRACE), self._was_called),)
         process = self._process
         if process is None or (not process.is_alive() and not self.connection.poll()):
-            return (Expired(self.stop()),)
+            return (Expired(self.stop(), self._was_called),)
         if time.monotonic() > self.deadline:
             _stop([self])
             return (Expired(None),)
         return None
 
     def terminate(self) -> None:
-        if (process := self._process) is not None:
-            process.terminate()
+        if (process := self._process) is not None and not _signal_group(process, signal.SIGTERM):
+            process.terminate()  # it has no group yet
 
     def stop(self, grace: float = 0.0) -> int | None:
         """Give the process `grace` seconds to end, kill it if it has not, and return its exit code."""
@@ -128,6 +133,7 @@ class _Process:
         if process.is_alive():
             process.kill()
             process.join()
+        _signal_group(process, signal.SIGKILL)  # programs that it started
         self._process, self._has_call = None, False
         self.connection.close()
         return process.exitcode
@@ -143,6 +149,15 @@ class _Process:
         finally:
             theirs.close()  # so that the connection ends with the process
         self._process = process
+
+
+def _signal_group(process: Any, number: int) -> bool:
+    """Send a signal to a process and to the programs that it started; False if there is no such group."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # the latter on macOS, if all of them have ended
+        return False
+    return True
 
 
 def _wait(busy: Collection[_Process]) -> None:
@@ -168,7 +183,9 @@ def _close(processes: Collection[_Process]) -> None:
 
 def _serve(connection: Connection) -> None:
     """The life of a process, which ends with the one that started it."""
-    # Ctrl-C in a terminal is sent to this process, too. Programs that it starts do not inherit a handler.
+    # A group of its own, so that programs that it starts can be ended with it. Ctrl-C in a terminal is not sent to it,
+    # but schedulers send SIGINT to all processes of a job. The programs do not inherit a handler.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, lambda *_: None)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     own_id = os.getpid()
@@ -187,4 +204,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

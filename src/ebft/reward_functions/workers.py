@@ -28,7 +28,7 @@ class RewardWorkers:
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
         self._timeout, self._group_size = timeout, group_size
         self._processes = Processes(count, timeout)
-        self._has_worked = False
+        self._has_called = False
         self._warned: set[str] = set()
         self.close = self._processes.close
 
@@ -60,7 +60,7 @@ class RewardWorkers:
         again = [i for i, result in enumerate(found) if isinstance(result, Expired) and result.exit_code is not None]
         for i, result in zip(again, self._processes.map(outcome, [(function, groups[i]) for i in again])):
             found[i] = result
-        self._has_worked = self._has_worked or not all(isinstance(result, Expired) for result in found)
+        self._has_called = self._has_called or any(not isinstance(each, Expired) or each.was_called for each in found)
         return [reward for group, result in zip(groups, found) for reward in self._rewards(function, group, result)]
 
     def _rewards(self, function: RewardFunction, group: dict[str, list], result: Any) -> list[float | None]:
@@ -72,11 +72,12 @@ class RewardWorkers:
             return rewards
         if result.exit_code is None:
             return self._without(function, f"took longer than {self._timeout:g} s (reward_timeout)", size)
-        if not self._has_worked:
+        if not self._has_called:
             raise ConfigError(
                 f"reward_num_workers: the processes for {function.__qualname__} end with exit code {result.exit_code} "
-                "before they return a reward. If training is started by a script, guard its code with "
-                '`if __name__ == "__main__":`, since each process imports the script.'
+                f"before they can call it, since each has to import it from {function.__module__}; they have printed "
+                "why. If training is started by a script, guard its code with `if __name__ == \"__main__\":`. A function "
+                "of a notebook, or of code without a file, must be moved to a module."
             )
         return self._without(function, f"ended its process twice (exit code {result.exit_code})", size)
 

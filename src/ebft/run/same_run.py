@@ -17,7 +17,8 @@ from ebft.methods import selecting_keys
 from ebft.run.keys import RATE_KEYS
 
 RUN_FILE = "ebft_run.json"
-_KEYS = ("adapter", "optimizer", "base_model")
+_MODEL_KEYS = ("base_model", "gguf_file")
+_KEYS = ("adapter", "optimizer", *_MODEL_KEYS)
 _ADAPTER_KEYS = (
     "lora_r",
     "lora_alpha",
@@ -93,7 +94,7 @@ def run_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def check_same_run(config: RunConfig, checkpoint: Path) -> None:
-    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for base_model only warn.
+    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for the base model only warn.
 
     Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
     """
@@ -105,11 +106,12 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     if schedule != saved_schedule and not {schedule, saved_schedule}.isdisjoint(_WITH_OWN_STATE):
         now["lr_scheduler"] = schedule
         changed.append("lr_scheduler")
-    if "base_model" in changed:
-        changed.remove("base_model")
+    if models := [key for key in _MODEL_KEYS if key in changed]:
+        changed = [key for key in changed if key not in models]
+        facts = " and ".join(f"{key}: {_text(now[key])} differs from {key}: {_text(saved[key])}" for key in models)
         warnings.warn(
-            f"base_model: {now['base_model']} differs from base_model: {saved['base_model']} of {checkpoint}. Resuming "
-            "is only correct if both are the same model, for example in a folder that was moved.",
+            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
+            "that was moved.",
             stacklevel=3,
         )
     problems = [

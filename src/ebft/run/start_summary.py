@@ -30,7 +30,7 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     return "\n".join(
         (
             f"Method: {method_of(config)}{processes}",
-            f"Model: {config.base_model}, {_parameters(model)}, {_dtype(config)}",
+            f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
             f"Data: {train}, {held_out}",
             f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
         )
