@@ -20,7 +20,9 @@ def chrf(prompt: str, completions: list[str], row: dict[str, Any]) -> float:
 
 
 def similarity(text: str, other: str) -> float:
-    """Sentence chrF of one text against another, from 0 to 1."""
+    """Sentence chrF of one text against another, from 0 to 1; that of two empty ones is 1."""
+    if text == other:
+        return 1.0
     return _CHRF.sentence_score(text, [other]).score / 100
 
 

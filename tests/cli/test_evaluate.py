@@ -62,6 +62,8 @@ def test_adapter_on_a_gguf_file(ebft, write_config, tiny_gguf, tmp_path):
         result = ebft("evaluate", config, *base, "evaluation.max_new_tokens=4", *models, "--output", output)
         assert result.exit_code == 0, result.output + result.stderr
         found.append([entry["metrics"]["ce_loss"] for entry in json.loads(output.read_text())["models"]])
+        named = json.loads(output.read_text())["settings"]["base_model"]
+        assert named.endswith(".gguf") == bool(base), "the file, not its folder, is the feature space"
     assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] == pytest.approx(found[2], abs=1e-6)
 
 

@@ -1,7 +1,14 @@
 """The table and the curves of the quickstart say which values can be compared."""
 
+import json
+import math
+from statistics import stdev
+
+import pytest
 from rich.console import Console
 
+from ebft.quickstart.measure import changes, means
+from ebft.quickstart.phases import make_once
 from ebft.quickstart.report import METRICS, panels_of, result_table
 
 
@@ -20,3 +27,51 @@ def test_a_whitened_loss_has_no_change_and_others_are_not_cut_at_80_columns():
     lines = {line.split()[0]: line for line in console.export_text().splitlines() if line.strip()}
     assert lines["cfm_loss"].split() == ["cfm_loss", "1.25", "1.2", "-0.05", "±", "0.2", "down", "in", "noise"]
     assert lines["cfm_loss_whitened"].split() == ["cfm_loss_whitened", "1.25", "1.2"]
+
+
+def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
+    losses = {"before": [2.0, 2.5, 1.5, 2.25], "after": [1.75, 2.0, 1.5, 1.5]}
+    before, after = (
+        [{"ce_loss": loss, "perplexity": math.exp(loss)} for loss in of_groups] for of_groups in losses.values()
+    )
+    found = {name: (change, error) for name, change, error in changes(before, after)}
+
+    def perplexity(of_groups):
+        return math.exp(sum(of_groups) / len(of_groups))
+
+    change = perplexity(losses["after"]) - perplexity(losses["before"])
+    assert found["perplexity"][0] == pytest.approx(change)
+    assert means(after)["perplexity"] - means(before)["perplexity"] == pytest.approx(change)
+    # The effect of each group, by finite differences.
+    step, effects = 1e-6, []
+    for i in range(4):
+        effect = 0.0
+        for sign, of_groups in ((1, losses["after"]), (-1, losses["before"])):
+            moved = [x + step * (x - sum(of_groups) / 4) * 4 * (j == i) for j, x in enumerate(of_groups)]
+            effect += sign * (perplexity(moved) - perplexity(of_groups)) / step
+        effects.append(effect)
+    assert found["perplexity"][1] == pytest.approx(stdev(effects) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "unreadable stamp", "other origin"])
+def test_what_an_earlier_run_made_is_made_again_unless_it_is_whole(tmp_path, damage):
+    def make():
+        (tmp_path / "part").mkdir(exist_ok=True)
+        (tmp_path / "part" / "train.jsonl").write_text("rows")
+        made.append(1)
+
+    made = []
+    for _ in range(2):
+        make_once(tmp_path, {"files": 3}, make)
+    assert len(made) == 1
+    file, stamp = tmp_path / "part" / "train.jsonl", tmp_path / "made_from.json"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_text("ro")
+    elif damage == "unreadable stamp":
+        stamp.write_text("0123")
+    else:
+        stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"made_from": "else"}))
+    make_once(tmp_path, {"files": 3}, make)
+    assert len(made) == 2 and file.read_text() == "rows"

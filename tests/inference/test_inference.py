@@ -20,6 +20,7 @@ from ebft.inference.sampling import Sampler, SamplingOptions
 from ebft.inference.scoring import Scorer
 from ebft.inference.serve import PageServer, serve_page
 from ebft.inference.session import Session
+from ebft.models.gguf import load_gguf_model
 from tests.structured.trainers import USER, rows
 
 CHAT = [USER("say 3")]
@@ -279,3 +280,15 @@ def test_ctrl_c_ends_the_page(sampler, monkeypatch):
     said = []
     serve_page(sampler, True, "127.0.0.1", 0, said.append)
     assert "serves" in said[0] and said[1] == "Stopped."
+
+
+def test_the_base_of_a_full_model_is_the_gguf_file_that_it_was_trained_from(folders, tiny_gguf, tmp_path):
+    full, both = tmp_path / "full", tmp_path / "both"
+    shutil.copytree(folders["full"], full)
+    shutil.copytree(folders["base"], both)  # another model in the folder of the file
+    shutil.copy(tiny_gguf, both)
+    saved = {"base_model": str(both), "gguf_file": tiny_gguf.name}
+    (full / "ebft_run.json").write_text(json.dumps(saved))
+    base = model_in_folder(str(full)).load_base()
+    wanted = load_gguf_model(str(tiny_gguf)).state_dict()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in base.state_dict().items())

@@ -1,11 +1,13 @@
 """Models in GGUF files: the weights and the tokens they hold, and ordinary models from then on."""
 
 import importlib.util
+import shutil
 
 import pytest
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.base import load_base_model, load_model
@@ -73,6 +75,27 @@ def test_file_of_the_same_name_in_the_current_folder_is_not_taken(make_gguf_conf
     monkeypatch.chdir(tmp_path)
     config = make_gguf_config()
     load_base_model(config, load_tokenizer(config))
+
+
+def test_files_of_another_model_beside_it_are_not_taken(make_gguf_config, tiny_gguf, tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    shutil.copy(tiny_gguf, folder)
+    config = make_gguf_config(base_model=str(folder))
+    wanted = load_tokenizer(config)
+    words = Tokenizer(WordLevel({"<unk>": 0, "def": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    found = load_tokenizer(config)
+    assert [found(text)["input_ids"] for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
+    assert found.special_tokens_map == wanted.special_tokens_map and found.eos_token is not None
+
+
+@pytest.mark.parametrize("name", ["run.gguf", "gguf_file=m.gguf"])
+def test_a_folder_may_be_named_like_a_file(tiny_llama_dir, tmp_path, monkeypatch, name):
+    shutil.copytree(tiny_llama_dir, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for given in (name, str(tmp_path / name)):
+        assert pretrained_model(find_model(given, "base_model")).config.vocab_size == len(pretrained_tokenizer(given))
 
 
 def test_tokenizer_gives_the_models_own_tokens_and_saves_as_it_is(base, make_gguf_config, tmp_path):

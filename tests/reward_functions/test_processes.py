@@ -138,8 +138,8 @@ def test_processes_that_ignore_the_signal_are_stopped_together(processes):
 
 @pytest.mark.parametrize("exit_code", [None, 5])
 def test_programs_end_with_the_process_that_started_them(processes, tmp_path, exit_code):
-    path = tmp_path / "id"
-    assert processes(count=1, timeout=2.0).map(functions.runs_a_program, [(str(path), exit_code)]) == [Expired(exit_code)]
+    path, pool = tmp_path / "id", processes(count=1, timeout=2.0)
+    assert pool.map(functions.runs_a_program, [(str(path), exit_code)]) == [Expired(exit_code)]
     wait_for(lambda: not is_alive(int(path.read_text())))
 
 

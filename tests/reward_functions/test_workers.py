@@ -82,9 +82,8 @@ def test_the_first_of_all_calls_may_crash(workers):
 def test_functions_that_cannot_be_imported_are_an_error(workers, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "typed", typed := lambda **columns: [], raising=False)
     typed.__module__, typed.__qualname__ = "__main__", "typed"  # as in a notebook
-    with pytest.raises(
-        ConfigError, match=r'typed end with exit code 1 .*import it from __main__; .*if __name__ == "__main__":.*notebook'
-    ):
+    message = r'typed end with exit code 1 .*import it from __main__; .*if __name__ == "__main__":.*notebook'
+    with pytest.raises(ConfigError, match=message):
         workers().parallel(typed)(prompts=["a", "a"])
 
 

@@ -308,6 +308,26 @@ def test_another_base_model_gives_a_warning(make, checkpoint):
 
 
 @pytest.mark.parametrize(
+    ("saved", "now", "words"),
+    [
+        ({"gguf_file": "a.gguf"}, {"gguf_file": "b.gguf"}, "gguf_file: b.gguf differs from gguf_file: a.gguf of "),
+        ({}, {"gguf_file": "b.gguf"}, "gguf_file: b.gguf differs from gguf_file: null of "),
+        (
+            {"gguf_file": "a.gguf"},
+            {"base_model": "other/model"},
+            "base_model: other/model differs from base_model: some/model and gguf_file: null differs from gguf_file: "
+            "a.gguf of ",
+        ),
+    ],
+)
+def test_another_file_of_the_base_model_gives_a_warning(make, checkpoint, saved, now, words):
+    folder = checkpoint(3, "optimizer.pt")
+    write_run_keys(make(**saved), folder)
+    with pytest.warns(UserWarning, match=words):
+        assert resumed(make(**now, resume_from_checkpoint=folder)) == str(folder)
+
+
+@pytest.mark.parametrize(
     ("file", "keys", "message"),
     [
         ("adapter_model.safetensors", LORA | {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4"),

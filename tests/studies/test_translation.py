@@ -88,5 +88,6 @@ def test_corpus_scores_are_those_of_all_lines_together():
 
 def test_equal_samples_are_not_spread():
     assert translation.spread(["a b c"] * 4) == pytest.approx({"pair_distance": 0, "distinct": 0, "distinct_2": 0.25})
+    assert translation.spread([""] * 4) == {"pair_distance": 0, "distinct": 0, "distinct_2": 0}
     assert translation.spread(["one two", "jig cap"]) == {"pair_distance": 1.0, "distinct": 1.0, "distinct_2": 1.0}
     assert translation.distinct_bigrams(["a", ""]) == 0.0

@@ -72,9 +72,22 @@ def means(groups: list[dict[str, float]]) -> dict[str, float]:
 
 
 def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
-    """Name, mean change and its standard error (NaN for one group) of each metric, paired by group."""
+    """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
     for name in before[0]:
-        differences = [b[name] - a[name] for a, b in zip(before, after)]
+        differences = [b - a for a, b in zip(_of_groups(before, name), _of_groups(after, name))]
         n, mean = len(differences), sum(differences) / len(differences)
         variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
         yield name, mean, math.sqrt(variance / n)
+
+
+def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
+    """A metric of each group, whose mean over the groups is that of `means`.
+
+    For the perplexity of the mean cross-entropy, it is its first-order expansion in the cross-entropy of each group
+    (delta method).
+    """
+    if name != "perplexity":
+        return [group[name] for group in groups]
+    losses = [group["ce_loss"] for group in groups]
+    mean = sum(losses) / len(losses)
+    return [math.exp(mean) * (1 + loss - mean) for loss in losses]

@@ -32,14 +32,24 @@ class Phases:
 
 def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
     """Call `make`, which fills `folder`, unless an earlier run finished it from the same `made_from`, and say so."""
-    stamp = folder / "made_from.txt"
-    mark = fingerprint(made_from)
-    if stamp.is_file() and stamp.read_text() == mark:
+    stamp, mark = folder / "made_from.json", fingerprint(made_from)
+    if _is_made(stamp, mark):
         console.print(f"[green]Made by an earlier run, and used again: {folder}")
         return
     stamp.unlink(missing_ok=True)
     make()
-    stamp.write_text(mark)  # last, so that what was interrupted is made again
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    stamp.write_text(json.dumps({"made_from": mark, "files": sizes}))  # last: what was interrupted is made again
+
+
+def _is_made(stamp: Path, mark: str) -> bool:
+    """Whether a folder was made from what `mark` stands for, and all of its files are there."""
+    try:
+        made = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        return False
+    paths = {stamp.parent / name: size for name, size in made["files"].items()}
+    return made["made_from"] == mark and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
 
 
 def fingerprint(value: Any) -> str:

@@ -18,7 +18,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.quickstart.corpus import number_of, part_of, standard_library
 from ebft.quickstart.functions import Function, functions, unique, within_tokens
 from ebft.quickstart.hardware import bfloat16_is_fast
-from ebft.quickstart.phases import Phases, console, make_once
+from ebft.quickstart.phases import Phases, console, fingerprint, make_once
 from ebft.quickstart.run import CONFIGS, Run, own_copy
 
 NAME = "smollm2"
@@ -53,7 +53,8 @@ def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> 
 
     with phases.phase("data", "Text: documented functions of this machine's Python standard library"):
         data, max_files = output / "data", None if full else TEST["max_files"]
-        made_from = [sys.version, config.base_model, PARTS, MOST_OF_A_FILE, MOST_PROMPT, BODY, max_files]
+        tokens = fingerprint(tokenizer.get_vocab())
+        made_from = [sys.version, config.base_model, tokens, PARTS, MOST_OF_A_FILE, MOST_PROMPT, BODY, max_files]
         make_once(data, made_from, lambda: write_functions(data, tokenizer, max_files))
     return Run(own_copy(CONFIG, output), overrides, GROUPS if full else TEST["groups"])
 

@@ -40,7 +40,8 @@ class Expired:
 class Processes:
     """`count` processes, started when they are needed. Each calls functions in its main thread, one at a time.
 
-    Programs that a function has started end with its process. `timeout` is the time limit of a call in seconds, or None. It does not include imports.
+    Programs that a function has started end with its process. `timeout` is the time limit of a call in seconds, or
+    None. It does not include imports.
     """
 
     def __init__(self, count: int, timeout: float | None) -> None:

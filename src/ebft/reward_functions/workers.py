@@ -76,7 +76,7 @@ class RewardWorkers:
             raise ConfigError(
                 f"reward_num_workers: the processes for {function.__qualname__} end with exit code {result.exit_code} "
                 f"before they can call it, since each has to import it from {function.__module__}; they have printed "
-                "why. If training is started by a script, guard its code with `if __name__ == \"__main__\":`. A function "
+                'why. If training is started by a script, guard its code with `if __name__ == "__main__":`. A function '
                 "of a notebook, or of code without a file, must be moved to a module."
             )
         return self._without(function, f"ended its process twice (exit code {result.exit_code})", size)
