@@ -74,6 +74,12 @@ def test_a_search_without_a_match_says_so(ebft):
     assert result.exit_code == 2 and "No key contains 'strde'" in plain(result.stderr)
 
 
+def test_an_override_with_dashes_is_corrected(ebft, tmp_path):
+    (tmp_path / "run.yaml").write_text("base_model: some/model\n")
+    result = ebft("config", "--check", tmp_path / "run.yaml", "--learning_rate", "1e-4")
+    assert result.exit_code == 2 and "learning_rate=VALUE" in plain(result.stderr)
+
+
 @pytest.mark.parametrize("name", [command.name for command in app.registered_commands])
 def test_the_help_of_every_command_has_examples(ebft, name):
     text = plain(ebft(name, "--help").output)

@@ -48,6 +48,9 @@ def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):
     assert plain(result.stdout) == f"Using {line}\n" and "ebft train" not in plain(result.stderr)
     assert ebft("preprocess", run_file, "dataset_prepared_path=other").exit_code == 0
     assert (tmp_path / "other" / folder.name).is_dir()
+    result = ebft("preprocess", run_file, "sequence_len=32", "special_tokens.pad_token='<|end|>'")
+    command = f"ebft train {run_file} sequence_len=32 'special_tokens.pad_token='\"'\"'<|end|>'\"'\"''"
+    assert f"{command} dataset_prepared_path=last_run_prepared" in plain(result.stderr)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -71,6 +71,7 @@ def warned(make, **keys):
         ),
         ({"model_type": "AutoModelForSequenceClassification"}, "Set reward_model: true, or remove model_type"),
         ({"model_type": "AutoModelForTokenClassification"}, "Set process_reward_model: true"),
+        ({"base_model": "outputs/a", "output_dir": "outputs/x/../a/"}, "output_dir: .* is also base_model"),
         ({"model_type": "AutoModelForMaskedLM"}, "is not a causal language model"),
     ],
 )

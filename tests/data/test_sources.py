@@ -100,6 +100,9 @@ def test_unknown_endings_are_left_out_with_a_warning(tmp_path):
 
 def test_only_unknown_endings(tmp_path):
     (tmp_path / "b.png").write_bytes(b"\x89")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the folder has no files"):
+        read_source(entry(tmp_path / "empty"))
     with pytest.raises(DataError, match=r"no file of a known format \(found .png x1\). Set ds_type"):
         read_source(entry(tmp_path))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -281,6 +282,12 @@ def test_savings_leave_out_what_is_set_already(tmp_path):
     keys = ["micro_batch_size=1", "gradient_checkpointing=true", "torch_dtype=bfloat16", *LORA]
     found = savings(needs_of(path, [*keys, "ebft.rollout_tokens_per_pass=64"]), "loss and backward")
     assert [line.partition(":")[0] for line in found] == ["sequence_len"]
+    needs = needs_of(path, ["micro_batch_size=1"])
+    assert any("longer rows are cut, or dropped" in line for line in savings(needs, "loss and backward"))
+    row = {**needs.rows.data[0], "prompt_length": needs.rows.longest // 2 - 4}
+    prompts = replace(needs.rows, data=[row])
+    found = savings(replace(needs, rows=prompts), "loss and backward")
+    assert not any("sequence_len" in line for line in found), "no block fits after the prompt"
     nine = savings(needs_of(path, ["micro_batch_size=9"]), "loss and backward")
     assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 (same step) (saves about" in nine[0]
 

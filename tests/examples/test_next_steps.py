@@ -27,4 +27,5 @@ def test_commands_name_a_config_next_to_the_results(tmp_path, monkeypatch):
     run = Run(own_copy(CONFIGS / "smollm2.yaml", Path("out")), [], groups=2)
     words = shlex.split(train_line(run, "my_texts/", "ebft_pretrain.transform"))
     assert words[:3] == ["ebft", "train", "out/smollm2.yaml"]
-    assert load_config(words[2], words[3:]).datasets[0].path == "my_texts/"
+    config = load_config(words[2], words[3:])
+    assert config.datasets[0].path == "my_texts/" and config.val_set_size == 0.1 and not config.test_datasets

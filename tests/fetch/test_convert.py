@@ -1,8 +1,10 @@
 """Fetched models: converted once, whole or not at all, and loaded by their names."""
 
 import json
+import shutil
 import stat
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,7 +128,15 @@ def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
     AutoModelForCausalLM.from_pretrained(found[0])
 
 
-def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path):
+def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path, monkeypatch):
+    # transformers loads models with global state, which threads, unlike processes, would share.
+    one_at_a_time, save = threading.Lock(), convert._save
+
+    def save_alone(*given):
+        with one_at_a_time:
+            save(*given)
+
+    monkeypatch.setattr(convert, "_save", save_alone)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda name: fetch_model("tiny", to=tmp_path / name), "abc"))
     for folder in found:
@@ -210,10 +220,18 @@ def test_name_is_the_fetched_folder_wherever_a_model_is_named(tiny_model):
 
 def test_local_folder_of_that_name_wins(tiny_model, tmp_path, monkeypatch):
     fetch_model("tiny")
-    (tmp_path / "here" / "tiny").mkdir(parents=True)
+    shutil.copytree(fetch_model("tiny"), tmp_path / "here" / "tiny")
     monkeypatch.chdir(tmp_path / "here")
     assert locate("tiny", "model", "base_model").samefile(tmp_path / "here" / "tiny")
     assert lasting_name("tiny") == str(tmp_path / "here" / "tiny")
+
+
+def test_a_folder_of_that_name_without_a_model_is_told(tiny_model, tmp_path, monkeypatch):
+    fetch_model("tiny")
+    (tmp_path / "here" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ModelError, match="base_model: the folder .*here/tiny takes precedence over the model tiny"):
+        locate("tiny", "model", "base_model")
 
 
 def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):

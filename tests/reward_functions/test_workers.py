@@ -1,6 +1,7 @@
 """Reward functions in worker processes: alarms, time limits, crashes, and what is refused."""
 
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -126,3 +127,22 @@ def test_errors_of_functions_say_where():
         assert workers.parallel(generates)(**given) == [1.0] * 4
     finally:
         workers.close()
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    code = (
+        "from ebft.reward_functions.workers import run_in_workers\n"
+        "def zero(prompts, **columns): return [0.0] * len(prompts)\n"
+        "[call] = run_in_workers([zero], 2, 30.0, lambda: 2)\n"
+        "print(call(prompts=['a', 'a']))\n"
+    )
+    path = tmp_path / "script.py"
+    path.write_text(code)
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    assert ended.returncode and ended.stdout == ""
+    assert "ConfigError: reward_num_workers: the processes for zero end with exit code 1" in ended.stderr
+    assert ended.stderr.count("has imported the script, which starts training again. If training is started by") == 2
+    assert "top level of a module" not in ended.stderr and ended.stderr.count("Traceback") == 1
+    path.write_text(code.replace("[call]", "if __name__ == '__main__':\n  [call]").replace("print", "  print"))
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[0.0, 0.0]\n", ended.stderr

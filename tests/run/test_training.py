@@ -1,6 +1,7 @@
 """Whole runs on the CPU: a tiny random model, the standard library's text, a few steps."""
 
 import json
+import shutil
 import textwrap
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from ebft import load_config, train
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.evaluation.models import own_models
 from ebft.fetch.convert import convert_file
 from ebft.run.hub import push
 from ebft.run.interrupt import TrainingInterrupted
@@ -212,6 +214,49 @@ def test_resuming_a_finished_run_trains_nothing(make, tmp_path, adapter):
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     for name, value in weights(again.model).items():
         torch.testing.assert_close(value, weights(first.model)[name], rtol=0, atol=0)
+
+
+def test_resuming_a_finished_run_evaluates_nothing_again(make, tmp_path):
+    keys = {"save_steps": 2, "val_set_size": 2}
+    first = train(strided(make, **keys))
+    evaluations = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert evaluations.count("eval_cfm_loss") >= 1
+    with pytest.warns(UserWarning, match="Training is already complete"):
+        again = train(strided(make, **keys, auto_resume_from_checkpoints=True))
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == evaluations
+    assert again.metrics["eval_cfm_loss"] == first.metrics["eval_cfm_loss"]
+
+
+def test_an_earlier_checkpoint_at_the_end_of_a_run_does_not_replace_later_results(make, tmp_path):
+    train(strided(make, max_steps=3, save_steps=1))
+    out = tmp_path / "out"
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    for max_steps in (1, 2):
+        config = strided(make, save_steps=1, max_steps=max_steps, resume_from_checkpoint=out / "checkpoint-2")
+        with pytest.raises(ConfigError, match="at step 2, at or past the end .* has results up to step 3, which are"):
+            train(config)
+    assert files == {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    keys = {"max_steps": 2, "output_dir": tmp_path / "other", "resume_from_checkpoint": out / "checkpoint-2"}
+    with pytest.warns(UserWarning, match="Training is already complete"):
+        saved = train(strided(make, **keys))
+    assert saved.trainer.state.global_step == 2 and (tmp_path / "other" / "model.safetensors").is_file()
+
+
+def test_an_evaluation_of_an_unfinished_run_names_its_checkpoint(make, tmp_path):
+    train(strided(make, save_steps=1))
+    shutil.copytree(tmp_path / "out" / "checkpoint-1", tmp_path / "half" / "checkpoint-1")
+    config = strided(make, output_dir=tmp_path / "half")
+    with pytest.warns(UserWarning, match="so only the base model is evaluated.*--model .*half/checkpoint-1"):
+        assert own_models(config) == [config.base_model]
+
+
+def test_a_checkpoint_is_no_output_folder(make, tmp_path):
+    train(strided(make, save_steps=1))
+    folder = tmp_path / "out" / "checkpoint-1"
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(ConfigError, match="output_dir: .*checkpoint-1 is a checkpoint, whose files a run would"):
+        train(strided(make, output_dir=folder))
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_a_finished_run_without_its_model_gets_it_from_the_checkpoint(make, tmp_path):

@@ -38,7 +38,10 @@ CHECK_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
-    app.command("config", help=HELP, short_help="List all config keys, or check a config file.")(command)
+    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
+    settings = {"ignore_unknown_options": True}
+    short = "List all config keys, or check a config file."
+    app.command("config", help=HELP, short_help=short, context_settings=settings)(command)
 
 
 @polite

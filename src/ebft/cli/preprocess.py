@@ -1,5 +1,6 @@
 """`ebft preprocess CONFIG [key=value ...]`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +86,8 @@ def command(
         _show(run_config, tokenizer, prepared.rows, prepared.is_new, count or 5, debug or html is None, html)
     typer.echo(describe(prepared))
     if run_config.dataset_prepared_path is None:
-        typer.echo(f"Train on them with: ebft train {config} dataset_prepared_path={DEFAULT_FOLDER}", err=True)
+        command = ["ebft", "train", str(config), *(overrides or []), f"dataset_prepared_path={DEFAULT_FOLDER}"]
+        typer.echo(f"Train on them with: {shlex.join(command)}", err=True)
 
 
 def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:

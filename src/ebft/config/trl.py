@@ -229,7 +229,9 @@ class RewardKeys(Section):
         description="Reward functions, as import paths, or reward models, as folders (with a slash, such as ./reward) "
         "or Hub ids.",
     )
-    reward_weights: list[float] | None = Field(None, description="Weights of the reward functions.")
+    reward_weights: list[float] | None = Field(
+        None, description="Weights of the reward functions. With `rl: ebft`, the first is that of feature matching."
+    )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = Field(
         None, description="Whether several rewards are summed before or after normalisation."
     )

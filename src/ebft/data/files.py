@@ -89,7 +89,9 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
         )
     if not taken:
         _refuse_compressed(files, source)
-        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items()) or "no files"
+        if not left:
+            raise DataError(f"{source}: the folder has no files (hidden ones are not read). Correct the path.")
+        seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
         raise DataError(
             f"{source}: no file of a known format (found {seen}). Set ds_type to one of "
             f"{', '.join(KINDS)}, for example `ds_type: text` for one document per file."

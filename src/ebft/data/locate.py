@@ -22,6 +22,8 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     path = _path(name)
     if exists(path):
         check_regular(path, error, f"{key}: {name}")
+        if kind == "model" and name in MODELS:
+            _check_shadowing(path, name, key)
         return path
     if kind == "model" and name in MODELS:
         return _fetched(name, key)
@@ -61,6 +63,16 @@ def looks_local(name: str) -> bool:
     if name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1:
         return True
     return Path(name).suffix.lower() in {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gguf"}
+
+
+def _check_shadowing(path: Path, name: str, key: str) -> None:
+    """Raise ModelError if a folder that is no model takes precedence over a model of `ebft fetch`."""
+    is_model = any((path / file).is_file() for file in ("config.json", "tokenizer.json")) or any(path.glob("*.gguf"))
+    if not is_model:
+        raise ModelError(
+            f"{key}: the folder {path.absolute()} takes precedence over the model {name} of `ebft fetch`, but contains "
+            "no model. Rename or remove the folder, or start the command in another one."
+        )
 
 
 def _fetched(name: str, key: str) -> Path:

@@ -64,6 +64,17 @@ class LongestRows:
     prompts: tuple[PromptLength, ...]
     longest: int  # tokens, for prompts with the completion
 
+    def fit(self, config: RunConfig, sequence_len: int) -> bool:
+        """Whether `sequence_len` tokens have room for more than the prompts of these rows: a block in strided mode."""
+        if self.prompts:
+            return sequence_len > max(row.prompt for row in self.prompts)
+        ebft, rows = config.ebft, [row for row in self.data if isinstance(row, dict)]
+        prompt = max((row.get("prompt_length") or 0 for row in rows), default=0)
+        if not config.method.samples_blocks:
+            return sequence_len > prompt
+        first = first_anchor(prompt, ebft.context_length, ebft.min_completion_prefix)
+        return count_blocks(sequence_len, first, ebft.stride, ebft.generate_max_len) > 0
+
     def step_tokens(self, config: RunConfig) -> StepTokens:
         """Return the tokens of a step with the settings of `config`, approximately."""
         return self._of_prompts(config) if self.prompts else self._of_documents(config)

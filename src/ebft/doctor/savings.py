@@ -58,8 +58,9 @@ def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "adapter: qlora with load_in_4bit: true", {"adapter": "qlora", "load_in_4bit": True}
     yield from _smaller_rollouts(config)
     half = needs.rows.longest // 2
-    if half:
-        yield f"sequence_len: {half}, half of the longest row", {"sequence_len": half}
+    if needs.rows.fit(config, half):
+        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+        yield text, {"sequence_len": half}
 
 
 def _smaller_batches(config: RunConfig, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +40,14 @@ class Subject:
 
 
 def own_models(config: RunConfig) -> list[str]:
-    """Return the default models to evaluate: the config's base model and, if it exists, its trained model."""
+    """Return the default models to evaluate: the config's base model and, if it exists, its trained model.
+
+    If output_dir has only checkpoints of a run that did not finish, a warning names the newest.
+    """
     folder = Path(config.output_dir)
     trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
+    if not trained and (hint := checkpoint_hint(folder, f"--model {config.base_model} --model {{}}")):
+        warnings.warn(f"output_dir: {folder} has no model, so only the base model is evaluated. {hint}", stacklevel=2)
     return [config.base_model, *([config.output_dir] if trained else [])]
 
 

@@ -41,7 +41,8 @@ def activate_line() -> str:
 
 def train_line(run: Run, path: str, kind: str) -> str:
     """The command that trains the same model in the same way on the data at `path`, read by the transform `kind`."""
-    own = [f"datasets.0.path={path}", f"datasets.0.type={kind}", "test_datasets=[]", "output_dir=outputs/mine"]
+    held_out = ["test_datasets=[]", "val_set_size=0.1"]
+    own = [f"datasets.0.path={path}", f"datasets.0.type={kind}", *held_out, "output_dir=outputs/mine"]
     kept = [line for line in run.overrides if not line.startswith(("datasets", "test_datasets", "output_dir"))]
     return command_line("train", run.config_file, [*kept, *own])
 

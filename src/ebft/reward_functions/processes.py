@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any
 
+NAME = "ebft reward function"  # of the processes
 _SPAWN = multiprocessing.get_context("spawn")  # forked copies of a process that has threads can deadlock
 _GRACE = 3.0  # seconds in which a process has to end before it is killed
 _POLL = 1.0  # seconds; the end of a process is not reported if children of it keep its connection open
@@ -144,7 +145,7 @@ class _Process:
             raise RuntimeError("The processes are closed.")
         self.stop()
         self.connection, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(theirs,), name="ebft reward function")
+        process = _SPAWN.Process(target=_serve, args=(theirs,), name=NAME)
         try:
             process.start()
         finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from functools import update_wrapper
@@ -12,8 +14,9 @@ from typing import Any
 from ebft.errors import ConfigError
 from ebft.reward_functions.checked import outcome
 from ebft.reward_functions.chunks import split
-from ebft.reward_functions.processes import Expired, Processes
+from ebft.reward_functions.processes import NAME, Expired, Processes
 
+_GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
 RewardFunction = Callable[..., list[float | None]]
 
 
@@ -76,8 +79,7 @@ class RewardWorkers:
             raise ConfigError(
                 f"reward_num_workers: the processes for {function.__qualname__} end with exit code {result.exit_code} "
                 f"before they can call it, since each has to import it from {function.__module__}; they have printed "
-                'why. If training is started by a script, guard its code with `if __name__ == "__main__":`. A function '
-                "of a notebook, or of code without a file, must be moved to a module."
+                f"why. {_GUARD} A function of a notebook, or of code without a file, must be moved to a module."
             )
         return self._without(function, f"ended its process twice (exit code {result.exit_code})", size)
 
@@ -95,6 +97,8 @@ class RewardWorkers:
 def run_in_workers(reward_funcs: Any, count: int, timeout: float | None, group_size: Callable[[], int]) -> Any:
     """Return the reward functions such that plain functions run in `count` processes, or unchanged if `count` is 1."""
     funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if multiprocessing.current_process().name == NAME:
+        sys.exit(f"A process for reward functions has imported the script, which starts training again. {_GUARD}")
     if count == 1 or not any(inspect.isfunction(function) for function in funcs):
         return reward_funcs
     workers = RewardWorkers(count, timeout, group_size)

@@ -6,12 +6,14 @@ from pathlib import Path
 from transformers import TrainerState
 
 from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
 from ebft.monitor import limit_reached, spent_at
 from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import load_weights
 from ebft.run.arguments import planned_steps
-from ebft.run.checkpoints import Found, step_of
+from ebft.run.checkpoints import Found, newest_checkpoint, step_of
 from ebft.run.checks import Machine
+from ebft.run.final import final_step
 from ebft.run.integrity import STATE
 from ebft.run.stopping import stopped_early
 
@@ -29,7 +31,24 @@ def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) ->
         or limit_reached(config.budget, spent_at(found.newest)) is not None
         or stopped_early(config, found.newest) is not None
     )
-    return found.newest if is_complete else None
+    if is_complete:
+        _check_newest(config, found.newest)
+        return found.newest
+    return None
+
+
+def _check_newest(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError if output_dir has the results of later steps, which the model of `folder` would replace."""
+    output_dir, step = Path(config.output_dir), step_of(folder)
+    newest = newest_checkpoint(output_dir)
+    later = max(final_step(output_dir) or 0, 0 if newest is None else step_of(newest))
+    if config.resume_from_checkpoint is not None and later > step:
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is at step {step}, at or past the end of this run, so nothing would be "
+            f"trained, and output_dir: {output_dir} has results up to step {later}, which are kept. Set another "
+            "output_dir to save the model of the checkpoint there, or increase max_steps, num_epochs or budget to "
+            "train on from it."
+        )
 
 
 def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
@@ -39,13 +58,16 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     if limit is None:
         keys = stopped_early(config, folder) or keys
     warnings.warn(
-        f"Training is already complete: {folder} is at step {step}, the end of this run. Increase {keys} to "
+        f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase {keys} to "
         "continue training.",
         stacklevel=2,
     )
-    trainer.state = TrainerState.load_from_json(str(folder / STATE))
+    output_dir = Path(config.output_dir)
+    # The state of the final model has the evaluation at the last step, before which checkpoints are saved.
+    is_saved = final_step(output_dir) == step
+    trainer.state = TrainerState.load_from_json(str((output_dir if is_saved else folder) / STATE))
     load_weights(trainer, str(folder))
     trainer.finish_evaluation()
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    if best is not None and Path(best).is_dir() and folder != Path(config.output_dir):  # which has the best weights
+    if best is not None and Path(best).is_dir() and folder != output_dir:  # which has the best weights
         load_weights(trainer, best)

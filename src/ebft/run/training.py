@@ -31,7 +31,7 @@ from ebft.over_trainer import OverTrainer
 from ebft.prepared.rows import run_rows
 from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
-from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
+from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.end_of_turn import declare_end_of_turn
 from ebft.run.final import final_step, save_final
@@ -109,6 +109,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
 def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     check_runnable(config)
     check_machine(config, this_machine())
+    refuse_checkpoint(Path(config.output_dir))
     make_output_dir(config.output_dir)
     with locked(Path(config.output_dir)):
         found = find_checkpoints(config)

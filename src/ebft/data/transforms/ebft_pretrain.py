@@ -16,7 +16,8 @@ def transform(cfg, dataset, **kwargs):
     def transform_fn(example, tokenizer=None):
         is_pair = not dataset.field and "answer" in example
         readable = [*columns, "prompt"] if is_pair else columns
-        column = first_present(example, readable, "text", "Set `field` of the entry to its name.")
+        hint = "Set `field` of the entry to its name, or use the columns question and answer, or prompt and answer."
+        column = first_present(example, readable, "text", hint)
         text = text_of(example, column)
         if column in ("question", "prompt") and is_pair:
             text += text_of(example, "answer")
