@@ -284,7 +284,7 @@ def test_savings_leave_out_what_is_set_already(tmp_path):
     assert [line.partition(":")[0] for line in found] == ["sequence_len"]
     needs = needs_of(path, ["micro_batch_size=1"])
     assert any("longer rows are cut, or dropped" in line for line in savings(needs, "loss and backward"))
-    row = {**needs.rows.data[0], "prompt_length": needs.rows.longest // 2 - 4}
+    row = {**needs.rows.data[0], "prompt_length": needs.rows.longest // 2 - 1}
     prompts = replace(needs.rows, data=[row])
     found = savings(replace(needs, rows=prompts), "loss and backward")
     assert not any("sequence_len" in line for line in found), "no block fits after the prompt"

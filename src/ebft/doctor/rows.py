@@ -68,12 +68,10 @@ class LongestRows:
         """Whether `sequence_len` tokens have room for more than the prompts of these rows: a block in strided mode."""
         if self.prompts:
             return sequence_len > max(row.prompt for row in self.prompts)
-        ebft, rows = config.ebft, [row for row in self.data if isinstance(row, dict)]
-        prompt = max((row.get("prompt_length") or 0 for row in rows), default=0)
-        if not config.method.samples_blocks:
-            return sequence_len > prompt
-        first = first_anchor(prompt, ebft.context_length, ebft.min_completion_prefix)
-        return count_blocks(sequence_len, first, ebft.stride, ebft.generate_max_len) > 0
+        rows = [document for row in self.data for document in row.get("documents", [row])]
+        if config.method.samples_blocks:
+            return all(_num_blocks(config, row, sequence_len) > 0 for row in rows)
+        return all(sequence_len > (row.get("prompt_length") or 0) for row in rows)
 
     def step_tokens(self, config: RunConfig) -> StepTokens:
         """Return the tokens of a step with the settings of `config`, approximately."""
@@ -195,17 +193,16 @@ def _longest_reply(config: RunConfig, reference: int) -> int:
     return min(limit, max(ebft.gt_length_floor, math.ceil(ebft.gt_length_multiplier * reference)))
 
 
+def _num_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
+    """Return the blocks of a document that is cut at `sequence_len` tokens."""
+    ebft = config.ebft
+    first = first_anchor(document["prompt_length"], ebft.context_length, ebft.min_completion_prefix)
+    return count_blocks(min(_tokens(document), sequence_len), first, ebft.stride, ebft.generate_max_len)
+
+
 def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
     ebft = config.ebft
-    blocks = sum(
-        count_blocks(
-            min(len(document["input_ids"]), config.sequence_len),
-            first_anchor(document["prompt_length"], ebft.context_length, ebft.min_completion_prefix),
-            ebft.stride,
-            ebft.generate_max_len,
-        )
-        for document in documents
-    )
+    blocks = sum(_num_blocks(config, document, config.sequence_len) for document in documents)
     tokens = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
     return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
 
