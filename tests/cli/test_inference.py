@@ -228,3 +228,12 @@ def _read_until(terminal, end, process):
         if select.select([terminal], [], [], 1)[0]:
             shown += os.read(terminal, 4096)
     return shown
+
+
+def test_an_empty_reply_is_told_beside_it(folders, ebft, monkeypatch):
+    command = ("inference", folders["adapter"], "--prompt", "say 3", *OPTIONS)
+    assert "empty" not in ebft(*command).stderr
+    monkeypatch.setattr(Sampler, "reply_ids", lambda *given, **options: [[]])
+    result = ebft(*command)
+    assert result.exit_code == 0 and not result.stdout.strip()
+    assert "The reply is empty: the model ended it at once." in result.stderr

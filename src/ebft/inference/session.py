@@ -55,7 +55,8 @@ class Session:
             self._show_both(text)
         else:
             streamer = TextStreamer(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self._reply(text, self.base, streamer)
+            if not self._reply(text, self.base, streamer).strip():
+                print("(The reply is empty: the model ended it at once.)", file=sys.stderr)
 
     def run(self, read: Callable[[str], str] = input) -> None:
         """Read prompts and answer them until the end of input, /exit or Ctrl-C."""
