@@ -1,10 +1,8 @@
-import json
-
 import pytest
 import yaml
 
 from ebft.config.schema import RunConfig
-from ebft.fetch.catalog import MARK, MODELS
+from ebft.fetch.catalog import MODELS, mark_fetched
 from ebft.run.card import model_card
 
 KEYS = {
@@ -66,7 +64,8 @@ def test_a_qlora_card_names_its_adapter():
 def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_path, monkeypatch):
     cache = tmp_path / "home" / "cache" / "smollm2"
     cache.mkdir(parents=True)
-    (cache / MARK).write_text(json.dumps(MODELS["smollm2-135m"].origin))
+    (cache / "model.safetensors").touch()
+    mark_fetched(cache, MODELS["smollm2-135m"])
     monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: cache if name == "smollm2-135m" else None)
     card = model_card(RunConfig.from_dict({**KEYS, "base_model": "smollm2-135m" if by_name else str(cache)}), {})
     header = yaml.safe_load(card.split("---")[1])

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError, ModelError
-from ebft.fetch.catalog import MARK, MODELS, cached_folder
+from ebft.fetch.catalog import MODELS, cached_folder, mark_fetched
 from ebft.serving.command import server_command
 
 PYTHON = "/env/bin/python"
@@ -139,7 +139,8 @@ def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypat
         command(make_config(base_model="smollm2-135m"))
     folder = cached_folder("smollm2-135m")
     folder.mkdir(parents=True)
-    (folder / MARK).write_text(json.dumps(MODELS["smollm2-135m"].origin))
+    (folder / "model.safetensors").touch()
+    mark_fetched(folder, MODELS["smollm2-135m"])
     assert value(command(make_config(base_model="smollm2-135m")), "--model") == str(folder)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
@@ -138,7 +138,11 @@ class Sweep:
         others = sorted(name for name in found if name.endswith("pass@1") and not name.startswith("alignment"))
         metrics = [*(name for name in _METRICS if name in found), *others]
         table = Table(
-            *keys, "state", *metrics, title="Held-out results", caption=f"All metrics: {self.folder / RESULTS}"
+            *keys,
+            Column("state", no_wrap=True),
+            *metrics,
+            title="Held-out results",
+            caption=f"All metrics: {self.folder / RESULTS}",
         )
         for run in self.runs:
             values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
