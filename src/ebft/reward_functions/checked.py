@@ -54,7 +54,7 @@ def _is_model(function: Any) -> bool:
 
 def _named(call: Callable, function: Any) -> Callable:
     """`call` under the name that logs have for the function; callable objects may have none."""
-    call = update_wrapper(call, function, updated=())
+    update_wrapper(call, function)
     if not hasattr(function, "__name__"):
         call.__name__ = getattr(getattr(function, "func", None), "__name__", type(function).__name__)
     return call

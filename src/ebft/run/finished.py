@@ -64,7 +64,8 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     )
     output_dir = Path(config.output_dir)
     # The state of the final model has the evaluation at the last step, before which checkpoints are saved.
-    is_saved = final_step(output_dir) == step
+    of_run = output_dir.resolve() in (folder.resolve(), folder.resolve().parent)
+    is_saved = of_run and final_step(output_dir) == step
     trainer.state = TrainerState.load_from_json(str((output_dir if is_saved else folder) / STATE))
     load_weights(trainer, str(folder))
     trainer.finish_evaluation()
