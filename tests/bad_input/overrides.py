@@ -15,7 +15,7 @@ def valid(override: str, shown: str | None = None) -> Case:
 CASES = [
     broken("max_steps", "max_steps", "key=value"),
     broken("=5", "key=value"),
-    broken("--max_steps=5", "no such option"),
+    broken("--max_steps=5", "written without dashes: max_steps=5"),
     broken("max_steps=010", "010"),
     valid("max_steps=0x10", "max_steps: 16"),
     valid("max_steps=0o10", "max_steps: 8"),

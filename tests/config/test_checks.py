@@ -71,7 +71,6 @@ def warned(make, **keys):
         ),
         ({"model_type": "AutoModelForSequenceClassification"}, "Set reward_model: true, or remove model_type"),
         ({"model_type": "AutoModelForTokenClassification"}, "Set process_reward_model: true"),
-        ({"base_model": "outputs/a", "output_dir": "outputs/x/../a/"}, "output_dir: .* is also base_model"),
         ({"model_type": "AutoModelForMaskedLM"}, "is not a causal language model"),
     ],
 )
@@ -253,3 +252,28 @@ def test_a_loss_that_is_always_zero_is_refused(make, tmp_path, ebft, zero):
     with pytest.raises(ConfigError, match=f"{zero}.*the loss is always 0"):
         check_runnable(warned(make, **keys, ebft=ebft)[0])
     check_runnable(warned(make, **keys, ebft={**ebft, "ce_coef": 0.1})[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"base_model": "outputs/a", "output_dir": "outputs/x/../a/"}, "is the folder of base_model, whose files"),
+        ({"tokenizer_config": "words", "output_dir": "words"}, "is the folder of tokenizer_config"),
+        ({"base_model": "smollm2-135m", "output_dir": "./smollm2-135m"}, "is (also the name|the folder) of base_model"),
+        ({"base_model": "outputs/a/checkpoint-2", "output_dir": "outputs/a"}, "a checkpoint of an earlier run"),
+    ],
+)
+def test_the_output_is_not_where_training_starts_from(make, tmp_path, monkeypatch, keys, message):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("outputs/a/checkpoint-2", "words"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make(**keys))
+
+
+def test_a_fetched_model_is_not_hidden_by_the_output(make, tmp_path, monkeypatch):
+    """Its folder is in the cache, but a folder of its name would take precedence from then on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: tmp_path / "cache" / name)
+    with pytest.raises(ConfigError, match="output_dir: smollm2-135m is also the name of base_model"):
+        check_runnable(make(base_model="smollm2-135m", output_dir="smollm2-135m"))

@@ -4,7 +4,6 @@ Contradictions raise a ConfigError that names both keys and how to resolve the c
 setting other than the one requested, one warning names the key.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -42,14 +41,6 @@ def refuse_contradictions(config: "RunConfig") -> None:
     found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
-
-
-def _output(config: "RunConfig") -> Iterator[str]:
-    if os.path.abspath(os.path.expanduser(config.output_dir)) == os.path.abspath(os.path.expanduser(config.base_model)):
-        yield (
-            f"output_dir: {config.output_dir} is also base_model, whose files a run would move away or hide. Set "
-            "another output_dir."
-        )
 
 
 def _quantisation(config: "RunConfig") -> Iterator[str]:
@@ -177,7 +168,6 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     adapter_problems,
     unfrozen_problems,
     carried_problems,
-    _output,
     _quantisation,
     _gguf,
     _model_type,

@@ -170,6 +170,11 @@ def _check_not_overwritten(config: RunConfig) -> None:
                 f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace. "
                 "Choose another folder."
             )
+        if name is not None and os.path.realpath(os.path.expanduser(name)) == output:
+            raise ConfigError(
+                f"output_dir: {config.output_dir} is also the name of {key}, which would then be this folder. Choose "
+                "another folder."
+            )
         if source is not None and source.startswith(os.path.join(output, "checkpoint-")):
             raise ConfigError(
                 f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
