@@ -78,6 +78,8 @@ def test_an_override_with_dashes_is_corrected(ebft, tmp_path):
     (tmp_path / "run.yaml").write_text("base_model: some/model\n")
     result = ebft("config", "--check", tmp_path / "run.yaml", "--learning_rate", "1e-4")
     assert result.exit_code == 2 and "learning_rate=VALUE" in plain(result.stderr)
+    result = ebft("config", "--josn-schema")
+    assert result.exit_code == 2 and "No such option: --josn-schema" in plain(result.stderr)
 
 
 @pytest.mark.parametrize("name", [command.name for command in app.registered_commands])

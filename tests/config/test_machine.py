@@ -49,4 +49,6 @@ def test_tf32_without_its_hardware_has_no_effect(make):
 
 
 def test_what_is_there_may_be_used(make):
-    check_machine(make(fp16=True, bf16=False, **strided("cuda:0")), GPU)
+    config = make(fp16=True, bf16=False, **strided("cuda:0"))
+    check_machine(config, GPU)
+    assert training_kwargs(config, GPU, rows=1, has_eval=False)["fp16"] is True

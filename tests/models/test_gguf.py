@@ -58,6 +58,7 @@ def test_config_of_the_run_decides_the_type(make_gguf_config):
 
 def test_saved_model_is_an_ordinary_one(make_gguf_config, tiny_gguf, tmp_path):
     config = make_gguf_config()
+    assert config.model_name == str(tiny_gguf)
     tokenizer = load_tokenizer(config)
     model = load_base_model(config, tokenizer)
     assert model.name_or_path == model.config.name_or_path == str(tiny_gguf)
