@@ -3,6 +3,7 @@
 import pytest
 
 from ebft.data import conversation as conversations
+from ebft.data import rendering
 from ebft.data.conversation import Renderer, without_end
 from ebft.errors import DataError
 from tests.structured.conftest import chat_tokenizer  # noqa: F401 - a fixture
@@ -43,9 +44,10 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):  # noqa: F811
     renderer = Renderer(chat_tokenizer)
     end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
     assert renderer.end_ids() == {end, eos}
-    assert renderer.reference_ids("yes<|im_end|>", "a") == renderer.reference_ids("yes", "a")
+    for prompt, end_id in ((PROMPT, end), ("text", eos)):
+        found = [renderer.conversation(prompt, text) for text in ("yes<|im_end|>", "yes")]
+        assert found[0].reference_ids == found[1].reference_ids and found[0].end_id == end_id
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
-    assert (renderer.end_id(PROMPT), renderer.end_id("text")) == (end, eos)
 
 
 def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
@@ -103,9 +105,9 @@ def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):  # noqa: F
 
 
 def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):  # noqa: F811
-    turns = [{"role": "user", "content": f"say {conversations._REPLY} again"}, {"role": "assistant", "content": "b"}]
+    turns = [{"role": "user", "content": f"say {rendering._REPLY} again"}, {"role": "assistant", "content": "b"}]
     lead = Renderer(chat_tokenizer).conversation(PROMPT, "a", turns).turns[1].lead_ids
-    assert f"user\nsay {conversations._REPLY} again" in decoded(chat_tokenizer, lead)
+    assert f"user\nsay {rendering._REPLY} again" in decoded(chat_tokenizer, lead)
 
 
 def test_a_turn_that_only_calls_a_tool_is_no_reply(chat_tokenizer):  # noqa: F811
@@ -118,5 +120,8 @@ def test_a_turn_that_only_calls_a_tool_is_no_reply(chat_tokenizer):  # noqa: F81
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]}
     turns = [{"role": "user", "content": "now?"}, call, {"role": "tool", "content": "sun"}]
     conversation = Renderer(tokenizer).conversation(PROMPT, "a", [*turns, {"role": "assistant", "content": "sunny"}])
-    assert [turn.reference for turn in conversation.turns] == ["a", "sunny"]
+    assert [decoded(tokenizer, turn.reference_ids) for turn in conversation.turns] == [
+        "<assistant>a",
+        "<assistant>sunny",
+    ]
     assert decoded(tokenizer, conversation.turns[1].lead_ids) == "<user>now?<assistant>weather<tool>sun"

@@ -56,13 +56,8 @@ def load(path, type, tokenizer, method, **keys):
     renderer = Renderer(tokenizer)
     if config.method.rows == "prompts":
         parts = load_prompts(config, tokenizer)
-        return [
-            [
-                (renderer.prompt_ids(row["prompt"]), renderer.reference_ids(row["ground_truth"], row["prompt"]))
-                for row in rows or []
-            ]
-            for rows in parts
-        ]
+        talks = [[renderer.of_row(row) for row in rows or []] for rows in parts]
+        return [[(talk.prompt_ids, talk.turns[0].reference_ids) for talk in part] for part in talks]
     parts = load_datasets(config, tokenizer)
     cut = lambda row: (row["input_ids"][: row["prompt_length"]], row["input_ids"][row["prompt_length"] :])
     return [[cut(row) for row in rows or []] for rows in parts]

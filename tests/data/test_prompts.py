@@ -146,7 +146,7 @@ def test_grpo_counts_the_prompt_alone(make_grpo, write_jsonl, tokenizer, own, ca
 
 
 def test_template_arguments_count(make_structured, write_jsonl, chatml):
-    chatml.chat_template += "{% if long %}{{ 'so ' * 300 }}{% endif %}"
+    chatml.chat_template = "{% if long %}{{ 'so ' * 300 }}{% endif %}" + chatml.chat_template
     path = write_jsonl([{"input": "a", "output": "b"}])
     assert len(load_prompts(make_structured(path), chatml)[0]) == 1
     with pytest.raises(DataError, match="1 whose prompt and reference do not fit"):

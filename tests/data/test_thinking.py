@@ -2,7 +2,8 @@
 
 import pytest
 
-from ebft.data.thinking import TAGS, join_thinking, split_thinking, thinking_spans, token_mask
+from ebft.data.joined import Tokens
+from ebft.data.thinking import TAGS, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 
@@ -43,19 +44,19 @@ def test_joined_is_split_again():
 
 def test_tokens_of_a_block(tokenizer):
     text = "é <think>¿so?</think>\n\nFour 🙂."
-    mask = token_mask(tokenizer, text, thinking_spans(text))
+    mask = Tokens(tokenizer, text).mask(thinking_spans(text))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(mask) == len(ids)
     thought = tokenizer.decode([token for token, masked in zip(ids, mask) if masked])
     spoken = tokenizer.decode([token for token, masked in zip(ids, mask) if not masked])
     # The space before a tag may share its token.
     assert thought.strip() == "<think>¿so?</think>" and spoken.replace(" ", "") == "éFour🙂."
-    assert not any(token_mask(tokenizer, text, []))
+    assert not any(Tokens(tokenizer, text).mask([]))
 
 
 def test_a_token_that_only_touches_a_block_is_in_it(tokenizer):
     ids = tokenizer(" argparse", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    assert token_mask(tokenizer, " argparse", [(1, 2)]) == [start < 2 and end > 1 for start, end in ids]
+    assert Tokens(tokenizer, " argparse").mask([(1, 2)]) == [start < 2 and end > 1 for start, end in ids]
 
 
 def test_tokens_of_spaces_alone_without_offsets():
@@ -70,12 +71,15 @@ def test_tokens_of_spaces_alone_without_offsets():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trimming)
     encoded = tokenizer("a  b", return_offsets_mapping=True)
     assert encoded["offset_mapping"] == [(0, 1), (3, 3), (3, 4)]
-    assert token_mask(tokenizer, "a  b", [(1, 3)]) == [False, True, False]
+    assert Tokens(tokenizer, "a  b").mask([(1, 3)]) == [False, True, False]
 
 
 def test_a_tokenizer_without_offsets():
     class SlowTokenizer:
         is_fast = False
 
+        def __call__(self, text, **kwargs):
+            return {"input_ids": [1]}
+
     with pytest.raises(DataError, match="SlowTokenizer does not support offset mapping, .* Use a fast tokenizer"):
-        token_mask(SlowTokenizer(), "a", [])
+        Tokens(SlowTokenizer(), "a").mask([])

@@ -163,6 +163,12 @@ def _chat_templates(config: "RunConfig") -> Iterator[str]:
             )
 
 
+def _template_kwargs(config: "RunConfig") -> Iterator[str]:
+    given = config.trl.chat_template_kwargs
+    if None not in (given, config.chat_template_kwargs) and given != config.chat_template_kwargs:
+        yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
+
+
 _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     contradictory_selection,
     adapter_problems,
@@ -180,6 +186,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
     entry_conflicts,
     stream_problems,
     _chat_templates,
+    _template_kwargs,
 ]
 
 
@@ -233,6 +240,9 @@ def _resolve_transforms(config: "RunConfig") -> None:
 def _resolve_entries(config: "RunConfig") -> None:
     """Use the chat template of the datasets for the run, and warn of their keys without effect."""
     config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
+    if config.method.rows == "prompts":
+        config.chat_template_kwargs = config.chat_template_kwargs or config.trl.chat_template_kwargs
+        config.trl.chat_template_kwargs = config.chat_template_kwargs
     for message in (*idle_keys(config), *idle_stream_keys(config)):
         warnings.warn(message, stacklevel=3)
 

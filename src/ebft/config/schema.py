@@ -145,7 +145,7 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
             method=self.method.name,
             needs_reference=self.method.needs_reference,
             block=self.ebft if self.method.samples_blocks else None,
-            chat_template_kwargs=self.trl.chat_template_kwargs,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     @property

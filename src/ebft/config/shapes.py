@@ -128,7 +128,11 @@ class ShapeKeys(Section):
     field_tools: NotBlank = Field(
         "tools",
         description="Column with the descriptions of tools for the chat template, a list or JSON text; rows may lack "
-        "it. For type: chat_template in SFT and strided mode.",
+        "it. For chats.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Arguments of the chat template for the rows of this dataset, such as {enable_thinking: false}.",
     )
     user_defined: PromptFormat | None = Field(
         None, description="Columns and format of prompts written out as text; `type` can be this mapping itself."

@@ -138,7 +138,7 @@ class SamplingKeys(Section):
         None, description="Additional sampling parameters of vLLM, such as stop_token_ids."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Arguments passed to the chat template, such as enable_thinking."
+        None, description="The same as chat_template_kwargs of the config."
     )
     vllm_guided_decoding_regex: str | None = Field(
         None, description="Regular expression that completions must match (requires vLLM)."

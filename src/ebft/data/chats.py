@@ -10,6 +10,7 @@ from typing import Any
 
 from ebft.config.shapes import ShapeKeys
 from ebft.data.messages import Message, messages_of
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
 from ebft.data.thinking import split_thinking
 from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
@@ -136,6 +137,17 @@ def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
             f"got {found!r:.60}. Correct it, or set field_tools to another column."
         )
     return found
+
+
+def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:
+    """What the chat template reads besides the messages of a row, for transforms that return messages."""
+    tools, kwargs = tools_of(example, entry), row_kwargs(example)
+    return ({TOOLS: tools} if tools else {}) | ({ROW_KWARGS: kwargs} if kwargs else {})
+
+
+def reply_column(reply: Message | None) -> dict[str, Message]:
+    """The message of a reference that has more than text, such as thinking or tool calls."""
+    return {REPLY: reply} if reply is not None and reply.keys() > {"role", "content"} else {}
 
 
 def _value_at(example: dict[str, Any], path: str) -> Any:

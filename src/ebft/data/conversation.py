@@ -1,47 +1,64 @@
 """Token ids of prompts, replies and the text between them, tokenised in the same way for sampling and for features.
 
 A prompt is a text or a list of messages. A conversation continues with `remaining_turns`, the messages after the first
-reply: user turns that are given, and assistant turns that are references. Replies are never rendered by the chat
-template together with what follows; their ids are kept, and the template only provides the ids between two replies.
+reply: user turns that are given, and assistant turns that are references. References are the tokens that the chat
+template renders for them in the whole conversation; what it puts between two replies is given to the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import json
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.added_keys import without_missing
-from ebft.data.joined import adds_space, ids_after
+from ebft.data.joined import Tokens, ids_after
+from ebft.data.messages import Message
+from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
 from ebft.data.special_tokens import end_tokens
+from ebft.data.thinking import thinking_spans
 from ebft.data.transforms.rows import continued_ids
+from ebft.data.transforms.turn_labels import turn_parts
+from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
-Message = dict[str, Any]
 Prompt = str | list[Message]
 
 REMEMBERED = 1024  # cached conversations, so that rollouts, reward and cross-entropy of a batch share one rendering
-_REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template puts after it
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One reply of a conversation: the ids between the previous reply and this one, and its reference."""
+    """One reply of a conversation: the ids between the previous reply and this one, and its reference.
+
+    The first `ended` of `lead_ids` end the previous reply. `thinking` marks the ids of the reference that belong to
+    thinking blocks, None if the tokenizer cannot tell.
+    """
 
     lead_ids: list[int]
-    reference: str
     reference_ids: list[int]
+    ended: int = 0
+    thinking: list[bool] | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt and the turns that follow; `turns[0].lead_ids` are the ids of the prompt."""
+    """A prompt and the turns that follow; `turns[0].lead_ids` are the ids of the prompt.
+
+    `generation_prompt_ids` are the prompt as it is rendered for sampling. The prompt of a reference ends before them
+    where they open something that the rendered reference does not contain, such as a thinking block: the policy then
+    writes the rest, as the reference does. `end_id` is the token that ends the last reply, None if there is none.
+    """
 
     turns: list[Turn]
+    generation_prompt_ids: list[int]
+    end_id: int | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -55,52 +72,171 @@ class Conversation:
             ids += [*turn.lead_ids, *turn.reference_ids]
         return ids
 
+    def compared(self, prompt_ids: list[int], samples: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """Return the ids that all sequences start with, and how the samples, which follow `prompt_ids`, and then the
+        reference go on: each with those ids is a whole sequence."""
+        shared = len(commonprefix([prompt_ids, self.prompt_ids]))
+        continued = [prompt_ids[shared:] + ids for ids in samples]
+        return prompt_ids[:shared], [*continued, self.prompt_ids[shared:] + self.reference_ids]
+
 
 class Renderer:
-    """Converts prompts, references and conversations to token ids with a tokenizer and its chat template."""
+    """Converts prompts, references and conversations to token ids with a tokenizer and its chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None) -> None:
+    `chat_template_kwargs` and `tools` are arguments of the template for all rows, `template` its name for messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[Any] | None = None,
+        template: str | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
+        self.template = ChatTemplate(tokenizer, template, chat_template_kwargs, tools)
         self._rendered: dict[str, Conversation] = {}
+        self._reported = False
+
+    def of_row(self, row: Mapping[str, Any], compares: bool = True) -> Conversation:
+        """The conversation of a row of prompts; with `compares=False`, without a reference for the first reply."""
+        reference = row.get("ground_truth")
+        has_reference = compares and isinstance(reference, str) and bool(reference.strip())
+        return self.conversation(
+            row["prompt"],
+            reference if has_reference else "",
+            row.get("remaining_turns"),
+            tools=_json(row, TOOLS),
+            chat_template_kwargs=row_kwargs(row),
+            reply=_json(row, REPLY) if has_reference else None,
+        )
 
     def conversation(
-        self, prompt: Prompt, ground_truth: str, remaining_turns: Iterable[Message] | None = None
+        self,
+        prompt: Prompt,
+        ground_truth: str,
+        remaining_turns: Iterable[Message] | None = None,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        reply: Message | None = None,
     ) -> Conversation:
         """The prompt with its references. Raises DataError if a message is invalid or cannot be rendered.
 
-        The last `REMEMBERED` conversations are cached, so that a conversation is rendered once per step.
+        `reply` is the message of the first reference if it has more than the content `ground_truth`. An empty
+        `ground_truth` means that there is no reference to compare with: the prompt is then the generation prompt. The
+        last `REMEMBERED` conversations are cached, so that a conversation is rendered once per step.
         """
         remaining = list(remaining_turns or [])
-        key = repr((prompt, ground_truth, remaining))
+        key = repr((prompt, ground_truth, remaining, tools, chat_template_kwargs, reply))
         if key not in self._rendered:
-            conversation = self._conversation(prompt, ground_truth, remaining)
+            template = self.template.with_tools(tools, chat_template_kwargs)
+            reply = reply or {"role": "assistant", "content": ground_truth}
+            conversation = self._conversation(template, prompt, reply, bool(ground_truth), _clean(remaining))
             if len(self._rendered) >= REMEMBERED:
                 del self._rendered[next(iter(self._rendered))]
             self._rendered[key] = conversation
         return self._rendered[key]
 
-    def _conversation(self, prompt: Prompt, ground_truth: str, remaining_turns: list[Message]) -> Conversation:
-        turns = [Turn(self.prompt_ids(prompt), ground_truth, self.reference_ids(ground_truth, prompt))]
-        before, reply = prompt, ground_truth  # what the newest reply is given, and its reference
-        between: list[Message] = []
-        for message in _clean(remaining_turns):
-            if not is_reply(message):
-                between.append(message)
-                continue
-            if not between:
+    def _conversation(
+        self, template: ChatTemplate, prompt: Prompt, reply: Message, has_reference: bool, remaining: list[Message]
+    ) -> Conversation:
+        given = self._prompt_ids(template, prompt)
+        if isinstance(prompt, str):
+            if any(map(is_reply, remaining)):
                 raise DataError(
-                    "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
+                    "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
-            reference = _text(message.get("content"))
-            gap = self.gap_ids(before, between)
-            before, reply = [*before, {"role": "assistant", "content": reply}, *between], reference
-            turns.append(Turn(gap, reference, self.reference_ids(reference, before)))
-            between = []
-        return Conversation(turns)
+            return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
+        messages = [*_clean(prompt), reply, *_up_to_last_reply(remaining)]
+        replies = [index for index in range(len(prompt), len(messages)) if is_reply(messages[index])]
+        if any(second == first + 1 for first, second in zip(replies, replies[1:])):
+            raise DataError(
+                "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
+            )
+        end_id = self.tokenizer.eos_token_id if template.end_of_turn_id is None else template.end_of_turn_id
+        if not has_reference:
+            return Conversation(self._given_turns(template, messages, replies, given), given, end_id)
+        turns = self._turns(template, messages, replies)
+        self._report(template, given, turns[0])
+        return Conversation(turns, given, end_id)
+
+    def _text_turn(self, prompt: str, prompt_ids: list[int], reference: str) -> Turn:
+        ids = without_end(ids_after(self.tokenizer, prompt, reference), self.end_ids())
+        if not self.tokenizer.is_fast:
+            return Turn(prompt_ids, ids)
+        thinking = Tokens(self.tokenizer, reference).mask(thinking_spans(reference))
+        return Turn(prompt_ids, ids, 0, (thinking + [False] * len(ids))[: len(ids)])
+
+    def _turns(self, template: ChatTemplate, messages: list[Message], replies: list[int]) -> list[Turn]:
+        """The turns as the template renders them in the whole conversation."""
+        for index in replies:
+            if not isinstance(messages[index].get("content", ""), str):
+                kind = type(messages[index]["content"]).__name__
+                raise DataError(f"the content of an assistant turn must be text, got {kind}")
+        places = Places(template, messages, template.special, template.name)
+        tokens, known = Tokens(self.tokenizer, places.text), end_tokens(self.tokenizer)
+        turns: list[Turn] = []
+        at = done = ended = 0  # characters and tokens before the next part, and how many of the latter end a reply
+        for part in turn_parts(places, replies, template.end_of_turn):
+            start, at = at, at + len(part.text)
+            if part.turn is None:
+                continue
+            end = template.end_of_turn if part.end is None else part.end
+            content = at - len(end) if end and part.text.endswith(end) else at
+            first, last, stop = tokens.before(start), tokens.before(content), tokens.before(at)
+            tail = tokens.ids[last:stop]
+            ends = [index for index, token in enumerate(tail) if token == template.end_of_turn_id]
+            ends = ends or [index for index, token in enumerate(tail) if token in known]
+            last += ends[0] if ends else 0
+            ids = without_end(tokens.ids[first:last], self.end_ids())
+            thinking = self._thinking(tokens, part.text, start)
+            turns.append(
+                Turn(
+                    tokens.ids[done:first], ids, ended, None if thinking is None else thinking[first : first + len(ids)]
+                )
+            )
+            done, ended = last, int(bool(ends))
+        return turns
+
+    def _thinking(self, tokens: Tokens, text: str, start: int) -> list[bool] | None:
+        if not self.tokenizer.is_fast:
+            return None
+        return tokens.mask([(start + first, start + last) for first, last in thinking_spans(text)])
+
+    def _given_turns(
+        self, template: ChatTemplate, messages: list[Message], replies: list[int], given: list[int]
+    ) -> list[Turn]:
+        """The turns without a reference for the first reply: what is given before each, with generation prompts."""
+        turns = [Turn(given, [])]
+        for before, index in zip(replies, replies[1:]):
+            text = template.after_reply(messages[:before], messages[before + 1 : index], add_generation_prompt=True)
+            ids = ids_after(self.tokenizer, "", text)
+            ended = next((number + 1 for number, token in enumerate(ids) if token in self.end_ids()), 0)
+            content = messages[index].get("content") or ""
+            reference = without_end(ids_after(self.tokenizer, text, content), self.end_ids())
+            turns.append(Turn(ids, reference, ended))
+        return turns
+
+    def _report(self, template: ChatTemplate, given: list[int], turn: Turn) -> None:
+        """One line if prompts end before the template's generation prompt does."""
+        if self._reported or given == turn.lead_ids:
+            return
+        self._reported = True
+        shared = len(commonprefix([given, turn.lead_ids]))
+        rest, written = self.tokenizer.decode(given[shared:]), self.tokenizer.decode(turn.reference_ids[:8])
+        warnings.warn(
+            f"Chat template {template.name}: the generation prompt goes on with {rest!r} where the rendered reference "
+            f"goes on with {written!r}. The prompt is what both have in common, so the model has to write the rest of "
+            "the reference. Arguments of the template (chat_template_kwargs, such as enable_thinking: false) may make "
+            "them agree.",
+            stacklevel=2,
+        )
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Ids of a text with the tokenizer's special tokens, or of messages with the generation prompt."""
+        return self._prompt_ids(self.template, prompt)
+
+    def _prompt_ids(self, template: ChatTemplate, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = continued_ids(self.tokenizer, prompt) or self.tokenizer(prompt, verbose=False)["input_ids"]
         elif prompt and prompt[-1].get("role") == "assistant":
@@ -109,93 +245,19 @@ class Renderer:
                 "continue that message. End the prompt with a user message, and use the reply as ground_truth"
             )
         else:
-            ids = self._apply(_clean(prompt), tokenize=True)["input_ids"]
+            ids = Tokens(self.tokenizer, template(_clean(prompt), add_generation_prompt=True)).ids
         if not ids:
             raise DataError("cannot sample from an empty prompt. Provide a prompt, or use a tokenizer with a BOS token")
         return list(ids)
-
-    def reference_ids(self, text: str, prompt: Prompt) -> list[int]:
-        """Ids of a reference after `prompt`, without special tokens and without a terminating end-of-turn token.
-
-        They are those of the text alone, unless the tokenizer adds a space to it.
-        """
-        before, lead = self._before_reply(prompt) if text and self._adds_space else ("", "")
-        return without_end(ids_after(self.tokenizer, before, lead + text), self.end_ids())
-
-    @cached_property
-    def _adds_space(self) -> bool:
-        return adds_space(self.tokenizer)
-
-    def _before_reply(self, prompt: Prompt) -> tuple[str, str]:
-        """The text of a prompt, and the white space that the chat template puts between it and a reply."""
-        if isinstance(prompt, str):
-            return prompt, ""
-        messages = _clean(prompt)
-        before = self._apply(messages, tokenize=False)
-        reply = {"role": "assistant", "content": _REPLY}
-        whole = self._apply([*messages, reply], tokenize=False, add_generation_prompt=False)
-        lead = whole[len(before) :].partition(_REPLY)[0] if whole.startswith(before) else ""
-        return before, lead if lead.isspace() else ""
-
-    def gap_ids(self, before: Prompt, messages: list[Message]) -> list[int]:
-        """Ids between a reply to `before` and the next one: its end of turn, `messages`, the generation prompt."""
-        if isinstance(before, str):
-            raise DataError("remaining_turns requires a prompt of messages, since the chat template joins the turns")
-        text = self._after_reply(_clean(before), messages, True)
-        return ids_after(self.tokenizer, "", text)
-
-    def end_id(self, prompt: Prompt) -> int | None:
-        """The token that ends a reply to `prompt`: the template's end of turn for messages, else end of sequence."""
-        end_of_turn = None if isinstance(prompt, str) else self.end_of_turn_id
-        return self.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
     def end_ids(self) -> set[int]:
         """Tokens that end a reply: end of sequence, and the chat template's end of turn if it is a special token."""
         return {self.tokenizer.eos_token_id, self.end_of_turn_id} - {None}
 
     @cached_property
-    def end_of_turn(self) -> str:
-        """The text that the chat template writes after a reply, empty if there is none or if it is unknown."""
-        if self.tokenizer.chat_template is None:
-            return ""
-        try:
-            return self._after_reply([{"role": "user", "content": "?"}], [], False)
-        except DataError:  # the end of turn of a template that does not accept such a chat is unknown
-            return ""
-
-    @cached_property
     def end_of_turn_id(self) -> int | None:
-        """The token that the chat template writes after a reply; None if it is not a special or added token."""
-        ids = ids_after(self.tokenizer, "", self.end_of_turn)
-        return ids[0] if ids and ids[0] in end_tokens(self.tokenizer) else None
-
-    def _after_reply(self, before: list[Message], after: list[Message], add_generation_prompt: bool) -> str:
-        """What the template writes after a reply to the messages `before`, with the messages `after` following it."""
-        reply = _REPLY
-        while any(reply in str(message) for message in (*before, *after)):
-            reply += "-EBFT"
-        messages = [*before, {"role": "assistant", "content": reply}, *after]
-        text = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        if reply not in text:
-            raise DataError("the chat template omits an assistant turn, so turns cannot be separated")
-        return text.rpartition(reply)[2]
-
-    def _apply(self, messages: list[Message], tokenize: bool, add_generation_prompt: bool = True) -> Any:
-        if self.tokenizer.chat_template is None:
-            raise DataError(
-                "the tokenizer has no chat template, but the prompt is a list of messages. Set chat_template (chatml, "
-                "llama3, or Jinja text), or use text as prompt"
-            )
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=tokenize,
-                add_generation_prompt=add_generation_prompt,
-                **({"return_dict": True} if tokenize else {}),
-                **self.kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template cannot render these messages: {error}") from error
+        """The token with which the chat template ends a reply; None if it is not a special or added token."""
+        return self.template.end_of_turn_id
 
 
 def is_reply(message: Message) -> bool:
@@ -208,9 +270,17 @@ def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in end_ids else ids
 
 
-def end_length(lead_ids: list[int], end_ids: Collection[int]) -> int:
-    """Number of ids at the start of `lead_ids` that end the previous reply: up to its end token, 0 without one."""
-    return next((index + 1 for index, token in enumerate(lead_ids) if token in end_ids), 0)
+def _up_to_last_reply(messages: list[Message]) -> list[Message]:
+    last = max((index for index, message in enumerate(messages) if is_reply(message)), default=-1)
+    return messages[: last + 1]
+
+
+def _json(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column that is JSON text or the value itself; without the keys that Arrow has added."""
+    value = row.get(name)
+    if isinstance(value, str):
+        return json.loads(value) if value else None
+    return without_missing(value) if name == TOOLS else value
 
 
 def _clean(messages: Iterable[Message]) -> list[Message]:
@@ -220,9 +290,3 @@ def _clean(messages: Iterable[Message]) -> list[Message]:
         message | {"tool_calls": without_missing(message["tool_calls"])} if "tool_calls" in message else message
         for message in present
     ]
-
-
-def _text(content: Any) -> str:
-    if not isinstance(content, str):
-        raise DataError(f"the content of an assistant turn must be text, got {type(content).__name__}")
-    return content

@@ -1,15 +1,59 @@
-"""Token ids of texts that continue other texts, for tokenizers that put a space before the first word of each text.
+"""Tokens of texts and of their parts, also for tokenizers that put a space before the first word of each text.
 
 Such tokenizers (SentencePiece with a dummy prefix, as of Llama 2) give a text other ids on its own than inside of a
 longer text. Others give the same ids, except where tokens would span the boundary.
 """
 
+from functools import cached_property
+
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.thinking import token_mask
 from ebft.errors import DataError
 
+Spans = list[tuple[int, int]]  # character ranges
+
 _SPACES = ("▁", "Ġ")  # a space in the tokens of SentencePiece and of byte-level tokenizers
+
+
+class Tokens:
+    """The tokens of a text without special tokens, and the characters that they cover.
+
+    A text is tokenised as a whole, so that its tokens are those that a chat template's `tokenize=True` gives; a token
+    that spans the boundary of two parts belongs to the second one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.ids: list[int] = _ids(tokenizer, text)
+
+    @cached_property
+    def ranges(self) -> Spans:
+        """The character range of each token. Raises DataError for tokenizers without offset mapping."""
+        if not self.tokenizer.is_fast:
+            raise DataError(
+                f"{type(self.tokenizer).__name__} does not support offset mapping, so the tokens of parts of a text "
+                "cannot be found. Use a fast tokenizer (one with a tokenizer.json), or remove ebft.mask_thinking_ce, "
+                "train_on_eos and roles_to_train."
+            )
+        encoded = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ranges, before = [], 0
+        for start, end in encoded["offset_mapping"]:
+            # Some tokenizers exclude spaces from the range of a token, so that a token of spaces has an empty range.
+            ranges.append((start if start < end else before, end))
+            before = end
+        return ranges
+
+    def mask(self, spans: Spans) -> list[bool]:
+        """For each token, whether it overlaps one of the character ranges."""
+        return [any(begin < last and end > first for first, last in spans) for begin, end in self.ranges]
+
+    def before(self, character: int) -> int:
+        """The number of tokens before the one that has the character at this index or reaches beyond it."""
+        if not self.tokenizer.is_fast:
+            start = _ids(self.tokenizer, self.text[:character])
+            if self.ids[: len(start)] == start:
+                return len(start)
+        return next((index for index, (_, end) in enumerate(self.ranges) if end > character), len(self.ids))
 
 
 def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -27,11 +71,11 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> lis
     return _ids(tokenizer, start + text)[len(_ids(tokenizer, start)) :]
 
 
-def mask_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str, spans: list[tuple[int, int]]) -> list[bool]:
+def mask_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str, spans: Spans) -> list[bool]:
     """For each of `ids_after`, whether it overlaps one of the character ranges of `text`."""
     start = _start(tokenizer, before, text)
     shifted = [(first + len(start), last + len(start)) for first, last in spans]
-    return token_mask(tokenizer, start + text, shifted)[len(_ids(tokenizer, start)) :]
+    return Tokens(tokenizer, start + text).mask(shifted)[len(_ids(tokenizer, start)) :]
 
 
 def _start(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:

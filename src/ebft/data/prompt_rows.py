@@ -7,10 +7,11 @@ from typing import Any
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.conversation import Message, Renderer
+from ebft.data.conversation import Renderer
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
-from ebft.data.messages import messages_of
+from ebft.data.messages import Message, messages_of
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
 from ebft.data.transform_names import wanted_rows
 from ebft.errors import DataError
 
@@ -42,9 +43,15 @@ RESERVED = (
 class PromptRow:
     """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
 
-    def __init__(self, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         required = config.required_rows
-        self.renderer = Renderer(tokenizer, required.chat_template_kwargs)
+        self.renderer = Renderer(tokenizer, required.chat_template_kwargs, template=config.chat_template)
+        self.of_entry = chat_template_kwargs
         self.sequence_len = config.sequence_len
         self.needs_reference = required.needs_reference
         self.hint = wanted_rows(required)
@@ -60,6 +67,7 @@ class PromptRow:
         fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
+        fields |= self._of_template(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)
         # Only rows that are kept determine the kinds and columns.
@@ -69,6 +77,14 @@ class PromptRow:
             "kind": "" if reason else kind,
             "reason": reason,
         }
+
+    def _of_template(self, fields: dict[str, Any]) -> dict[str, str]:
+        """The columns that the chat template reads, as JSON text: Arrow would add the keys of other rows to theirs."""
+        found = {name: fields[name] for name in (TOOLS, REPLY) if fields.get(name)}
+        kwargs = row_kwargs(fields, self.of_entry)
+        found |= {ROW_KWARGS: kwargs} if kwargs else {}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+        return {name: "" for name in (TOOLS, REPLY, ROW_KWARGS) if name in fields} | texts
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
         if "prompt" not in row and "input_ids" in row:
@@ -97,11 +113,11 @@ class PromptRow:
         if not _says_something(prompt):
             return NO_PROMPT
         if not self.needs_reference:
-            talk = self.renderer.conversation(prompt, "", fields.get("remaining_turns"))
+            talk = self.renderer.of_row(fields, compares=False)
             return "" if len(talk.prompt_ids) < self.sequence_len else PROMPT_TOO_LONG
         if reference is None or not reference.strip():
             return NO_REFERENCE
-        talk = self.renderer.conversation(prompt, reference, fields.get("remaining_turns"))
+        talk = self.renderer.of_row(fields)
         if not talk.turns[0].reference_ids:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.

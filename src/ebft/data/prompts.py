@@ -29,8 +29,9 @@ def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `prompt` (text in all rows, or messages in all rows), `ground_truth` (text; None if `rl: grpo` has none),
-    `remaining_turns` if a transform returns it (messages; an empty list in other rows), and all other columns that
-    the transforms keep, for reward functions. References are not truncated: rows that are too long are dropped, with a
+    `remaining_turns` if a transform returns it (messages; an empty list in other rows), `tools`, `reply` and
+    `chat_template_kwargs` if a row has them (JSON text), and all other columns that the transforms keep, for reward
+    functions. References are not truncated: rows that are too long are dropped, with a
     count for each reason. `val_set_size` holds out whole documents, so the turns of one chat stay together. Raises
     DataError if a source cannot be read, sources are incompatible, or no usable rows are left.
     """
@@ -45,7 +46,7 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
     sources: dict[str, str] = {}  # the first source of each kind of prompt
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        check = PromptRow(config, tokenizer)
+        check = PromptRow(config, tokenizer, entry.chat_template_kwargs)
         rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
         for kind in sorted(set(rows["kind"]) - {""}):
             sources.setdefault(kind, named(entry))

@@ -1,13 +1,9 @@
-"""Thinking blocks of a reply: their positions, contents and tokens.
+"""Thinking blocks of a reply: their positions and contents.
 
 A block is `<think>...</think>` or one of the variants in `TAGS`. A tag that is never closed is ignored. In a reply with
 only a closing tag, the block begins at the start: the chat templates of some models put the opening tag into the
 prompt.
 """
-
-from transformers import PreTrainedTokenizerBase
-
-from ebft.errors import DataError
 
 TAGS = (
     ("<think>", "</think>"),
@@ -38,24 +34,6 @@ def split_thinking(text: str) -> tuple[str, str]:
 def join_thinking(thinking: str, answer: str) -> str:
     """A reply that starts with its thinking, as a `<think>` block."""
     return f"<think>\n{thinking}\n</think>\n\n{answer}"
-
-
-def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """For each token of `text`, without special tokens, whether it overlaps one of the character ranges."""
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{type(tokenizer).__name__} does not support offset mapping, so the tokens of thinking blocks and "
-            "of parts of a turn cannot be found. Use a fast tokenizer (one with a tokenizer.json), or remove "
-            "ebft.mask_thinking_ce, train_on_eos and roles_to_train."
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask, before = [], 0
-    for start, end in encoded["offset_mapping"]:
-        # Some tokenizers exclude spaces from the range of a token, so that a token of only spaces has an empty range.
-        begin = start if start < end else before
-        mask.append(any(begin < last and end > first for first, last in spans))
-        before = end
-    return mask
 
 
 def _blocks(text: str) -> list[tuple[int, int, str]]:

@@ -117,7 +117,7 @@ def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | lis
         return [_tokens(row) for row in data]
     if "prompt_ids" in data.column_names:
         return list(map(_pair_length, data))
-    renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+    renderer = Renderer(tokenizer, config.chat_template_kwargs)
     return [_prompt_length(renderer, row) for row in data]
 
 
@@ -170,9 +170,7 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
 
 
 def _prompt_length(renderer: Renderer, row: dict[str, Any]) -> PromptLength:
-    reference = row.get("ground_truth")
-    text = reference if isinstance(reference, str) else ""  # with GRPO, any value
-    talk = renderer.conversation(row["prompt"], text, row.get("remaining_turns"))
+    talk = renderer.of_row(row)
     return PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns))
 
 

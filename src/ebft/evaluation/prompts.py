@@ -32,20 +32,23 @@ class PromptMeasure:
 
     def __init__(self, task: Task, subject: Subject) -> None:
         self.task, self.subject = task, subject
-        self.renderer = Renderer(task.tokenizer, task.config.trl.chat_template_kwargs)
+        self.renderer = Renderer(task.tokenizer, task.config.chat_template_kwargs)
         self.completions = Completions(subject.policy, self.renderer, task)
+        # Without comparisons in training, replies follow the generation prompt of the chat template, as there.
+        self._compares = task.config.method.compares_features(task.config)
         self.scores = Scores()
 
     def run(self) -> Scores:
         """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
         for number, (rows, documents) in enumerate(self.task.batches()):
-            conversations = [self._conversation(row) for row in rows]
+            conversations = [self.renderer.of_row(row) for row in rows]
+            asked = [self.renderer.of_row(row, self._compares) for row in rows]
             compared = [has_reference(row) and self._fits(talk) for row, talk in zip(rows, conversations)]
-            for row, document, conversation, has_room in zip(rows, documents, conversations, compared):
+            for document, conversation, has_room in zip(documents, conversations, compared):
                 if has_room:
-                    self._add_cross_entropy(document, row, conversation)
-            sampled = self.completions.sample(conversations, f"batch {number}")
-            greedy = self.completions.greedy(conversations) if self.task.metrics else [None] * len(rows)
+                    self._add_cross_entropy(document, conversation)
+            sampled = self.completions.sample(asked, f"batch {number}")
+            greedy = self.completions.greedy(asked) if self.task.metrics else [None] * len(rows)
             found = zip(rows, documents, conversations, compared, sampled, greedy)
             for row, document, conversation, has_room, rollouts, best in found:
                 if has_room:
@@ -54,10 +57,6 @@ class PromptMeasure:
                 if self.task.metrics:
                     self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
         return self.scores
-
-    def _conversation(self, row: dict[str, Any]) -> Conversation:
-        reference = row["ground_truth"] if has_reference(row) else ""
-        return self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
 
     def _fits(self, conversation: Conversation) -> bool:
         """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
@@ -70,7 +69,7 @@ class PromptMeasure:
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
         check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
-        prompt, own = continuation_features(network, conversation.prompt_ids, [*ids, conversation.reference_ids])
+        prompt, own = continuation_features(network, *conversation.compared(rollouts[0].prompt_ids, ids))
         coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
 
         def embedded(length: int | None) -> tuple[Tensor, Tensor]:
@@ -85,10 +84,8 @@ class PromptMeasure:
         for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
             self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
 
-    def _add_cross_entropy(self, document: int, row: dict[str, Any], conversation: Conversation) -> None:
-        ids, counts = labelled_reference(
-            conversation, self.renderer, row["prompt"], mask_thinking=self.task.config.ebft.mask_thinking_ce
-        )
+    def _add_cross_entropy(self, document: int, conversation: Conversation) -> None:
+        ids, counts = labelled_reference(conversation, mask_thinking=self.task.config.ebft.mask_thinking_ce)
         (nll,) = token_nll(self.subject.policy, [conversation.prompt_ids + ids])
         of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
         self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])

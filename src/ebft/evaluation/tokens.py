@@ -90,7 +90,7 @@ def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any]
 
 def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
     """Add the downstream metrics of full completions of every row's prompt."""
-    completions = Completions(subject.policy, Renderer(task.tokenizer), task)
+    completions = Completions(subject.policy, Renderer(task.tokenizer, task.config.chat_template_kwargs), task)
     for number, (rows, documents) in enumerate(task.batches()):
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
         conversations = [_conversation(row) for row in rows if row["prompt_length"]]
@@ -114,4 +114,4 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
 def _conversation(row: dict[str, Any]) -> Conversation:
     """Return the prompt of a row of tokens with its completion as reference, whose text is not used."""
     ids, prompt_length = row["input_ids"], row["prompt_length"]
-    return Conversation([Turn(ids[:prompt_length], "", ids[prompt_length:])])
+    return Conversation([Turn(ids[:prompt_length], ids[prompt_length:])], ids[:prompt_length])

@@ -138,7 +138,7 @@ def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: i
 def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
     """The held-out rows of a config, up to `max_tokens` tokens; of prompts with references, the references count."""
     rows = load_held_out(config, tokenizer).rows
-    renderer = Renderer(tokenizer, config.trl.chat_template_kwargs)
+    renderer = Renderer(tokenizer, config.chat_template_kwargs)
     found, total = [], 0
     for row in rows:
         if config.method.rows == "tokens":
@@ -146,7 +146,7 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
             first = next((place for place, label in enumerate(labels) if label != IGNORE), len(ids))
             one = ScoredTokens(ids, len(ids) - max(first, 1))
         elif has_reference(row):
-            conversation = renderer.conversation(row["prompt"], row["ground_truth"])
+            conversation = renderer.of_row(row)
             one = ScoredTokens(conversation.prompt_ids + conversation.reference_ids, len(conversation.reference_ids))
         else:
             continue

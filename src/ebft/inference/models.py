@@ -97,7 +97,7 @@ def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
         tokenizer,
         lambda: load_base_model(config, tokenizer),
         {name: getattr(config.ebft, name) for name in option_names(RewardOptions)},
-        config.trl.chat_template_kwargs,
+        config.chat_template_kwargs,
         "from the config",
     )
 
@@ -142,7 +142,7 @@ def _reward_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str
         section = EBFTSection.model_validate(
             {name: given[name] for name in option_names(RewardOptions) if name in given}
         )
-        template = trl.get("chat_template_kwargs")
+        template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
     except (ValidationError, AttributeError, TypeError) as error:
         return {}, None, f"defaults: the settings in {path} cannot be read ({error.__class__.__name__})"
     return {name: getattr(section, name) for name in option_names(RewardOptions)}, template, f"from {path}"

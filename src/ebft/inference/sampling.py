@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, set_seed
 
-from ebft.data.conversation import Message, Renderer
+from ebft.data.conversation import Renderer
+from ebft.data.messages import Message
 from ebft.errors import DataError, ModelError
 from ebft.inference.models import Loaded
 from ebft.models.causal_lm import unwrap_adapter

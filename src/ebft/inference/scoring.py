@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ebft.data.conversation import Message
+from ebft.data.messages import Message
 from ebft.errors import ConfigError
 from ebft.inference.sampling import Sampler
 from ebft.structured.reward import FeatureMatchingReward

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from ebft.data.conversation import Message
+from ebft.data.messages import Message
 from ebft.errors import ConfigError, EBFTError
 from ebft.inference.sampling import Sampler, SamplingOptions
 from ebft.inference.scoring import Scorer

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TextStreamer
 
-from ebft.data.conversation import Message
+from ebft.data.messages import Message
 from ebft.errors import DataError
 from ebft.inference.sampling import Sampler
 from ebft.inference.scoring import ScoredReplies, Scorer

@@ -172,7 +172,7 @@ class GRPO(Method):
         compares = self.compares_features(config)
         given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(config.trl, name))
         note = f"shown without what {given} adds to prompts in training" if given else None
-        return PromptView(tokenizer, config.trl.chat_template_kwargs, compares, note=note, **self.cross_entropy(config))
+        return PromptView(tokenizer, config.chat_template_kwargs, compares, note=note, **self.cross_entropy(config))
 
     def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
         """The options of a cross-entropy on references, if the method has one."""

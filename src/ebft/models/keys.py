@@ -87,6 +87,11 @@ class ModelKeys(Section):
         "tokenizer_default_fallback_NAME (the known name is for tokenizers without one), a file, or Jinja text. If "
         "unset, the template of the tokenizer.",
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Arguments of the chat template, such as {enable_thinking: false}, for every row. Those of a "
+        "dataset and of the column chat_template_kwargs of a row come before it.",
+    )
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="dtype of the loaded weights. If unset, determined by bf16 and fp16."
     )

@@ -37,21 +37,19 @@ class PromptView:
     def __call__(self, row: dict[str, Any]) -> RowView:
         reference = row.get("ground_truth")
         compares = self.compares and isinstance(reference, str)
-        conversation = self.renderer.conversation(
-            row["prompt"], reference if compares else "", row.get("remaining_turns")
-        )
+        conversation = self.renderer.of_row(row, compares)
         prompt = conversation.prompt_ids
         kind = "text" if isinstance(row["prompt"], str) else f"{len(row['prompt'])} messages"
         facts = [("kind", kind), ("tokens", f"{len(prompt):,}"), *self.notes]
         parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts)]
         if compares or len(conversation.turns) > 1:
-            parts += self._turns(row, conversation)
+            parts += self._turns(conversation)
         shown = _SHOWN + (("ground_truth",) if compares else ())
         return RowView(parts, [(name, _short(value)) for name, value in row.items() if name not in shown])
 
-    def _turns(self, row: dict[str, Any], conversation: Conversation) -> list[Part]:
+    def _turns(self, conversation: Conversation) -> list[Part]:
         """A part for the reference of each turn, and for what is given before it."""
-        ids, counts = labelled_reference(conversation, self.renderer, row["prompt"], mask_thinking=self.mask_thinking)
+        ids, counts = labelled_reference(conversation, mask_thinking=self.mask_thinking)
         learned = [bool(count) and self.ce_coef is not None for count in counts]
         tokens = self.texts.tokens(ids, learned)
         parts, start = [], 0

@@ -34,7 +34,7 @@ def declare_end_of_turn(
     causal_lm = unwrap_adapter(model)
     if config.streaming or not causal_lm.can_generate() or causal_lm.generation_config is None:
         return None
-    renderer, known = Renderer(tokenizer, config.trl.chat_template_kwargs), _eos_ids(causal_lm.generation_config)
+    renderer, known = Renderer(tokenizer, config.chat_template_kwargs), _eos_ids(causal_lm.generation_config)
     end = renderer.end_of_turn_id
     if end is None or end in known or not _are_taught(rows, end, {*known, tokenizer.eos_token_id}):
         return None

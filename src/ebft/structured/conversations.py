@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
 from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.structured.over_trl import OverTRL
@@ -13,7 +14,7 @@ from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from ebft.structured.rollouts.turns import Limits, ReferenceLimit
 
 Row = dict[str, Any]
-CONVERSATION = ("prompt", "ground_truth", "remaining_turns")
+CONVERSATION = ("prompt", "ground_truth", "remaining_turns", TOOLS, REPLY, ROW_KWARGS)
 
 
 class HasConversations(OverTRL):
@@ -33,12 +34,11 @@ class HasConversations(OverTRL):
         return found
 
     def _conversation(self, row: Row) -> Conversation:
-        reference = row.get("ground_truth")
-        if not isinstance(reference, str) or not self._compares_references():
-            reference = ""  # with GRPO, ground_truth may be whatever a reward function accepts
-        conversation = self.renderer.conversation(row["prompt"], reference, row.get("remaining_turns"))
+        # With GRPO, ground_truth may be whatever a reward function accepts.
+        compares = self._compares_references()
+        conversation = self.renderer.of_row(row, compares)
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
-        if positions is not None and length > positions and reference:
+        if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
                 f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
                 f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "

@@ -21,7 +21,7 @@ from ebft.structured.conversations import HasConversations, Row
 from ebft.structured.interactive import rollouts_of
 from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
 from ebft.structured.reading_ahead import ReadsAhead
-from ebft.structured.reward import end_token_ids
+from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.agents import AgentJob, Agents
 from ebft.structured.rollouts.backend import Backend, Completion, Sampling
 from ebft.structured.rollouts.hf import HFBackend
@@ -53,10 +53,12 @@ class RolloutJob:
 class GeneratesRollouts(HasConversations, ReadsAhead):
     """A trainer with rollouts; `rows` and `rollouts` are those of the current batch.
 
-    `is_interactive`: whether code of the user takes part (see ebft.structured.interactive).
+    `is_interactive`: whether code of the user takes part (see ebft.structured.interactive). `samples_conversations`:
+    whether completions follow the prompts of conversations; those of TRL and of agents follow the generation prompt.
     """
 
     is_interactive: bool = False
+    samples_conversations: bool = False
     rollout_func: Any
     sampled_from: tuple[Any, int]  # version of the server's adapter, if any, and the step of the weights
 
@@ -65,7 +67,7 @@ class GeneratesRollouts(HasConversations, ReadsAhead):
     ) -> None:
         """Create what generates rollouts: the connection to a server, or agents; the policy itself needs nothing."""
         args = self.args
-        self.renderer: Renderer = Renderer(self.processing_class, self.chat_template_kwargs)
+        self.renderer: Renderer = Renderer(self.processing_class, self.chat_template_kwargs, self.tools)
         self.sampling: Sampling = _sampling(args, end_token_ids(self.model, self.renderer))
         self.eos_token_ids: list[int] = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
         self.rows: list[Row] = []
@@ -89,6 +91,11 @@ class GeneratesRollouts(HasConversations, ReadsAhead):
             self.sync_before_rollouts(self.server)
         if (args.uses_server or not args.use_vllm) and not self.is_interactive:
             self.rollout_func = lambda prompts, trainer: self._rollout_fields()
+            self.samples_conversations = agents is None
+        for func in self.reward_funcs:
+            if isinstance(func, FeatureMatchingReward):
+                func.renderer = self.renderer  # with TRL's tools, and the conversations rendered for rollouts
+                func.follows_generation_prompt = not self.samples_conversations
 
     def take_rows(self, rows: list[Row]) -> None:
         if self._prefetcher is None and self.model.training:

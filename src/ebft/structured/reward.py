@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.option_checks import options_from
 from ebft.config.options import RewardOptions
-from ebft.data.conversation import Message, Prompt, Renderer, without_end
+from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
+from ebft.data.messages import Message
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import unwrap_adapter
@@ -31,9 +33,11 @@ class FeatureMatchingReward:
     `feature_device` if given. `options` are those of `ebft.config.options.RewardOptions`: feature_layers,
     embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. All sequences are
     token ids. The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of
-    the chat template, or one of `stop_token_ids`) is removed, because the reference does not have one.
-    `chat_template_kwargs` must be the ones used to render the prompts. With `copy=False`, a model without adapter is
-    used directly, which requires that it is not trained.
+    the chat template, or one of `stop_token_ids`) is removed, because the reference does not have one. Completions
+    follow the prompt with its generation prompt; the reference is what the chat template renders for it in the whole
+    conversation. `chat_template_kwargs` must be the ones used to render the prompts; a row may have its own, and
+    descriptions of tools, in the columns `chat_template_kwargs` and `tools`. With `copy=False`, a model without adapter
+    is used directly, which requires that it is not trained.
     """
 
     __name__ = "feature_matching"  # the name of the reward in TRL's logs
@@ -58,6 +62,9 @@ class FeatureMatchingReward:
         self.network: FeatureNetwork = FeatureNetwork(
             model, self.options.feature_layers, self.options.embed_method, self.options.feature_device, copy=copy
         )
+        # TRL samples completions after the generation prompt. A trainer that samples after the prompts of
+        # conversations, which references share, sets this to False.
+        self.follows_generation_prompt = True
         self.last: FeatureMatch | None = None
 
     def __call__(
@@ -77,16 +84,8 @@ class FeatureMatchingReward:
         reference is missing, ValueError if the lists are inconsistent, and NonFiniteLossError if a reward is not
         finite.
         """
-        groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns)
-        embedded = [
-            embed_continuations(
-                self.network,
-                conversation.prompt_ids,
-                [without_end(list(ids), self.end_ids) for ids in (*samples, conversation.reference_ids)],
-            )
-            for conversation, samples in groups
-        ]
-        embeddings = torch.stack(embedded)
+        groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns)
+        embeddings = torch.stack([self._embedded(conversation, samples) for conversation, samples in groups])
         self.last = match_features(embeddings[:, :-1], embeddings[:, -1], self.options)
         if not torch.isfinite(self.last.rewards).all():
             raise NonFiniteLossError(
@@ -98,7 +97,15 @@ class FeatureMatchingReward:
                 log_metric(name, value)
         return self.last.rewards.flatten().tolist()
 
-    def _groups(self, prompts, completion_ids, ground_truth, remaining_turns) -> list[tuple[Any, list[list[int]]]]:
+    def _embedded(self, conversation: Conversation, samples: list[list[int]]) -> Tensor:
+        """Return the embeddings (n + 1, D) of the samples of a prompt and of their reference."""
+        follows = conversation.generation_prompt_ids if self.follows_generation_prompt else conversation.prompt_ids
+        prompt, continued = conversation.compared(follows, [list(ids) for ids in samples])
+        return embed_continuations(self.network, prompt, [without_end(ids, self.end_ids) for ids in continued])
+
+    def _groups(
+        self, prompts, completion_ids, ground_truth, remaining_turns, columns
+    ) -> list[tuple[Conversation, list[list[int]]]]:
         """Return (conversation, token ids of its samples) for every group."""
         n = self.num_generations
         if completion_ids is None:
@@ -134,7 +141,9 @@ class FeatureMatchingReward:
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():
                 raise DataError(f"row {start} has no reference: ground_truth is {reference!r}")
-            conversation = self.renderer.conversation(prompts[start], reference, remaining[start])
+            row = {"prompt": prompts[start], "ground_truth": reference, "remaining_turns": remaining[start]}
+            row |= {name: columns[name][start] for name in (TOOLS, REPLY, ROW_KWARGS) if columns.get(name) is not None}
+            conversation = self.renderer.of_row(row)
             groups.append((conversation, completion_ids[group]))
         return groups
 

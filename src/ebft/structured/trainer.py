@@ -19,6 +19,7 @@ from trl.trainer.utils import pad
 from ebft.config.options import RewardOptions
 from ebft.config.section import option_names
 from ebft.data.conversation import Conversation
+from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.models.trainable import load
@@ -84,7 +85,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._held_out: dict[str, HeldOutMeans] = {}
         self._held_out_prefix = "eval"
         super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
-        self.feature_reward.renderer = self.renderer  # reuses the conversations rendered for rollouts
 
     def _reference_limit(self) -> ReferenceLimit | None:
         args = self.args
@@ -162,8 +162,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
         """
         conversations = self.conversations(rows)
         ids, masks = [], []
-        for index, (row, conversation) in enumerate(zip(rows, conversations)):
-            tokens, counts = self._labelled(row, conversation)
+        for index, conversation in enumerate(conversations):
+            tokens, counts = self._labelled(conversation)
             ids.append(torch.tensor(tokens))
             masks.append(torch.tensor(counts) * (index % self._group_size() == 0))
         mask = pad(masks).to(self.args.device)
@@ -173,8 +173,14 @@ class EBFTTrainer(RolloutGRPOTrainer):
             "reference_tokens": self.accelerator.reduce(mask.sum(), "sum"),
         }
 
-    def _labelled(self, row: Row, conversation: Conversation) -> tuple[list[int], list[int]]:
-        return labelled_reference(conversation, self.renderer, row["prompt"], mask_thinking=self.args.mask_thinking_ce)
+    def _labelled(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        if not self.samples_conversations and conversation.generation_prompt_ids != conversation.prompt_ids:
+            raise DataError(
+                "the generation prompt of the chat template opens a block that the rendered reference does not have, "
+                "and with vllm_mode: colocate, tools, environment_factory and rollout_func, completions follow it. Set "
+                "chat_template_kwargs so that both agree (such as enable_thinking: false), or use another chat_template"
+            )
+        return labelled_reference(conversation, mask_thinking=self.args.mask_thinking_ce)
 
     def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         if "reference_ids" not in inputs:

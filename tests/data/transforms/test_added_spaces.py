@@ -72,7 +72,7 @@ def test_thinking_is_masked():
 def test_a_tokenizer_without_offsets(monkeypatch):
     tokenizer = space_tokenizer("first", TEMPLATE)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(DataError, match="adds a space to the start of texts and does not support offset mapping"):
+    with pytest.raises(DataError, match="does not support offset mapping"):
         row_of(tokenizer, {"messages": CHAT})
 
 
@@ -86,7 +86,7 @@ def test_completions_of_texts(scheme):
 @SPACE
 def test_ids_between_two_replies(scheme):
     tokenizer = space_tokenizer(scheme, LINES)
-    gap = Renderer(tokenizer).gap_ids(CHAT[:1], CHAT[2:3])
+    gap = Renderer(tokenizer).conversation(CHAT[:1], "", CHAT[2:4]).turns[1].lead_ids
     whole = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
     before = tokenizer("[]\nb</s>\n[]\nc", add_special_tokens=False)["input_ids"]
     assert whole == before + gap
@@ -105,5 +105,5 @@ def test_references_have_the_ids_of_the_whole_chat(scheme, template):
 @SPACE
 def test_a_reference_continues_a_prompt_of_text(scheme):
     tokenizer = space_tokenizer(scheme)
-    shown_ids = lambda *texts: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).reference_ids(*texts))
-    assert shown_ids("c b", "b\n") == ["c", "▁b"] and shown_ids(" c", "b") == ["▁c"]
+    shown_ids = lambda *texts: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).conversation(*texts).reference_ids)
+    assert shown_ids("b\n", "c b") == ["c", "▁b"] and shown_ids("b", " c") == ["▁c"]

@@ -8,14 +8,14 @@ from ebft.errors import DataError
 
 
 @pytest.fixture
-def run(make_config):
+def run(make_config, chatml):
     def run(type, row, field=None):
         config = make_config("unused", type, entry={"field": field}, ebft={"mode": "structured"})
         transform_fn, map_kwargs = find_transform(type)(ConfigView(config), dataset=config.datasets[0])
         assert map_kwargs["remove_columns"] == "__all__"
         if map_kwargs.get("batched"):
             row = {column: [value] for column, value in row.items()}
-        return transform_fn(row, tokenizer=None)
+        return transform_fn(row, tokenizer=chatml)
 
     return run
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ebft.data.chats import normaliser, with_system
+from ebft.data.chats import normaliser, template_columns, with_system
 from ebft.data.keys import PreferenceColumns
 from ebft.data.messages import Message
 from ebft.data.preferences import chats
@@ -87,7 +87,8 @@ def _chat(entry: Any, example: Row) -> dict[str, list[Message]]:
         chats.reply(example, name, asked, normal)
         for name in (entry.field_chosen or "chosen", entry.field_rejected or "rejected")
     )
-    return {"prompt": with_system(asked, example, entry), "chosen": chosen, "rejected": rejected}
+    messages = {"prompt": with_system(asked, example, entry), "chosen": chosen, "rejected": rejected}
+    return messages | template_columns(example, entry)
 
 
 def _whole_chats(entry: Any, example: Row) -> dict[str, list[Message]]:
@@ -97,7 +98,8 @@ def _whole_chats(entry: Any, example: Row) -> dict[str, list[Message]]:
     found = [chats.split_reply(chats.chat(example, name, normal), name) for name in names]
     (prompt, chosen), (other, rejected) = found
     _check_same(prompt, other)
-    return {"prompt": with_system(prompt, example, entry), "chosen": chosen, "rejected": rejected}
+    messages = {"prompt": with_system(prompt, example, entry), "chosen": chosen, "rejected": rejected}
+    return messages | template_columns(example, entry)
 
 
 def _columns(fields: PreferenceColumns, example: Row) -> dict[str, str]:

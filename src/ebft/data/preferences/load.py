@@ -40,7 +40,7 @@ def preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
         if style in STYLES and style not in warned:
             warned.add(style)
             _warn_of_markers(tokenizer, entry.type)
-        check = PreferenceRow(config, tokenizer)
+        check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)
         rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document)
         reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
         for reason in DROPPED:

@@ -1,26 +1,26 @@
 """Rows of preference data as token ids: the prompt, and each completion with the token that ends it.
 
-Prompt and completion are tokenised separately, so that no token spans the boundary, and so that the completion follows
-the same tokens as in sampling. Only the tokens of completions are scored.
+Texts are tokenised separately, so that no token spans the boundary. A chat is tokenised as a whole, as the chat
+template renders it; the prompt is what the chats of all completions have in common with the generation prompt. Only the
+tokens of completions are scored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from datasets import Features, List, Value
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.joined import ids_after
+from ebft.data.joined import Tokens, ids_after
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
-from ebft.data.special_tokens import special_texts
+from ebft.data.rendering import TOOLS, ChatTemplate, row_kwargs
 from ebft.data.transform_names import wanted_rows
-from ebft.data.transforms.rows import continued_ids, encode
+from ebft.data.transforms.rows import continued_ids
 from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
@@ -38,11 +38,17 @@ COMPLETIONS = {"preferences": ("chosen", "rejected"), "labelled": ("completion",
 class PreferenceRow:
     """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
 
-    def __init__(self, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         self.tokenizer, self.sequence_len = tokenizer, config.sequence_len
         self.kind = config.required_rows.kind
         self.hint = wanted_rows(config.required_rows)
-        self.template = config.chat_template or "of the tokenizer"
+        kwargs = {**(config.required_rows.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
+        self.template = ChatTemplate(tokenizer, config.chat_template, kwargs)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
@@ -62,7 +68,7 @@ class PreferenceRow:
             raise DataError(f"prompt, {' and '.join(names)} must all be text, or all lists of messages")
         others = {name: _label(row[name]) for name in self._others()}
         reason = NO_PROMPT if _is_empty(prompt) else NO_COMPLETION if any(map(_is_empty, completions)) else ""
-        prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(prompt, completions)
+        prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(row, prompt, completions)
         if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
             reason = COMPLETION_TOO_LONG
         columns = {f"{name}_ids": ids for name, ids in zip(names, completion_ids, strict=True)}
@@ -71,31 +77,30 @@ class PreferenceRow:
     def _others(self) -> tuple[str, ...]:
         return ("label",) if self.kind == "labelled" else ()
 
-    def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
+    def _ids(self, row: Mapping[str, Any], prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
             return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
-        texts = [self._render([*prompt, *completion]) for completion in completions]
-        start = self._render(prompt, add_generation_prompt=True)
-        if not all(text.startswith(start) for text in texts):
-            start = self._shared_start(prompt, completions)
-        ids = [ids_after(self.tokenizer, start, text[len(start) :]) for text in texts]
-        return encode(self.tokenizer, start, special=False), ids
+        template = self.template.with_tools(row.get(TOOLS), row_kwargs(row))
+        chats = [[*prompt, *completion] for completion in completions]
+        texts = [Tokens(self.tokenizer, template(chat)) for chat in chats]
+        start = template(prompt, add_generation_prompt=True)
+        if not all(tokens.text.startswith(start) for tokens in texts):
+            start = self._shared_start(template, chats, len(prompt))
+        # A token can span the boundary in one of the chats only.
+        length = min(tokens.before(len(start)) for tokens in texts)
+        length = len(commonprefix([tokens.ids[:length] for tokens in texts]))
+        return texts[0].ids[:length], [tokens.ids[length:] for tokens in texts]
 
-    def _shared_start(self, prompt: list[Message], completions: list[list[Message]]) -> str:
+    def _shared_start(self, template: ChatTemplate, chats: list[list[Message]], replied: int) -> str:
         """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
-        whole = [[*prompt, *completion] for completion in completions]
-        chats = [Places(self._render, chat, self._special, self.template) for chat in whole]
-        starts = {chat.text[: chat.of(len(prompt)).start] for chat in chats}
+        places = [Places(template, chat, template.special, template.name) for chat in chats]
+        starts = {found.text[: found.of(replied).start] for found in places}
         if len(starts) > 1:
             raise DataError(
-                f"chat template {self.template} renders the messages before the completions differently before each of "
+                f"chat template {template.name} renders the messages before the completions differently before each of "
                 "them, so the prompt cannot be separated from the completions. Use another chat_template"
             )
         return starts.pop()
-
-    @cached_property
-    def _special(self) -> list[str]:
-        return special_texts(self.tokenizer)
 
     def _ended(self, prompt: str, text: str) -> list[int]:
         """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
@@ -103,16 +108,6 @@ class PreferenceRow:
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
         return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
-
-    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
-        if self.tokenizer.chat_template is None:
-            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text)")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"chat template {self.template} cannot render these messages: {error}") from error
 
 
 def _text(value: Any, name: str) -> Text:

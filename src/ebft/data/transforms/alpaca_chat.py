@@ -7,7 +7,7 @@ returns `{prompt, ground_truth}` of the same chat.
 from functools import partial
 from typing import Any
 
-from ebft.data.chats import with_system
+from ebft.data.chats import template_columns, with_system
 from ebft.data.messages import Message
 from ebft.data.transforms.chat import chat_transform
 from ebft.data.transforms.rows import first_present, text_of
@@ -25,7 +25,7 @@ def transform_prompts(cfg, dataset, **kwargs):
 
     def transform_fn(example, tokenizer=None):
         *prompt, reply = _chat(example, dataset)
-        return {"prompt": prompt, "ground_truth": reply["content"]}
+        return {"prompt": prompt, "ground_truth": reply["content"], **template_columns(example, dataset)}
 
     return transform_fn, {"remove_columns": "__all__"}
 

@@ -8,26 +8,26 @@ of the rejected one.
 
 from typing import Any
 
-from jinja2 import TemplateError
-
+from ebft.data.chats import tools_of
+from ebft.data.joined import Tokens
 from ebft.data.messages import Message, content_text, messages_of
-from ebft.data.transforms.rows import encode, first_present, text_of
+from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
 
 _FIX = "Rename the columns, or use a custom transform that returns chosen_ids and rejected_ids."
 
 
-def chat_template(cfg, **kwargs):
+def chat_template(cfg, dataset, **kwargs):
     """Transform for pairs of replies, rendered with the chat template."""
-    template = cfg.chat_template or "of the tokenizer"
 
     def transform_fn(example, tokenizer=None):
-        if tokenizer.chat_template is None:
-            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
+        given = row_kwargs(example, dataset.chat_template_kwargs, cfg.chat_template_kwargs)
+        template = ChatTemplate(tokenizer, cfg.chat_template, given, tools_of(example, dataset), closed=False)
         chats = {name: _chat(example, name) for name in ("chosen", "rejected")}
         if "prompt" not in example:
             _check_same(chats["chosen"], chats["rejected"])
-        row = {f"{name}_ids": _ids(tokenizer, chat, template) for name, chat in chats.items()}
+        row = {f"{name}_ids": _ids(template, chat) for name, chat in chats.items()}
         return {**row, "margin": example["margin"]} if "margin" in example else row
 
     return transform_fn, {"remove_columns": "__all__"}
@@ -75,11 +75,5 @@ def _check_same(chosen: list[Message], rejected: list[Message]) -> None:
         )
 
 
-def _ids(tokenizer: Any, chat: list[Message], template: str) -> list[int]:
-    if not chat:
-        return []
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"chat template {template} cannot render these messages: {error}") from error
-    return encode(tokenizer, text, special=False)
+def _ids(template: ChatTemplate, chat: list[Message]) -> list[int]:
+    return Tokens(template.tokenizer, template(chat)).ids if chat else []

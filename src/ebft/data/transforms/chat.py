@@ -1,18 +1,15 @@
 """Chats rendered with the tokenizer's chat template and split into turns that are trained on and other text."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.chats import tools_of
-from ebft.data.conversation import Renderer
-from ebft.data.joined import adds_space
+from ebft.data.joined import Tokens
 from ebft.data.messages import Message, replies
-from ebft.data.special_tokens import special_texts
-from ebft.data.thinking import thinking_spans, token_mask
+from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.thinking import thinking_spans
 from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.data.transforms.turn_checks import TurnChecks
 from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
@@ -24,7 +21,7 @@ def chat_transform(
     cfg: Any,
     entry: Any,
     read: Callable[[dict[str, Any]], list[Message]],
-    with_reply: Callable[[Message], Message] | None = None,
+    with_reply: Callable[[Message, PreTrainedTokenizerBase], Message] | None = None,
     labels: TurnLabels | None = None,
 ) -> tuple[Callable, dict]:
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
@@ -40,7 +37,7 @@ def chat_transform(
     last_reply = lambda messages: replies(messages)[-1:]
     turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
-    known: dict[str, tuple[str, list[str]]] = {}  # the end of a turn and the special tokens, by template
+    known: dict[str, ChatTemplate] = {}  # by the text of the template
     checks = TurnChecks(template, with_ends=eos != "none")
 
     def transform_fn(example, tokenizer=None):
@@ -54,20 +51,22 @@ def chat_transform(
             # The model does not learn to say nothing.
             turns = [turn for turn in turns if _says(messages[turn]) or messages[turn].get("tool_calls")]
         last = messages[turns[-1]] if turns else None
-        last = with_reply(last) if last is not None and with_reply is not None else last
+        last = with_reply(last, tokenizer) if last is not None and with_reply is not None else last
         asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
         if not messages:
             # The filter counts this as a row without a reference; templates may fail to render such a chat.
             text = "\n".join(str(message.get("content", "")) for message in asked)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         if tokenizer.chat_template not in known:
-            known[tokenizer.chat_template] = Renderer(tokenizer).end_of_turn, special_texts(tokenizer)
-        tools = None if labels is None else tools_of(example, entry)
-        render = partial(_render, tokenizer, template=template, tools=tools)
-        end, special = known[tokenizer.chat_template]
-        found = Places(render, messages, special, template)
+            known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)
+        tools = tools_of(example, entry)
+        kwargs = row_kwargs(example, entry.chat_template_kwargs)
+        without_tools = known[tokenizer.chat_template].with_tools(None, kwargs)
+        render = without_tools.with_tools(tools)
+        end = render.end_of_turn
+        found = Places(render, messages, render.special, template)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
-        checks.check(found, parts, tools, partial(_render, tokenizer, template=template, tools=None))
+        checks.check(found, parts, tools, without_tools)
         pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
@@ -91,61 +90,17 @@ def _up_to(messages: list[Message], turns: list[int], last: Message | None, with
 def _row(
     tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
 ) -> dict[str, Any]:
-    """The fields of a row; a piece that is trained on in part is labelled token by token."""
-    if adds_space(tokenizer):
-        return _row_of_whole(tokenizer, pieces, train_on_inputs, mask_thinking)
-    segments = [(encode(tokenizer, piece.text, special=False), bool(piece.spans)) for piece in pieces]
-    row = segments_row(segments, train_on_inputs)
-    masked: list[bool] = []
-    for piece, (ids, _) in zip(pieces, segments):
-        off = [False] * len(ids)
-        if not train_on_inputs and piece.spans not in ([], [(0, len(piece.text))]):
-            off = [not learned for learned in token_mask(tokenizer, piece.text, piece.spans)]
-        if mask_thinking and piece.is_reply:
-            thought = token_mask(tokenizer, piece.text, thinking_spans(piece.text))
-            off = [left or right for left, right in zip(off, thought, strict=True)]
-        masked += off
-    return without_labels(row, masked) if any(masked) else row
-
-
-def _row_of_whole(
-    tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
-) -> dict[str, Any]:
-    """The fields of a row whose text is tokenised at once, for tokenizers that add a space to each text.
-
-    A token is trained on if any of its characters is, so one at the start of a turn is part of the turn.
-    """
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{type(tokenizer).__name__} adds a space to the start of texts and does not support offset mapping, so "
-            "the tokens of turns cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
-        )
-    text = "".join(piece.text for piece in pieces)
+    """The fields of a row. A token is trained on if any of its characters is."""
+    tokens = Tokens(tokenizer, "".join(piece.text for piece in pieces))
     learned, thoughts, done = [], [], 0
     for piece in pieces:
         learned += [(done + first, done + last) for first, last in piece.spans]
         found = thinking_spans(piece.text) if mask_thinking and piece.is_reply else []
         thoughts += [(done + first, done + last) for first, last in found]
         done += len(piece.text)
-    reply = token_mask(tokenizer, text, [(len(text) - len(pieces[-1].text), len(text))])
-    first = reply.index(True) if True in reply else len(reply)
-    ids = encode(tokenizer, text, special=False)
-    off = [False] * len(ids) if train_on_inputs else [not on for on in token_mask(tokenizer, text, learned)]
+    prompt_length = tokens.before(done - len(pieces[-1].text))
+    ids = tokens.ids
+    off = [False] * len(ids) if train_on_inputs else [not on for on in tokens.mask(learned)]
     if thoughts:
-        off = [left or right for left, right in zip(off, token_mask(tokenizer, text, thoughts), strict=True)]
-    return without_labels(segments_row([(ids[:first], True), (ids[first:], True)], True), off)
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    template: str,
-    tools: list[Any] | None,
-    add_generation_prompt: bool = False,
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"chat template {template} cannot render these messages: {error}") from error
+        off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
+    return without_labels(segments_row([(ids[:prompt_length], True), (ids[prompt_length:], True)], True), off)

@@ -5,7 +5,7 @@
 chat without an answer is a prompt without a reference.
 """
 
-from ebft.data.chats import chat_of
+from ebft.data.chats import chat_of, reply_column, template_columns
 from ebft.data.messages import Message, answers, before_last_answer, content_text
 
 
@@ -17,9 +17,11 @@ def transform(cfg, dataset, **kwargs):
         turns = answers(messages)
         # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
         first = next((index for index in turns if content_text(messages[index]).strip()), None)
+        columns = template_columns(example, dataset)
         if first is None:
-            return {**_row(*before_last_answer(messages)), "remaining_turns": []}
-        return {**_row(messages[:first], messages[first]), "remaining_turns": messages[first + 1 : turns[-1] + 1]}
+            return {**_row(*before_last_answer(messages)), "remaining_turns": [], **columns}
+        remaining = messages[first + 1 : turns[-1] + 1]
+        return {**_row(messages[:first], messages[first]), "remaining_turns": remaining, **columns}
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -28,7 +30,7 @@ def transform_last_turn(cfg, dataset, **kwargs):
     """Transform for chats whose last assistant turn is the reference."""
 
     def transform_fn(example, tokenizer=None):
-        return _row(*before_last_answer(chat_of(example, dataset)))
+        return _row(*before_last_answer(chat_of(example, dataset))) | template_columns(example, dataset)
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -38,8 +40,10 @@ def transform_all_turns(cfg, dataset, **kwargs):
 
     def transform_fn(example, tokenizer=None):
         chats = [dict(zip(example, values)) for values in zip(*example.values())]
-        rows = [row for chat in chats for row in _every_turn(chat_of(chat, dataset))]
-        return {field: [row[field] for row in rows] for field in ("prompt", "ground_truth")}
+        rows = [row | template_columns(chat, dataset) for chat in chats for row in _every_turn(chat_of(chat, dataset))]
+        return {
+            field: [row.get(field) for row in rows] for field in dict.fromkeys(name for row in rows for name in row)
+        }
 
     # One chat at a time, so that its rows count as one document.
     return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
@@ -53,4 +57,4 @@ def _every_turn(messages: list[Message]) -> list[dict]:
 
 
 def _row(prompt: list[Message], reply: Message | None) -> dict:
-    return {"prompt": prompt, "ground_truth": None if reply is None else content_text(reply)}
+    return {"prompt": prompt, "ground_truth": None if reply is None else content_text(reply), **reply_column(reply)}

@@ -6,17 +6,18 @@
 
 from typing import Any
 
+from ebft.data.chats import template_columns
 from ebft.data.messages import Message
 from ebft.data.transforms.chat import chat_transform
 from ebft.data.transforms.pairs import prompt_and_completion
 
 
-def transform(cfg, **kwargs):
+def transform(cfg, dataset, **kwargs):
     """Transform for rows with a prompt and a reference completion."""
 
     def transform_fn(example, tokenizer=None):
         user, assistant = _chat(example)
-        return {"prompt": [user], "ground_truth": assistant["content"]}
+        return {"prompt": [user], "ground_truth": assistant["content"], **template_columns(example, dataset)}
 
     return transform_fn, {"remove_columns": "__all__"}
 

@@ -6,21 +6,25 @@ strided mode.
 """
 
 from functools import partial
+from typing import Any
 
-from ebft.data.chats import chat_of
+from ebft.data.chats import chat_of, reply_column, template_columns
 from ebft.data.messages import Message, before_last_answer, content_text
+from ebft.data.rendering import ChatTemplate
 from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
 from ebft.data.transforms.chat import chat_transform
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for references including their thinking."""
-    return _transform(dataset, reference=_whole)
+    return _transform(dataset, lambda reply, tokenizer: _rendered(reply, tokenizer, dataset))
 
 
 def transform_answer_only(cfg, dataset, **kwargs):
     """Transform for references without their thinking."""
-    return _transform(dataset, reference=lambda reply: split_thinking(content_text(reply))[1])
+    return _transform(
+        dataset, lambda reply, _: {"role": "assistant", "content": split_thinking(content_text(reply))[1]}
+    )
 
 
 def transform_split_thinking(cfg, dataset, **kwargs):
@@ -28,18 +32,13 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
     The reference keeps its thinking, in `<think>` tags regardless of its original tags.
     """
-
-    def reference(reply: Message) -> str:
-        apart = _apart(reply)
-        thinking = apart.get("reasoning_content")
-        return join_thinking(thinking, apart["content"]) if thinking else apart["content"]
-
-    return _transform(dataset, reference, in_prompt=_apart)
+    return _transform(dataset, lambda reply, tokenizer: _rendered(_apart(reply), tokenizer, dataset), in_prompt=_apart)
 
 
 def transform_strided(cfg, dataset, **kwargs):
-    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the text of the last turn."""
-    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=_in_content)
+    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn."""
+    with_reply = partial(_rendered, entry=dataset)
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=with_reply)
 
 
 def _transform(dataset, reference, in_prompt=None):
@@ -47,21 +46,28 @@ def _transform(dataset, reference, in_prompt=None):
         prompt, reply = before_last_answer(chat_of(example, dataset))
         if in_prompt is not None:
             prompt = [in_prompt(message) if message["role"] == "assistant" else message for message in prompt]
-        return {"prompt": prompt, "ground_truth": None if reply is None else reference(reply)}
+        row = {"prompt": prompt, "ground_truth": None, **template_columns(example, dataset)}
+        if reply is None:
+            return row
+        reply = reference(reply, tokenizer)
+        return {**row, "ground_truth": _whole(reply), **reply_column(reply)}
 
     return transform_fn, {"remove_columns": "__all__"}
+
+
+def _rendered(reply: Message, tokenizer: Any, entry: Any) -> Message:
+    """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
+    key = entry.template_thinking_key
+    if reply.get(key) and ChatTemplate(tokenizer).reads(key):
+        return reply
+    kept = {name: value for name, value in reply.items() if name != "reasoning_content"}
+    return {**kept, "content": _whole(reply)}
 
 
 def _whole(reply: Message) -> str:
     """The reply as one text; thinking that is already in the content is not added again."""
     content, thinking = content_text(reply), reply.get("reasoning_content")
     return join_thinking(thinking, content) if thinking and not thinking_spans(content) else content
-
-
-def _in_content(reply: Message) -> Message:
-    """The reply with its thinking in the content, for templates that do not read `reasoning_content`."""
-    kept = {key: value for key, value in reply.items() if key != "reasoning_content"}
-    return {**kept, "content": _whole(reply)}
 
 
 def _apart(reply: Message) -> Message:

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ebft.data.conversation import Conversation, Message, Turn, end_length, is_reply
+from ebft.data.conversation import Conversation, Turn, is_reply
+from ebft.data.messages import Message
 from ebft.errors import DataError
 from ebft.structured.rollouts.backend import Backend
 
@@ -87,7 +88,7 @@ def roll_out(
             if number >= len(conversation.turns) or len(rollout.replies) < number:
                 continue
             turn = conversation.turns[number]
-            lead = [] if number == 0 else _after_end(turn.lead_ids, rollout.ids[-1], end_ids)
+            lead = [] if number == 0 else _after_end(turn, rollout.ids[-1], end_ids)
             room = limits.room(len(rollout.prompt_ids) + len(rollout.ids) + len(lead))
             if room < 1:
                 if number == 0:
@@ -109,9 +110,9 @@ def roll_out(
     return rollouts
 
 
-def _after_end(lead_ids: list[int], last_id: int, end_ids: Collection[int]) -> list[int]:
+def _after_end(turn: Turn, last_id: int, end_ids: Collection[int]) -> list[int]:
     """Return the tokens before the next reply, without the end of this reply if it has already ended."""
-    return lead_ids[end_length(lead_ids, end_ids) :] if last_id in end_ids else lead_ids
+    return turn.lead_ids[turn.ended :] if last_id in end_ids else turn.lead_ids
 
 
 def reply_messages(

@@ -1,0 +1,165 @@
+"""Chats as text: the one place that calls a tokenizer's chat template, and what the template writes after a reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from os.path import commonprefix
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.joined import ids_after
+from ebft.data.messages import Message
+from ebft.data.special_tokens import end_tokens, special_texts
+from ebft.errors import DataError
+
+# Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
+ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
+_REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
+_ASKED = {"role": "user", "content": "?"}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+
+
+class ChatTemplate:
+    """Renders chats with a tokenizer's chat template; `kwargs` and the descriptions of `tools` are its arguments.
+
+    `name` is that of the template, for messages. With `closed`, a chat that ends with a reply, after which the template
+    writes nothing, is followed by the special token with which the next turn would start: models of such templates end
+    a reply with it (`<|user|>` of GLM), and TRL's training templates write it too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+        tools: list[Any] | None = None,
+        closed: bool = True,
+    ) -> None:
+        self.tokenizer, self.name, self.tools, self.closed = tokenizer, name or "of the tokenizer", tools, closed
+        self.kwargs: dict[str, Any] = dict(kwargs or {})
+        self._read: dict[str, bool] = {}
+
+    def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        """The text of a chat. Raises DataError if the template cannot render it."""
+        text = self._apply(messages, add_generation_prompt)
+        if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
+            return text
+        return text + self._next_turn[bool(messages[-1].get("tool_calls"))]
+
+    def with_tools(self, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> ChatTemplate:
+        """The same template for a row with descriptions of tools and arguments of its own."""
+        if not tools and not kwargs:
+            return self
+        return ChatTemplate(self.tokenizer, self.name, self.kwargs | (kwargs or {}), tools or self.tools, self.closed)
+
+    def reads(self, key: str) -> bool:
+        """Whether the template renders the key of an assistant turn, such as `reasoning_content`."""
+        if key not in self._read:
+            self._read[key] = _REPLY in self._text([_ASKED, {"role": "assistant", "content": "?", key: _REPLY}])
+        return self._read[key]
+
+    @cached_property
+    def special(self) -> list[str]:
+        """The texts of the tokenizer's special tokens."""
+        return special_texts(self.tokenizer)
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The text that the template writes after the last reply, empty if there is none or if it is unknown."""
+        if self.tokenizer.chat_template is None:
+            return ""
+        try:
+            return self.after_reply([_ASKED], [])
+        except DataError:  # the end of turn of a template that does not accept such a chat is unknown
+            return ""
+
+    @cached_property
+    def end_of_turn_id(self) -> int | None:
+        """The special or added token that ends a reply, None if there is none.
+
+        It is the last one that the template writes both after the last reply and after one that is followed by a user
+        turn: some templates close the content first (`<|END_RESPONSE|>` of Cohere), or end a chat with another token.
+        """
+        known = end_tokens(self.tokenizer)
+        ids = ids_after(self.tokenizer, "", self.end_of_turn)
+        try:
+            following = ids_after(self.tokenizer, "", self.after_reply([_ASKED], [_ASKED])) if ids else []
+        except DataError:
+            following = []
+        ends = [token for token in commonprefix([ids, following]) if token in known]
+        return ends[-1] if ends else ids[0] if ids and ids[0] in known else None
+
+    def after_reply(self, before: list[Message], after: list[Message], add_generation_prompt: bool = False) -> str:
+        """What the template writes after a reply to the messages `before`, with the messages `after` following it."""
+        reply = _REPLY
+        while any(reply in str(message) for message in (*before, *after)):
+            reply += "-EBFT"
+        text = self([*before, {"role": "assistant", "content": reply}, *after], add_generation_prompt)
+        if reply not in text:
+            raise DataError("the chat template omits an assistant turn, so turns cannot be separated")
+        return text.rpartition(reply)[2]
+
+    @cached_property
+    def _next_turn(self) -> dict[bool, str]:
+        """The special token that starts the turn after a reply without and with tool calls, if nothing ends replies."""
+        reply = {"role": "assistant", "content": _REPLY}
+        calls = {**reply, "tool_calls": [_CALL]}
+        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "?"}
+        if not self._text([_ASKED, reply]).endswith(_REPLY):
+            return {False: "", True: ""}
+        return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
+
+    def _start_of(self, reply: Message, message: Message) -> str:
+        done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])
+        start = text[len(done) :].lstrip() if done and text.startswith(done) else ""
+        return max((token for token in self.special if token and start.startswith(token)), key=len, default="")
+
+    def _text(self, messages: list[Message]) -> str:
+        """The text of an example, empty if the template refuses it."""
+        try:
+            return self._apply(messages, False)
+        except DataError:
+            return ""
+
+    def _apply(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        if self.tokenizer.chat_template is None:
+            raise DataError(
+                "the tokenizer has no chat template, but the row has messages. Set chat_template (chatml, llama3, or "
+                "Jinja text), or use text"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.kwargs,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+
+
+def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The template's arguments for a row: those of its column, a dict or JSON text, then `others`, the first wins.
+
+    Arrow gives a row the arguments of all rows, with the value None, which are left out.
+    """
+    found = example.get(ROW_KWARGS)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except ValueError as error:
+            raise DataError(f"column {ROW_KWARGS!r} is not valid JSON ({error}).") from error
+    if not isinstance(found, Mapping | None):
+        raise DataError(
+            f"column {ROW_KWARGS!r} must contain a mapping of arguments of the chat template, such as "
+            f'{{"enable_thinking": false}}, or JSON text of one, got {found!r:.60}.'
+        )
+    merged = {key: value for key, value in (found or {}).items() if value is not None}
+    for other in others:
+        merged = {**(other or {}), **merged}
+    return merged
