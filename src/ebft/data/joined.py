@@ -4,7 +4,9 @@ Such tokenizers (SentencePiece with a dummy prefix, as of Llama 2) give a text o
 longer text. Others give the same ids, except where tokens would span the boundary.
 """
 
+from bisect import bisect_left, bisect_right
 from functools import cached_property
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +47,10 @@ class Tokens:
 
     def mask(self, spans: Spans) -> list[bool]:
         """For each token, whether it overlaps one of the character ranges."""
-        return [any(begin < last and end > first for first, last in spans) for begin, end in self.ranges]
+        spans = sorted(span for span in spans if span[0] < span[1])
+        starts = [first for first, _ in spans]
+        reach = [0, *accumulate((last for _, last in spans), max)]  # of the first spans
+        return [reach[bisect_left(starts, end)] > begin for begin, end in self.ranges]
 
     def before(self, character: int) -> int:
         """The number of tokens before the one that has the character at this index or reaches beyond it."""
@@ -53,7 +58,7 @@ class Tokens:
             start = _ids(self.tokenizer, self.text[:character])
             if self.ids[: len(start)] == start:
                 return len(start)
-        return next((index for index, (_, end) in enumerate(self.ranges) if end > character), len(self.ids))
+        return bisect_right(self.ranges, character, key=lambda place: place[1])
 
 
 def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
