@@ -156,9 +156,9 @@ class Renderer:
         end_id = self.tokenizer.eos_token_id if template.end_of_turn_id is None else template.end_of_turn_id
         if not has_reference:
             return Conversation(self._given_turns(template, messages, replies, given), given, end_id)
-        turns = self._turns(template, messages, replies)
+        turns, last_end = self._turns(template, messages, replies)
         self._report(template, given, turns[0])
-        return Conversation(turns, given, end_id)
+        return Conversation(turns, given, end_id if last_end is None else last_end)
 
     def _text_turn(self, prompt: str, prompt_ids: list[int], reference: str) -> Turn:
         ids = without_end(ids_after(self.tokenizer, prompt, reference), self.end_ids())
@@ -167,8 +167,10 @@ class Renderer:
         thinking = Tokens(self.tokenizer, reference).mask(thinking_spans(reference))
         return Turn(prompt_ids, ids, 0, (thinking + [False] * len(ids))[: len(ids)])
 
-    def _turns(self, template: ChatTemplate, messages: list[Message], replies: list[int]) -> list[Turn]:
-        """The turns as the template renders them in the whole conversation."""
+    def _turns(
+        self, template: ChatTemplate, messages: list[Message], replies: list[int]
+    ) -> tuple[list[Turn], int | None]:
+        """The turns as the template renders them in the whole conversation, and the token that ends the last one."""
         for index in replies:
             if not isinstance(messages[index].get("content", ""), str):
                 kind = type(messages[index]["content"]).__name__
@@ -196,7 +198,7 @@ class Renderer:
                 )
             )
             done, ended = last, int(bool(ends))
-        return turns
+        return turns, tokens.ids[done] if ended else None
 
     def _thinking(self, tokens: Tokens, text: str, start: int) -> list[bool] | None:
         if not self.tokenizer.is_fast:

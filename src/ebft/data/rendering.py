@@ -20,7 +20,7 @@ from ebft.errors import DataError
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
 _ASKED = {"role": "user", "content": "?"}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "ebft_tool", "arguments": {"a": "b"}}}
 
 
 class ChatTemplate:
@@ -44,7 +44,17 @@ class ChatTemplate:
         self._read: dict[str, bool] = {}
 
     def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
-        """The text of a chat. Raises DataError if the template cannot render it."""
+        """The text of a chat. Raises DataError if the template cannot render it.
+
+        Turns that only call tools have an empty content: templates write a missing one as None, or fail. For templates
+        that then omit the calls (DeepSeek), the content is None.
+        """
+        messages = [
+            {**message, "content": self._no_content}
+            if message.get("tool_calls") and message.get("content") is None
+            else message
+            for message in messages
+        ]
         text = self._apply(messages, add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
             return text
@@ -108,10 +118,16 @@ class ChatTemplate:
         """The special token that starts the turn after a reply without and with tool calls, if nothing ends replies."""
         reply = {"role": "assistant", "content": _REPLY}
         calls = {**reply, "tool_calls": [_CALL]}
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "?"}
+        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "ebft_tool", "content": "?"}
         if not self._text([_ASKED, reply]).endswith(_REPLY):
             return {False: "", True: ""}
         return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
+
+    @cached_property
+    def _no_content(self) -> str | None:
+        calls = [{"role": "assistant", "content": content, "tool_calls": [_CALL]} for content in ("", None)]
+        empty, missing = (_CALL["function"]["name"] in self._text([_ASKED, message]) for message in calls)
+        return None if missing and not empty else ""
 
     def _start_of(self, reply: Message, message: Message) -> str:
         done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])
