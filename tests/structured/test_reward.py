@@ -1,5 +1,8 @@
 """FeatureMatchingReward against the naive oracle, and what it refuses."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 
@@ -222,3 +225,42 @@ def test_references_are_compared_without_a_stop_token_as_samples_are(model, chat
     )
     found = reward(["hi"] * 2, None, [ids, ids[:-1]], ground_truth=[reference] * 2)
     assert found == pytest.approx([2.0, 2.0], abs=1e-5)
+
+
+# What the generation prompt opens, and what the template writes before a reply.
+OPENS = {
+    "closed by the reply": ("<think>\n", "<think>\n\n</think>\n\n"),
+    "not in the reply": ("<think>\n", ""),
+    "only in the reply": ("", "<think>\n\n</think>\n\n"),
+}
+
+
+@pytest.mark.parametrize("kind", OPENS)
+@pytest.mark.parametrize("follows_generation_prompt", [True, False])
+def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind, follows_generation_prompt):
+    """A sample with the text of the reference has its embedding, and others those of their own whole text."""
+    opened, written = OPENS[kind]
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{{ '" + written.replace("\n", "\\n") + "' }}{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + opened + "{% endif %}"
+    )
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = [{"role": "user", "content": "hi"}]
+    start = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    given = start + (opened if follows_generation_prompt or written.startswith(opened) else "")
+    reference = start + written + "yes."
+    texts = [reference if reference.startswith(given) else given + "yes.", given + "no"]
+    reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
+    reward.follows_generation_prompt = follows_generation_prompt
+    completions = [encode(text[len(given) :]) for text in texts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = reward([prompt] * 2, None, completions, ground_truth=["yes."] * 2)
+    depths = reward.options.feature_layers
+    embedded = [oracle.embedding(model, encode(text), [], depths, "mean_pooling") for text in (*texts, reference)]
+    assert found == pytest.approx([2 * float(phi @ embedded[2]) for phi in embedded[:2]], abs=1e-5)
+    if texts[0] == reference:
+        assert found[0] == pytest.approx(2.0, abs=1e-5)

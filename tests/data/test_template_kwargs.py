@@ -1,0 +1,83 @@
+"""`chat_template_kwargs` of the config, of a dataset and of a row reach the chat template in every method."""
+
+import json
+import warnings
+
+import pytest
+
+from ebft.config.schema import RunConfig
+from ebft.data.load import load_datasets
+from ebft.data.preferences.load import load_preference_rows
+from ebft.data.prompts import load_prompts
+from ebft.data.reward_rows import load_comparisons
+from ebft.errors import DataError
+
+REPLY = {"role": "assistant", "content": "fine"}
+CHAT = [{"role": "user", "content": "how?"}, REPLY]
+ROW = {"messages": CHAT, "chosen": CHAT, "rejected": [CHAT[0], {**REPLY, "content": "bad"}]}
+
+
+def tokens_of(method, config, tokenizer):
+    """The token ids of the first row."""
+    if method == "structured":
+        from ebft.data.conversation import Renderer
+
+        conversation = Renderer(tokenizer, config.chat_template_kwargs).of_row(load_prompts(config, tokenizer)[0][0])
+        return conversation.prompt_ids + conversation.reference_ids
+    if method == "dpo":
+        row = load_preference_rows(config, tokenizer).train[0]
+        return row["prompt_ids"] + row["chosen_ids"]
+    if method == "reward model":
+        return load_comparisons(config, tokenizer).train[0]["chosen_ids"]
+    return load_datasets(config, tokenizer)[0][0]["input_ids"]
+
+
+METHODS = {
+    "sft": ({}, "chat_template"),
+    "strided": (
+        {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 1}},
+        "ebft_strided_chat.transform",
+    ),
+    "structured": ({"rl": "ebft"}, "ebft_chat_multiturn.transform_last_turn"),
+    "dpo": ({"rl": "dpo"}, "chat_template.argilla_chat"),
+    "reward model": ({"reward_model": True}, "bradley_terry.chat_template"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_row_comes_before_the_dataset_and_the_config(write_jsonl, chatml, method):
+    chatml.chat_template = "{{ '<' ~ (mode or '') ~ '>' }}" + chatml.chat_template
+    keys, type = METHODS[method]
+
+    def shown(row=None, entry=None, **given):
+        path = write_jsonl([ROW | ({} if row is None else {"chat_template_kwargs": row})] * 2)
+        entries = [{"path": str(path), "type": type, **({"chat_template_kwargs": entry} if entry else {})}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = RunConfig.from_dict({"base_model": "unused", "datasets": entries, **keys, **given})
+        return chatml.decode(tokens_of(method, config, chatml)).partition(">")[0]
+
+    config = {"chat_template_kwargs": {"mode": "config"}}
+    assert shown() == "<"
+    assert shown(**config) == "<config"
+    assert shown(entry={"mode": "entry"}, **config) == "<entry"
+    assert shown({"mode": "row"}, {"mode": "entry"}, **config) == "<row"
+    assert shown(json.dumps({"mode": "row"}), {"mode": "entry"}) == "<row"
+    assert shown({"mode": None}, {"mode": "entry"}) == "<entry"
+    if method == "structured":
+        assert shown(trl={"chat_template_kwargs": {"mode": "trl"}}) == "<trl"
+    with pytest.raises(DataError, match="'chat_template_kwargs' must contain a mapping"):
+        shown([1])
+
+
+def test_two_names_of_one_key():
+    with pytest.raises(ValueError, match="chat_template_kwargs and trl.chat_template_kwargs differ"):
+        RunConfig.from_dict(
+            {
+                "base_model": "m",
+                "rl": "ebft",
+                "datasets": [{"path": "p", "type": "ebft_opencode.transform"}],
+                "chat_template_kwargs": {"a": 1},
+                "trl": {"chat_template_kwargs": {"a": 2}},
+            }
+        )
