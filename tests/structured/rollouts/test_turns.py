@@ -23,7 +23,11 @@ class Scripted:
 
 
 def talk(*turns):
-    return Conversation([Turn(lead, "", [0] * length) for lead, length in turns])
+    found = [
+        Turn(lead, [0] * length, next((place + 1 for place, token in enumerate(lead) if token == END), 0))
+        for lead, length in turns
+    ]
+    return Conversation(found, turns[0][0])
 
 
 def test_each_reply_follows_all_that_was_said():
@@ -56,7 +60,7 @@ def test_each_reply_follows_all_that_was_said():
     ],
 )
 def test_limits_of_a_reply(by_reference, length, wanted):
-    assert Limits(10, by_reference, None).reply(Turn([1], "", [0] * length)) == wanted
+    assert Limits(10, by_reference, None).reply(Turn([1], [0] * length)) == wanted
 
 
 def test_a_conversation_without_room_ends_early():
