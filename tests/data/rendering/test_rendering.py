@@ -1,0 +1,111 @@
+"""Every method trains on the tokens of one rendering of the whole conversation, and labels the assistant's part."""
+
+import warnings
+
+import pytest
+
+from ebft.errors import DataError
+from tests.data.rendering.expected import CASES, KINDS, Chat, end_of_reply, expectation, expected, tokenizer_of
+from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
+
+# Methods that read a prompt and a completion instead of messages.
+OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
+# Differences that are meant, with the reason: (method, kind), and the outcome that is right as well.
+MEANT = {
+    ("*", "parts"): ("error", "contents as parts may be refused: methods that compare texts need text"),
+    ("last_turn", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
+    ("reasoning", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
+    ("multiturn", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
+    ("strided", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
+}
+
+
+def meant(method, kind, outcome):
+    return any(MEANT.get((who, kind), ("",))[0] == outcome for who in (method, "*"))
+
+
+def outcome(method, name, chat):
+    """The texts of a row, or the error; and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = rows_of(method, name, chat)
+        except DataError as error:
+            found = error
+    return found, " ".join(str(warning.message) for warning in caught)
+
+
+def faults(method, name, kind):
+    """What is wrong with the row of a kind of conversation, one line each."""
+    chat, right = KINDS[kind], expectation(name, kind)
+    found, warned = outcome(method, name, chat)
+    if isinstance(found, DataError):
+        if right.lost or meant(method, kind, "error"):
+            return []
+        return [f"refused, although the template renders it: {str(found)[-170:]}"]
+    if isinstance(found, Dropped):
+        return [] if meant(method, kind, "dropped") else [f"dropped: {found.reason}"]
+    if not right.renderings:
+        return [f"trains without {', '.join(right.lost)}"]
+    wrong = compared(name, chat, found[0], right)
+    if len(found) > 1 and not wrong:  # the rejected reply
+        other = Chat([*chat.messages[:-1], worse(chat.messages[-1])], chat.tools, chat.kwargs)
+        wrong = [f"rejected: {line}" for line in compared(name, other, found[1], expected(name, other))]
+    if right.leaves_out_tools and "tool" not in warned and not wrong:
+        wrong = ["leaves out the descriptions of tools without a warning"]
+    return wrong
+
+
+def compared(name, chat, found, right):
+    tokenizer = tokenizer_of(name)
+    show = lambda ids: repr(tokenizer.decode(ids))[-150:]
+    matching = [rendering for rendering in right.renderings if is_text(name, found, rendering)]
+    if not matching:
+        wanted = right.renderings[0].ids
+        at = next((n for n, (a, b) in enumerate(zip(found.ids, wanted)) if a != b), min(len(found.ids), len(wanted)))
+        same = tokenizer.decode(found.ids) == tokenizer.decode(wanted)
+        what = "same text, other tokens" if same else "another text"
+        return [f"{what}: ...{show(found.ids[max(0, at - 3) : at + 30])} for {show(wanted[max(0, at - 3) : at + 30])}"]
+    if not found.spans:  # only scored as a whole
+        return []
+    wanted = [wanted_spans(name, chat, found, rendering) for rendering in matching]
+    if found.spans in wanted:
+        return []
+    texts = lambda spans: [tokenizer.decode(found.ids[start:stop]) for start, stop in spans]
+    return [f"other labels: {texts(found.spans)!r} for {texts(wanted[0])!r}"[:300]]
+
+
+def is_text(name, found, rendering):
+    """Whether ids are those of a rendering; references lack the end of the last reply."""
+    if not found.is_reference:
+        return found.ids == rendering.ids
+    rest = rendering.ids[len(found.ids) :]
+    if found.ids != rendering.ids[: len(found.ids)]:
+        return False
+    end = tokenizer_of(name).convert_tokens_to_ids(end_of_reply(name)) if end_of_reply(name) else None
+    after = rest[1:] if rest and rest[0] == end else rest
+    own = tokenizer_of(name)
+    return all(not own.decode([token]).strip() or own.decode([token]) in own.all_special_tokens for token in after)
+
+
+def wanted_spans(name, chat, found, rendering):
+    """The ranges of the replies that a method trains on; references have no end of turn."""
+    replies = [message for message in chat.messages if message["role"] == "assistant"]
+    says = lambda reply: bool(str(reply.get("content") or "").strip())  # the model does not learn to say nothing
+    learned = [says(reply) or (reply.get("tool_calls") and not found.is_reference) for reply in replies]
+    spans = [span for span, use in zip(rendering.replies, learned, strict=True) if use]
+    spans = spans if found.all_turns else spans[-1:]
+    if not found.is_reference:
+        return spans
+    ids, end = rendering.ids, end_of_reply(name)
+    token = tokenizer_of(name).convert_tokens_to_ids(end) if end else None
+    stops = [ids.index(token, *span) if token in ids[slice(*span)] else min(span[1], len(found.ids)) for span in spans]
+    return [(start, stop) for (start, _), stop in zip(spans, stops)]
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name, method):
+    kinds = [kind for kind in KINDS if method != "opencode" or kind in OF_PAIRS]
+    found = [f"{kind}: {line}" for kind in kinds for line in faults(method, name, kind)]
+    assert not found, "\n".join(["", *found])
