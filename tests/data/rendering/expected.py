@@ -94,7 +94,9 @@ def _bpe(spaced: bool) -> str:
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    tokenizer.train([str(stdlib / f"{name}.py") for name in ("argparse", "calendar", "textwrap", "pydoc")], trainer)
+    names = ("argparse", "calendar", "textwrap", "pydoc")
+    # As whole texts: files are read line by line, so that two line breaks would never merge.
+    tokenizer.train_from_iterator([(stdlib / f"{name}.py").read_text(encoding="utf-8") for name in names], trainer)
     if spaced:  # byte tokens are not special
         saved = json.loads(tokenizer.to_str())
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] == "<unk>"]
@@ -280,6 +282,8 @@ def missing(chat, text):
         found.append("(a content written as a Python value)")
     if re.search(r'\\"\w+\\":', text):
         found.append("(arguments written as JSON of JSON)")
+    if re.search(r"<think>\s*</think>\s*<think>", text):
+        found.append("(an empty thinking block before the thinking)")
     return found
 
 

@@ -18,12 +18,14 @@ from tests.data.rendering.expected import Chat, tokenizer_of
 class Found(NamedTuple):
     """One text of a row: its ids, and the ranges of them that are trained on or compared.
 
-    `all_turns` if every reply is to be, not only the last; `is_reference` if replies are compared without their end.
+    `all_turns` if every reply is to be, not only the last; `is_sampled` if the model samples other replies, which
+    `is_reference` compares without their end.
     """
 
     ids: list[int]
     spans: list[tuple[int, int]]
     all_turns: bool = False
+    is_sampled: bool = False
     is_reference: bool = False
 
 
@@ -42,7 +44,7 @@ SETTINGS = {
     "reasoning": (STRUCTURED, "ebft_reasoning.transform"),
     "multiturn": (STRUCTURED, "ebft_chat_multiturn.transform"),
     "dpo": ({"rl": "dpo"}, "chat_template.default"),
-    "kto": ({"rl": "kto"}, "passthrough"),
+    "kto": ({"rl": "kto", "micro_batch_size": 2}, "passthrough"),
     "reward_model": ({"reward_model": True}, "bradley_terry.chat_template"),
 }
 
@@ -90,7 +92,7 @@ def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
             return Dropped("no labels")
         wrong = [a for a, b in zip(row["labels"], row["input_ids"]) if a not in (-100, b)]
         assert not wrong, f"labels that are not the tokens: {wrong}"
-        return [Found(row["input_ids"], _ranges(trained), all_turns=True)]
+        return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
         row = row_function(entry, config, tokenizer, PreferenceRow(config, tokenizer))(raw, 0)
         if row["reason"]:
@@ -116,7 +118,7 @@ def _references(config, tokenizer, entry, raw, all_turns) -> list[Found] | Dropp
         ids += turn.lead_ids
         spans.append((len(ids), len(ids) + len(turn.reference_ids)))
         ids += turn.reference_ids
-    return [Found(ids, spans, all_turns, is_reference=True)]
+    return [Found(ids, spans, all_turns, is_sampled=True, is_reference=True)]
 
 
 def conversation(tokenizer, row):

@@ -1,6 +1,7 @@
 """Every method trains on the tokens of one rendering of the whole conversation, and labels the assistant's part."""
 
 import warnings
+from fnmatch import fnmatch
 
 import pytest
 
@@ -10,18 +11,26 @@ from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
 
 # Methods that read a prompt and a completion instead of messages.
 OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
-# Differences that are meant, with the reason: (method, kind), and the outcome that is right as well.
-MEANT = {
-    ("*", "parts"): ("error", "contents as parts may be refused: methods that compare texts need text"),
-    ("last_turn", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
-    ("reasoning", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
-    ("multiturn", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
-    ("strided", "last_calls"): ("dropped", "a call of a tool is not a text that completions are compared with"),
-}
+# Differences that are meant: (methods, templates, kind), the outcome that is right as well, and the reason.
+_COMPARED = "strided last_turn reasoning multiturn reward_model"
+MEANT = (
+    ("*", "*", "parts", "error", "contents as parts may be refused: methods that compare texts need text"),
+    (
+        "*",
+        "*gemma*",
+        "text_and_call",
+        "error",
+        "Gemma 4 writes the text of a calling turn after the result of the call",
+    ),
+    (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
+)
 
 
-def meant(method, kind, outcome):
-    return any(MEANT.get((who, kind), ("",))[0] == outcome for who in (method, "*"))
+def meant(method, name, kind, outcome):
+    return any(
+        what == outcome and of_kind == kind and fnmatch(name, names) and (methods == "*" or method in methods.split())
+        for methods, names, of_kind, what, _ in MEANT
+    )
 
 
 def outcome(method, name, chat):
@@ -40,11 +49,11 @@ def faults(method, name, kind):
     chat, right = KINDS[kind], expectation(name, kind)
     found, warned = outcome(method, name, chat)
     if isinstance(found, DataError):
-        if right.lost or meant(method, kind, "error"):
+        if right.lost or meant(method, name, kind, "error"):
             return []
         return [f"refused, although the template renders it: {str(found)[-170:]}"]
     if isinstance(found, Dropped):
-        return [] if meant(method, kind, "dropped") else [f"dropped: {found.reason}"]
+        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found.reason}"]
     if not right.renderings:
         return [f"trains without {', '.join(right.lost)}"]
     wrong = compared(name, chat, found[0], right)
@@ -68,7 +77,7 @@ def compared(name, chat, found, right):
         return [f"{what}: ...{show(found.ids[max(0, at - 3) : at + 30])} for {show(wanted[max(0, at - 3) : at + 30])}"]
     if not found.spans:  # only scored as a whole
         return []
-    wanted = [wanted_spans(name, chat, found, rendering) for rendering in matching]
+    wanted = [spans for rendering in matching for spans in wanted_spans(name, chat, found, rendering)]
     if found.spans in wanted:
         return []
     texts = lambda spans: [tokenizer.decode(found.ids[start:stop]) for start, stop in spans]
@@ -89,18 +98,24 @@ def is_text(name, found, rendering):
 
 
 def wanted_spans(name, chat, found, rendering):
-    """The ranges of the replies that a method trains on; references have no end of turn."""
+    """The ranges of the replies that a method trains on; references have no end of turn.
+
+    Turns that only call tools are trained on, but need not be where replies are sampled and compared.
+    """
     replies = [message for message in chat.messages if message["role"] == "assistant"]
-    says = lambda reply: bool(str(reply.get("content") or "").strip())  # the model does not learn to say nothing
-    learned = [says(reply) or (reply.get("tool_calls") and not found.is_reference) for reply in replies]
-    spans = [span for span, use in zip(rendering.replies, learned, strict=True) if use]
-    spans = spans if found.all_turns else spans[-1:]
+    says = [
+        bool(str(reply.get("content") or "").strip()) for reply in replies
+    ]  # the model does not learn to say nothing
+    calls = [bool(reply.get("tool_calls")) for reply in replies]
+    kept = [list(map(any, zip(says, calls)))] * (not found.is_reference) + [says] * found.is_sampled
+    choices = [[span for span, use in zip(rendering.replies, learned, strict=True) if use] for learned in kept]
+    choices = [spans if found.all_turns else spans[-1:] for spans in choices]
     if not found.is_reference:
-        return spans
+        return choices
     ids, end = rendering.ids, end_of_reply(name)
     token = tokenizer_of(name).convert_tokens_to_ids(end) if end else None
-    stops = [ids.index(token, *span) if token in ids[slice(*span)] else min(span[1], len(found.ids)) for span in spans]
-    return [(start, stop) for (start, _), stop in zip(spans, stops)]
+    stop = lambda span: ids.index(token, *span) if token in ids[slice(*span)] else min(span[1], len(found.ids))
+    return [[(span[0], stop(span)) for span in spans] for spans in choices]
 
 
 @pytest.mark.parametrize("method", SETTINGS)
