@@ -7,6 +7,7 @@ is what TRL's training template marks or, without one, what rendering the first 
 import json
 import re
 import sysconfig
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -380,7 +381,7 @@ def expectation(name: str, kind: str) -> Expectation:
 
 
 def expected(name, chat) -> Expectation:
-    """What is right for a conversation: what the template renders of it, or of an equivalent one if that loses parts."""
+    """What is right for a conversation: its rendering, or that of an equivalent one if the template loses parts."""
     found, first_lost, without_tools = [], None, []
     for number, variant in enumerate(variants(chat)):
         try:
@@ -455,10 +456,8 @@ def _prefix_spans(name, chat, text, ids, turns):
     for index in turns:
         start = _asked_length(name, chat, index, ids)
         up_to = None
-        try:
+        with suppress(Refusal):
             up_to = render(name, chat, chat.messages[: index + 1])
-        except Refusal:
-            pass
         if up_to is not None and text.startswith(up_to):
             stop = len(up_to)
         else:

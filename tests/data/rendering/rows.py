@@ -83,8 +83,13 @@ def worse(reply: dict) -> dict:
 
 def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
     """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one."""
+    return loaded(method, name, raw_row(method, chat))
+
+
+def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
+    """The texts of a row of a data file."""
     config, tokenizer = config_of(method), tokenizer_of(name)
-    entry, raw = config.datasets[0], raw_row(method, chat)
+    entry = config.datasets[0]
     if method in ("strided", "sft"):
         row = tokeniser(entry, config, tokenizer)(raw, 0)
         trained = [label != -100 for label in row["labels"]]
