@@ -37,7 +37,10 @@ class Dropped(NamedTuple):
 
 STRUCTURED = {"rl": "ebft"}
 SETTINGS = {
-    "strided": ({"rl": "ebft", "ebft": {"mode": "strided"}}, "ebft_strided_chat.transform"),
+    "strided": (
+        {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 2}},
+        "ebft_strided_chat.transform",
+    ),
     "sft": ({}, "chat_template"),
     "opencode": (STRUCTURED, "ebft_opencode.transform"),
     "last_turn": (STRUCTURED, "ebft_chat_multiturn.transform_last_turn"),
