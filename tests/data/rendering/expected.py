@@ -188,11 +188,29 @@ KINDS = {
     "thinking": Chat([_user("Count."), _reply(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}")]),
     "reasoning_content": Chat([_user("Count."), _reply(_ANSWER, reasoning_content=_THOUGHT)]),
     "thinking_key": Chat([_user("Count."), _reply(_ANSWER, thinking=_THOUGHT)]),
+    "earlier_thinking": Chat(
+        [
+            _user("Count."),
+            _reply(_ANSWER, reasoning_content="First a guess."),
+            _user("Again."),
+            _reply("Still seven.", reasoning_content=_THOUGHT),
+        ]
+    ),
     "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
     "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _reply("No, rather cool.")], [_TOOL]),
     "null_calls": Chat([_ASKED, _calls(_NULLS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
     "text_and_call": Chat([_ASKED, _calls(_ARGUMENTS, "Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]),
     "last_calls": Chat([_ASKED, _calls(_ARGUMENTS)], [_TOOL]),
+    "two_calls": Chat(
+        [
+            _ASKED,
+            _reply("", tool_calls=[*_calls(_ARGUMENTS)["tool_calls"], *_calls({"city": "Porto"})["tool_calls"]]),
+            _RESULT,
+            {**_RESULT, "content": "Sunny, 20 degrees."},
+            _reply("Only in Porto."),
+        ],
+        [_TOOL],
+    ),
     "tools": Chat([_user("Name a colour."), _reply("Turquoise.")], [_TOOL]),
     "empty": Chat([_user("Say nothing."), _reply(""), *_TURNS[2:]]),
     "parts": Chat([_user([{"type": "text", "text": "Name a colour."}]), _reply("Turquoise.")]),
@@ -245,12 +263,16 @@ def strings(value):
 
 
 def written(chat):
-    """Texts of the messages that must be in the tokens: contents, thinking, names and arguments of calls, results."""
-    found = []
-    for message in chat.messages:
+    """Texts of the messages that must be in the tokens: contents, thinking, names and arguments of calls, results.
+
+    Templates leave out the thinking of turns before the last question, which the model does not see in sampling either.
+    """
+    found, asked = [], max(number for number, message in enumerate(chat.messages) if message["role"] == "user")
+    for number, message in enumerate(chat.messages):
         content = message.get("content") or ""
         texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        texts += [message.get(key, "") for key in ("reasoning_content", "thinking")]
+        if number > asked:
+            texts += [message.get(key, "") for key in ("reasoning_content", "thinking")]
         for call in message.get("tool_calls") or []:
             arguments = call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -462,8 +484,10 @@ def _prefix_spans(name, chat, text, ids, turns):
             stop = len(up_to)
         else:
             begin = len(tokenizer_of(name).decode(ids[:start]))
-            found = text.find(end, begin) if end else -1
-            stop = len(text) if found < 0 else found + len(end)
-            stop += len(text[stop:]) - len(text[stop:].lstrip())
+            # Without an end token, a turn ends where the next one begins.
+            found = re.compile(f"{re.escape(end)}\\s*" if end else r"(?=<\|(?:user|observation)\|>)").search(
+                text, begin
+            )
+            stop = len(text) if found is None else found.end()
         spans.append((start, len(ids_of(name, text[:stop]))))
     return spans

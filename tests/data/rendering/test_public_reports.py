@@ -184,7 +184,7 @@ def test_spaces_that_a_tokenizer_adds_are_those_of_the_whole_text(load):
     name = "ebft/mistral_v1+space"
     (row,) = load("sft", name, [chat_row("sft", [ASKED, REPLY])])
     assert row["input_ids"] == ids_of(name, render(name, Chat([ASKED, REPLY])))
-    assert labelled(name, row) == f"{ANSWER}</s>"
+    assert labelled(name, row).lstrip() == f"{ANSWER}</s>"
 
 
 # --- Thinking
@@ -277,14 +277,21 @@ def test_tools_have_the_keys_of_the_file(load, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("others", [{}, {"days": 3}])
-def test_nulls_in_arguments_are_kept(load, method, others):
-    """transformers.js, TRL #5311: `{"region": null}` lost its key, depending on the arguments of other rows."""
+@pytest.mark.parametrize("others", [{}, {"days": 3}, {"region": "Norte"}], ids=["fewer", "other", "the same"])
+@pytest.mark.parametrize("same_keys", [True, False], ids=["messages of the same keys", ""])
+def test_nulls_in_arguments_are_kept(load, method, others, same_keys):
+    """ms-swift #10125: what removes the nulls that Arrow adds must keep `{"region": null}` of the file.
+
+    Arrow has a type with fixed keys only where the keys of all messages are the same.
+    """
     arguments = [{"city": "Lisbon", "region": None}, {"city": "Porto", **others}]
-    calls = [{**CALL, "function": {**CALL["function"], "arguments": given}} for given in arguments]
-    rows = [
-        chat_row(method, [ASKED, {**CALLS, "tool_calls": [call]}, RESULT, REPLY], tools=[WEATHER]) for call in calls
-    ]
+    rows = []
+    for given in arguments:
+        call = {**CALL, "function": {**CALL["function"], "arguments": given}}
+        messages = [ASKED, {**CALLS, "tool_calls": [call]}, RESULT, REPLY]
+        if same_keys:
+            messages = [{**dict.fromkeys(("tool_calls", "name")), **message} for message in messages]
+        rows.append(chat_row(method, messages, tools=[WEATHER]))
     for row, given in zip(load(method, "trl/qwen3", rows), arguments, strict=True):
         assert f'"arguments": {json.dumps(given)}' in all_text("trl/qwen3", row)
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 import pytest
 
 from ebft.errors import DataError
-from tests.data.rendering.expected import CASES, KINDS, Chat, end_of_reply, expectation, expected, tokenizer_of
+from tests.data.rendering.expected import CASES, KINDS, Chat, expectation, expected, tokenizer_of
 from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
 
 # Methods that read a prompt and a completion instead of messages.
@@ -90,13 +90,24 @@ def is_text(name, found, rendering):
     """Whether ids are those of a rendering; references lack the end of the last reply."""
     if not found.is_reference:
         return found.ids == rendering.ids
-    rest = rendering.ids[len(found.ids) :]
-    if found.ids != rendering.ids[: len(found.ids)]:
-        return False
-    end = tokenizer_of(name).convert_tokens_to_ids(end_of_reply(name)) if end_of_reply(name) else None
-    after = rest[1:] if rest and rest[0] == end else rest
-    own = tokenizer_of(name)
-    return all(not own.decode([token]).strip() or own.decode([token]) in own.all_special_tokens for token in after)
+    size = len(found.ids)
+    return found.ids == rendering.ids[:size] and set(ends(name, rendering.ids[size:])) <= {"end", "space"}
+
+
+def ends(name, ids):
+    """For each token whether it can end a turn, is white space, or is text."""
+    tokenizer = tokenizer_of(name)
+    texts = map(tokenizer.decode, ids)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ["end" if token in special else "text" if text.strip() else "space" for token, text in zip(ids, texts)]
+
+
+def end_of_content(name, ids, span):
+    """Where a reply without the end of its turn stops: at the first special token after its last text."""
+    kinds = ends(name, ids[slice(*span)])
+    tail = next((size for size, kind in enumerate(reversed(kinds)) if kind == "text"), len(kinds))
+    first = len(kinds) - tail
+    return span[0] + (first + kinds[first:].index("end") if "end" in kinds[first:] else len(kinds))
 
 
 def wanted_spans(name, chat, found, rendering):
@@ -114,10 +125,7 @@ def wanted_spans(name, chat, found, rendering):
     choices = [spans if found.all_turns else spans[-1:] for spans in choices]
     if not found.is_reference:
         return choices
-    ids, end = rendering.ids, end_of_reply(name)
-    token = tokenizer_of(name).convert_tokens_to_ids(end) if end else None
-    stop = lambda span: ids.index(token, *span) if token in ids[slice(*span)] else min(span[1], len(found.ids))
-    return [[(span[0], stop(span)) for span in spans] for spans in choices]
+    return [[(span[0], end_of_content(name, rendering.ids, span)) for span in spans] for spans in choices]
 
 
 @pytest.mark.parametrize("method", SETTINGS)
