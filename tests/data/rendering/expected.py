@@ -1,0 +1,493 @@
+"""What a chat is in tokens: chat templates, tokenizers, kinds of conversations, and the expected ids and labels.
+
+Nothing here uses the package: a conversation is rendered at once with `apply_chat_template`, and the assistant's part
+is what TRL's training template marks or, without one, what rendering the first messages says.
+"""
+
+import json
+import re
+import sysconfig
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+TRL = Path(sysconfig.get_paths()["purelib"]) / "trl" / "chat_templates"
+OWN = Path(__file__).parents[3] / "src" / "ebft" / "models" / "templates"
+# The pre-tokeniser of GPT-4 and Qwen: line breaks merge with each other and with spaces before them.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKER = re.compile(r"<[|｜][^<>\s'\"{}]+?>|<[^<>\s'\"{}|]+?[|｜]>|</?[a-z]+(?:_[a-z]+)*>|\[/?[A-Z_]{3,}\]|\[gMASK\]")
+# Added tokens of these models that are no special tokens.
+_PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+_OTHER_TAGS = re.compile(r"</?[a-z]+>")  # XML that these vocabularies have no tokens for, such as <parameters>
+# BOS, EOS and what a template writes after a reply, by the beginning of the template's name.
+_TOKENS = {
+    "alpaca": ("<s>", "</s>", "</s>"),
+    "chatml": ("", "<|im_end|>", "<|im_end|>"),
+    "cohere2": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
+    "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "diffusion_gemma": ("<bos>", "<eos>", "<turn|>"),
+    "gemma4": ("<bos>", "<eos>", "<turn|>"),
+    "gemma": ("<bos>", "<eos>", "<end_of_turn>"),
+    "glm4moe": ("", "<|endoftext|>", ""),
+    "gptoss": ("<|startoftext|>", "<|return|>", "<|return|>"),
+    "idefics3": ("<|begin_of_text|>", "<|end_of_text|>", "<end_of_utterance>"),
+    "lfm2": ("<|startoftext|>", "<|im_end|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
+    "llama4": ("<|begin_of_text|>", "<|eot|>", "<|eot|>"),
+    "llava_next": ("<s>", "</s>", "</s>"),
+    "mistral": ("<s>", "</s>", "</s>"),
+    "muse_glimmer": ("<|begin_of_text|>", "<|eot|>", "<|eot|>"),
+    "nemotron": ("<s>", "<|im_end|>", "<|im_end|>"),
+    "phi_4": ("<|endoftext|>", "<|im_end|>", "<|im_end|>"),
+    "phi": ("<s>", "<|endoftext|>", "<|end|>"),
+    "qwen": ("", "<|im_end|>", "<|im_end|>"),
+    "smolvlm": ("<|im_start|>", "<end_of_utterance>", "<end_of_utterance>"),
+}
+_ADDS_BOS = ("alpaca", "deepseek", "gemma", "llama", "mistral")  # families whose tokenizers add BOS to each text
+
+
+def _templates() -> dict[str, Path]:
+    found = {f"trl/{path.stem}": path for path in sorted(TRL.glob("*.jinja")) if not path.stem.endswith("_training")}
+    return found | {f"ebft/{path.stem}": path for path in sorted(OWN.glob("*.jinja"))}
+
+
+TEMPLATES = _templates()
+# Templates that are also tested with a tokenizer that puts a space before the first word of a text.
+SPACED = ("ebft/mistral_v1", "ebft/mistral_v2v3", "ebft/chatml", "ebft/alpaca", "trl/phi3")
+CASES = [*TEMPLATES, *(f"{name}+space" for name in SPACED)]
+
+
+def _family(name: str) -> tuple[str, str, str]:
+    stem = name.removesuffix("+space").partition("/")[2]
+    return next(tokens for start, tokens in _TOKENS.items() if stem.startswith(start))
+
+
+def end_of_reply(name: str) -> str:
+    """The text of the token after a reply, empty if the template writes none."""
+    return _family(name)[2]
+
+
+@cache
+def _bpe(spaced: bool) -> str:
+    """The JSON of a BPE of 3000 tokens trained on modules of the standard library."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if spaced:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+"), "isolated")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        first = ["<unk>", *(f"<0x{number:02X}>" for number in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=first, show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    names = ("argparse", "calendar", "textwrap", "pydoc")
+    # As whole texts: files are read line by line, so that two line breaks would never merge.
+    tokenizer.train_from_iterator([(stdlib / f"{name}.py").read_text(encoding="utf-8") for name in names], trainer)
+    if spaced:  # byte tokens are not special
+        saved = json.loads(tokenizer.to_str())
+        saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] == "<unk>"]
+        return json.dumps(saved)
+    return tokenizer.to_str()
+
+
+@cache
+def tokenizer_of(name: str):
+    """A tokenizer with the chat template `name`, whose vocabulary has the markers that the template writes."""
+    from tokenizers import AddedToken, Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    spaced = name.endswith("+space")
+    path = TEMPLATES[name.removesuffix("+space")]
+    template = path.read_text(encoding="utf-8")
+    bos, eos, end = _family(name)
+    own = [token for token in (bos, eos, end) if token]
+    found = dict.fromkeys(own + _MARKER.findall(template))
+    markers = [mark for mark in found if mark in own or _PLAIN.fullmatch(mark) or not _OTHER_TAGS.fullmatch(mark)]
+    backend = Tokenizer.from_str(_bpe(spaced))
+    backend.add_tokens([AddedToken(marker, normalized=False) for marker in markers if _PLAIN.fullmatch(marker)])
+    special = [marker for marker in markers if not _PLAIN.fullmatch(marker)]
+    backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
+    if path.stem.startswith(_ADDS_BOS):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "<unk>" if spaced else ""}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **{key: token for key, token in tokens.items() if token},
+    )
+
+
+# --- Kinds of conversations
+
+
+class Chat(NamedTuple):
+    """A conversation, which ends with the reply that is compared, as it is in the data."""
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    kwargs: dict | None = None
+
+
+def _user(content):
+    return {"role": "user", "content": content}
+
+
+def _reply(content, **keys):
+    return {"role": "assistant", "content": content, **keys}
+
+
+def _calls(arguments, content=""):
+    call = {"type": "function", "id": "call00001", "function": {"name": "get_weather", "arguments": arguments}}
+    return _reply(content, tool_calls=[call])
+
+
+_RESULT = {"role": "tool", "content": "Cloudy, 9 degrees.", "tool_call_id": "call00001", "name": "get_weather"}
+_ARGUMENTS = {"city": "Lisbon", "days": 3}
+_NULLS = {"city": "Lisbon", "region": None}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The forecast of a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the town."},
+                "region": {"type": "string", "description": "Its district.", "default": None},
+            },
+            "required": ["city"],
+        },
+    },
+}
+_ASKED = _user("Is it warm there?")
+_TURNS = [_user("What is four plus five?"), _reply("That is nine."), _user("And times two?"), _reply("Eighteen then.")]
+_THOUGHT, _ANSWER = "Let me count on fingers.", "It makes seven."
+
+KINDS = {
+    "plain": Chat([_user("Name a colour."), _reply("Turquoise.")]),
+    "system": Chat([{"role": "system", "content": "Be brief."}, _user("Name a colour."), _reply("Turquoise.")]),
+    "turns": Chat(_TURNS),
+    "thinking": Chat([_user("Count."), _reply(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}")]),
+    "reasoning_content": Chat([_user("Count."), _reply(_ANSWER, reasoning_content=_THOUGHT)]),
+    "thinking_key": Chat([_user("Count."), _reply(_ANSWER, thinking=_THOUGHT)]),
+    "earlier_thinking": Chat(
+        [
+            _user("Count."),
+            _reply(_ANSWER, reasoning_content="First a guess."),
+            _user("Again."),
+            _reply("Still seven.", reasoning_content=_THOUGHT),
+        ]
+    ),
+    "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
+    "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _reply("No, rather cool.")], [_TOOL]),
+    "null_calls": Chat([_ASKED, _calls(_NULLS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
+    "text_and_call": Chat([_ASKED, _calls(_ARGUMENTS, "Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]),
+    "last_calls": Chat([_ASKED, _calls(_ARGUMENTS)], [_TOOL]),
+    "two_calls": Chat(
+        [
+            _ASKED,
+            _reply("", tool_calls=[*_calls(_ARGUMENTS)["tool_calls"], *_calls({"city": "Porto"})["tool_calls"]]),
+            _RESULT,
+            {**_RESULT, "content": "Sunny, 20 degrees."},
+            _reply("Only in Porto."),
+        ],
+        [_TOOL],
+    ),
+    "tools": Chat([_user("Name a colour."), _reply("Turquoise.")], [_TOOL]),
+    "empty": Chat([_user("Say nothing."), _reply(""), *_TURNS[2:]]),
+    "parts": Chat([_user([{"type": "text", "text": "Name a colour."}]), _reply("Turquoise.")]),
+    "unicode": Chat([_user("Größe? 数を 🦜"), _reply("Ünï — 七, 🦜🏽 e\u0301.")]),
+    "whitespace": Chat([_user("  Count:\n\n"), _reply("\n\n  one\n  two \n")]),
+    "no_thinking": Chat([_user("Name a colour."), _reply("Turquoise.")], None, {"enable_thinking": False}),
+}
+
+
+# --- What a template renders
+
+
+class Refusal(Exception):
+    """The template raises an error for a conversation."""
+
+
+def render(name, chat, messages=None, template=None, generation=False):
+    """The text of the messages of a chat."""
+    tokenizer = tokenizer_of(name)
+    try:
+        return tokenizer.apply_chat_template(
+            chat.messages if messages is None else messages,
+            tools=chat.tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=generation,
+            **(chat.kwargs or {}),
+        )
+    except Exception as error:  # whatever Jinja and the template raise
+        raise Refusal(str(error)) from error
+
+
+def ids_of(name, text):
+    return tokenizer_of(name)(text, add_special_tokens=False)["input_ids"]
+
+
+def common(first, second):
+    """Length of the common beginning."""
+    pairs = zip(first, second)
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def strings(value):
+    """All texts in a value that are the user's, numbers and nulls of arguments as JSON."""
+    if isinstance(value, dict):
+        return [text for item in value.items() for text in (item[0], *strings(item[1]))]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else [json.dumps(value)]
+
+
+def written(chat):
+    """Texts of the messages that must be in the tokens: contents, thinking, names and arguments of calls, results.
+
+    Templates leave out the thinking of turns before the last question, which the model does not see in sampling either.
+    """
+    found, asked = [], max(number for number, message in enumerate(chat.messages) if message["role"] == "user")
+    for number, message in enumerate(chat.messages):
+        content = message.get("content") or ""
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        if number > asked:
+            texts += [message.get(key, "") for key in ("reasoning_content", "thinking")]
+        for call in message.get("tool_calls") or []:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            texts += [call["function"]["name"], *strings(arguments)]
+        # Templates move the tags of thinking and strip lines.
+        found += [line.strip() for text in texts for line in re.split(r"</?think>|\n", text)]
+    return [text for text in dict.fromkeys(found) if text]
+
+
+def described(chat):
+    """Texts of the descriptions of tools, which a template that has no place for tools leaves out."""
+    found = []
+    for tool in chat.tools or []:
+        properties = tool["function"]["parameters"]["properties"]
+        found += [tool["function"]["name"], tool["function"]["description"], *properties]
+        found += [prop["description"] for prop in properties.values()]
+    return found
+
+
+def absent(parts, text):
+    """The texts that are not in a rendering, neither as they are nor as JSON."""
+    forms = lambda part: ("null", "None") if part == "null" else (part, json.dumps(part)[1:-1])
+    return [part for part in parts if not any(form in text for form in forms(part))]
+
+
+def missing(chat, text):
+    """What a rendering of the messages lacks, or has in a mangled form."""
+    found = absent(written(chat), text)
+    if "{'type': 'text'" in text:
+        found.append("(a content written as a Python value)")
+    if re.search(r'\\"\w+\\":', text):
+        found.append("(arguments written as JSON of JSON)")
+    if re.search(r"<think>\s*</think>\s*<think>", text):
+        found.append("(an empty thinking block before the thinking)")
+    return found
+
+
+def variants(chat):
+    """A conversation as given, then equivalent ones, for templates that read its thinking or calls from elsewhere."""
+    yield chat
+    for form in ("reasoning_content", "thinking", "content"):
+        yield chat._replace(messages=[_thinking_as(message, form) for message in chat.messages])
+    parsed = [_with_objects(message) for message in chat.messages]
+    yield chat._replace(messages=parsed)
+    yield chat._replace(messages=[_with_strings(message) for message in chat.messages])
+    yield chat._replace(messages=[_without_empty_content(message) for message in parsed])
+    yield chat._replace(messages=[_without_empty_content(_with_strings(message)) for message in chat.messages])
+    yield chat._replace(messages=[_joined(message) for message in chat.messages])
+    yield chat._replace(messages=[_in_parts(message) for message in chat.messages])
+
+
+def _thinking_as(message, form):
+    content, thought = message.get("content"), message.get("reasoning_content") or message.get("thinking")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    if not thought and content.startswith("<think>"):
+        thought, _, content = content.removeprefix("<think>").partition("</think>")
+        thought, content = thought.strip(), content.lstrip()
+    if not thought:
+        return message
+    rest = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
+    if form == "content":
+        return {**rest, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
+    return {**rest, "content": content, form: thought}
+
+
+def _arguments_as(message, convert):
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+        for call, function in zip(message["tool_calls"], functions)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _with_objects(message):
+    return _arguments_as(message, lambda given: json.loads(given) if isinstance(given, str) else given)
+
+
+def _with_strings(message):
+    return _arguments_as(message, lambda given: given if isinstance(given, str) else json.dumps(given))
+
+
+def _without_empty_content(message):
+    return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
+
+
+def _joined(message):
+    content = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def _in_parts(message):
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+class Rendering(NamedTuple):
+    """A conversation that a template renders with nothing missing: its text, its ids and where replies are.
+
+    `replies` has for each assistant message (start, stop) in ids: after the generation prompt, as far as it is written
+    there, to the end of its turn.
+    """
+
+    text: str
+    ids: list[int]
+    replies: list[tuple[int, int]]
+
+
+class Expectation(NamedTuple):
+    """What is right for a conversation.
+
+    `renderings` are the ones that a row may have, and `lost` is what the template leaves out of the conversation as
+    given (an error is then right as well). If `leaves_out_tools`, a warning must say that descriptions of tools are
+    not in the tokens.
+    """
+
+    renderings: list[Rendering]
+    lost: list[str]
+    leaves_out_tools: bool
+
+
+@cache
+def expectation(name: str, kind: str) -> Expectation:
+    return expected(name, KINDS[kind])
+
+
+def expected(name, chat) -> Expectation:
+    """What is right for a conversation: its rendering, or that of an equivalent one if the template loses parts."""
+    found, first_lost, without_tools = [], None, []
+    for number, variant in enumerate(variants(chat)):
+        try:
+            text = render(name, variant)
+            lost = missing(chat, text)
+            if not lost and all(text != other.text for other in found):
+                found.append(Rendering(text, ids_of(name, text), reply_spans(name, variant, text)))
+                without_tools.append(bool(absent(described(chat), text)))
+        except Refusal as error:
+            lost = [f"(the template refuses it: {error})"]
+        if number == 0:
+            first_lost = lost
+            if not lost:  # there is no reason to render another conversation
+                break
+    return Expectation(found, first_lost, any(without_tools))
+
+
+def reply_spans(name, chat, text):
+    """The ranges of ids of the assistant's turns in `text`, the rendering of a chat."""
+    ids = ids_of(name, text)
+    turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    marked = _marked_spans(name, chat, text)
+    if marked is not None and len(marked) == len(turns):
+        starts = [_asked_length(name, chat, index, ids) for index in turns]
+        return [(max(first, start), last) for (first, last), start in zip(marked, starts)]
+    return _prefix_spans(name, chat, text, ids, turns)
+
+
+def _asked_length(name, chat, index, ids):
+    """How many ids of the whole chat the generation prompt of a turn has."""
+    try:
+        asked = ids_of(name, render(name, chat, chat.messages[:index], generation=True))
+    except Refusal:
+        return 0
+    return common(asked, ids)
+
+
+def _marked_spans(name, chat, text):
+    """The ranges that TRL's training template marks, None if there is none or it renders another text."""
+    path = TEMPLATES[name.removesuffix("+space")]
+    training = TRL / f"{path.stem}_training.jinja"
+    template = training if name.startswith("trl/") and training.exists() else path
+    source = template.read_text(encoding="utf-8")
+    if not re.search(r"\{%-?\s*generation", source):
+        return None
+    try:
+        if render(name, chat, template=source) != text:
+            return None
+    except Refusal:
+        return None
+    encoded = tokenizer_of(name).apply_chat_template(
+        chat.messages,
+        tools=chat.tools,
+        chat_template=source,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **(chat.kwargs or {}),
+    )
+    mask = [*encoded["assistant_masks"], 0]
+    edges = [number for number, (a, b) in enumerate(zip([0, *mask], mask)) if a != b]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _prefix_spans(name, chat, text, ids, turns):
+    """The ranges from the end of the generation prompt to the end of the turn, by rendering the first messages.
+
+    Where the rendering of the first messages is not the beginning of the whole (a template that writes the last reply
+    in another way), the turn ends with the end token and white space after the place of its content.
+    """
+    spans, end = [], end_of_reply(name)
+    for index in turns:
+        start = _asked_length(name, chat, index, ids)
+        up_to = None
+        with suppress(Refusal):
+            up_to = render(name, chat, chat.messages[: index + 1])
+        if up_to is not None and text.startswith(up_to):
+            stop = len(up_to)
+        else:
+            begin = len(tokenizer_of(name).decode(ids[:start]))
+            # Without an end token, a turn ends where the next one begins.
+            found = re.compile(f"{re.escape(end)}\\s*" if end else r"(?=<\|(?:user|observation)\|>)").search(
+                text, begin
+            )
+            stop = len(text) if found is None else found.end()
+        spans.append((start, len(ids_of(name, text[:stop]))))
+    return spans

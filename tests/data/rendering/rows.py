@@ -1,0 +1,143 @@
+"""Rows of a conversation as each method loads them, in one form: the ids, and which of them are trained on."""
+
+import inspect
+import json
+import warnings
+from functools import cache
+from typing import NamedTuple
+
+from ebft.config.schema import RunConfig
+from ebft.data.apply import row_function
+from ebft.data.conversation import Renderer
+from ebft.data.preferences.rows import PreferenceRow
+from ebft.data.prompt_rows import PromptRow
+from ebft.data.tokenise import tokeniser
+from tests.data.rendering.expected import Chat, tokenizer_of
+
+
+class Found(NamedTuple):
+    """One text of a row: its ids, and the ranges of them that are trained on or compared.
+
+    `all_turns` if every reply is to be, not only the last; `is_sampled` if the model samples other replies, which
+    `is_reference` compares without their end.
+    """
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    all_turns: bool = False
+    is_sampled: bool = False
+    is_reference: bool = False
+
+
+class Dropped(NamedTuple):
+    """A row that is dropped, with the reason under which it is counted."""
+
+    reason: str
+
+
+STRUCTURED = {"rl": "ebft"}
+SETTINGS = {
+    "strided": (
+        {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 2}},
+        "ebft_strided_chat.transform",
+    ),
+    "sft": ({}, "chat_template"),
+    "opencode": (STRUCTURED, "ebft_opencode.transform"),
+    "last_turn": (STRUCTURED, "ebft_chat_multiturn.transform_last_turn"),
+    "reasoning": (STRUCTURED, "ebft_reasoning.transform"),
+    "multiturn": (STRUCTURED, "ebft_chat_multiturn.transform"),
+    "dpo": ({"rl": "dpo"}, "chat_template.default"),
+    "kto": ({"rl": "kto", "micro_batch_size": 2}, "passthrough"),
+    "reward_model": ({"reward_model": True}, "bradley_terry.chat_template"),
+}
+
+
+@cache
+def config_of(method: str) -> RunConfig:
+    keys, type_ = SETTINGS[method]
+    values = {"base_model": "unused", "sequence_len": 4000, "datasets": [{"path": "rows.jsonl", "type": type_}], **keys}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return RunConfig.from_dict(values)
+
+
+def raw_row(method: str, chat: Chat) -> dict:
+    """The row of a data file for a conversation."""
+    others = {"tools": chat.tools, "chat_template_kwargs": chat.kwargs}
+    others = {key: value for key, value in others.items() if value is not None}
+    *asked, reply = chat.messages
+    if method == "opencode":
+        return {"input": asked[0]["content"], "output": reply["content"], **others}
+    if method == "dpo":
+        return {"messages": asked, "chosen": reply, "rejected": worse(reply), **others}
+    if method == "kto":
+        return {"prompt": asked, "completion": [reply], "label": True, **others}
+    if method == "reward_model":
+        return {"chosen": [*asked, reply], "rejected": [*asked, worse(reply)], **others}
+    return {"messages": chat.messages, **others}
+
+
+def worse(reply: dict) -> dict:
+    """Another reply, which differs at its end."""
+    if reply.get("tool_calls"):
+        return {**reply, "tool_calls": [{**reply["tool_calls"][0], "function": {"name": "other", "arguments": {}}}]}
+    return {**reply, "content": f"{reply['content']} Or not"}
+
+
+def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
+    """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one."""
+    return loaded(method, name, raw_row(method, chat))
+
+
+def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
+    """The texts of a row of a data file."""
+    config, tokenizer = config_of(method), tokenizer_of(name)
+    entry = config.datasets[0]
+    if method in ("strided", "sft"):
+        row = tokeniser(entry, config, tokenizer)(raw, 0)
+        trained = [label != -100 for label in row["labels"]]
+        if not any(trained):
+            return Dropped("no labels")
+        wrong = [a for a, b in zip(row["labels"], row["input_ids"]) if a not in (-100, b)]
+        assert not wrong, f"labels that are not the tokens: {wrong}"
+        return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
+    if method in ("dpo", "kto"):
+        row = row_function(entry, config, tokenizer, PreferenceRow(config, tokenizer))(raw, 0)
+        if row["reason"]:
+            return Dropped(row["reason"])
+        names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
+        start = len(row["prompt_ids"])
+        return [Found([*row["prompt_ids"], *row[key]], [(start, start + len(row[key]))]) for key in names]
+    if method == "reward_model":
+        row = row_function(entry, config, tokenizer, lambda row, where: dict(row))(raw, 0)
+        texts = [row["chosen_ids"], row["rejected_ids"]]
+        return [Found(ids, []) for ids in texts] if all(texts) else Dropped("no reply")
+    return _references(config, tokenizer, entry, raw, all_turns=method == "multiturn")
+
+
+def _references(config, tokenizer, entry, raw, all_turns) -> list[Found] | Dropped:
+    """The prompt and the references of structured mode."""
+    packed = row_function(entry, config, tokenizer, PromptRow(config, tokenizer))(raw, 0)
+    if packed["reason"]:
+        return Dropped(packed["reason"])
+    talk = conversation(tokenizer, json.loads(packed["row"]))
+    ids, spans = [], []
+    for turn in talk.turns:
+        ids += turn.lead_ids
+        spans.append((len(ids), len(ids) + len(turn.reference_ids)))
+        ids += turn.reference_ids
+    return [Found(ids, spans, all_turns, is_sampled=True, is_reference=True)]
+
+
+def conversation(tokenizer, row):
+    """The conversation of a row of prompts; the one place that knows the arguments of the renderer."""
+    accepted = inspect.signature(Renderer.conversation).parameters
+    others = {key: row[key] for key in ("remaining_turns", "tools", "chat_template_kwargs") if row.get(key)}
+    others = {key: json.loads(value) if isinstance(value, str) else value for key, value in others.items()}
+    others = {key: value for key, value in others.items() if key in accepted}
+    return Renderer(tokenizer).conversation(row["prompt"], row["ground_truth"], **others)
+
+
+def _ranges(flags: list[bool]) -> list[tuple[int, int]]:
+    edges = [number for number, (a, b) in enumerate(zip([False, *flags], [*flags, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2]))

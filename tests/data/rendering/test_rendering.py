@@ -1,0 +1,136 @@
+"""Every method trains on the tokens of one rendering of the whole conversation, and labels the assistant's part."""
+
+import warnings
+from fnmatch import fnmatch
+
+import pytest
+
+from ebft.errors import DataError
+from tests.data.rendering.expected import CASES, KINDS, Chat, expectation, expected, tokenizer_of
+from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
+
+# Methods that read a prompt and a completion instead of messages.
+OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
+# Differences that are meant: (methods, templates, kind), the outcome that is right as well, and the reason.
+_COMPARED = "strided last_turn reasoning multiturn reward_model"
+MEANT = (
+    ("*", "*", "parts", "error", "contents as parts may be refused: methods that compare texts need text"),
+    (
+        "*",
+        "*gemma*",
+        "text_and_call",
+        "error",
+        "Gemma 4 writes the text of a calling turn after the result of the call",
+    ),
+    (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
+)
+
+
+def meant(method, name, kind, outcome):
+    return any(
+        what == outcome and of_kind == kind and fnmatch(name, names) and (methods == "*" or method in methods.split())
+        for methods, names, of_kind, what, _ in MEANT
+    )
+
+
+def outcome(method, name, chat):
+    """The texts of a row, or the error; and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = rows_of(method, name, chat)
+        except DataError as error:
+            found = error
+    return found, " ".join(str(warning.message) for warning in caught)
+
+
+def faults(method, name, kind):
+    """What is wrong with the row of a kind of conversation, one line each."""
+    chat, right = KINDS[kind], expectation(name, kind)
+    found, warned = outcome(method, name, chat)
+    if isinstance(found, DataError):
+        if right.lost or meant(method, name, kind, "error"):
+            return []
+        return [f"refused, although the template renders it: {str(found)[-170:]}"]
+    if isinstance(found, Dropped):
+        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found.reason}"]
+    if not right.renderings and all(part in warned for part in right.lost):
+        return []  # a warning names each part
+    if not right.renderings:
+        return [f"trains without {', '.join(right.lost)}"]
+    wrong = compared(name, chat, found[0], right)
+    if len(found) > 1 and not wrong:  # the rejected reply
+        other = Chat([*chat.messages[:-1], worse(chat.messages[-1])], chat.tools, chat.kwargs)
+        wrong = [f"rejected: {line}" for line in compared(name, other, found[1], expected(name, other))]
+    if right.leaves_out_tools and "tool" not in warned and not wrong:
+        wrong = ["leaves out the descriptions of tools without a warning"]
+    return wrong
+
+
+def compared(name, chat, found, right):
+    tokenizer = tokenizer_of(name)
+    show = lambda ids: repr(tokenizer.decode(ids))[-150:]
+    matching = [rendering for rendering in right.renderings if is_text(name, found, rendering)]
+    if not matching:
+        wanted = right.renderings[0].ids
+        at = next((n for n, (a, b) in enumerate(zip(found.ids, wanted)) if a != b), min(len(found.ids), len(wanted)))
+        same = tokenizer.decode(found.ids) == tokenizer.decode(wanted)
+        what = "same text, other tokens" if same else "another text"
+        return [f"{what}: ...{show(found.ids[max(0, at - 3) : at + 30])} for {show(wanted[max(0, at - 3) : at + 30])}"]
+    if not found.spans:  # only scored as a whole
+        return []
+    wanted = [spans for rendering in matching for spans in wanted_spans(name, chat, found, rendering)]
+    if found.spans in wanted:
+        return []
+    texts = lambda spans: [tokenizer.decode(found.ids[start:stop]) for start, stop in spans]
+    return [f"other labels: {texts(found.spans)!r} for {texts(wanted[0])!r}"[:300]]
+
+
+def is_text(name, found, rendering):
+    """Whether ids are those of a rendering; references lack the end of the last reply."""
+    if not found.is_reference:
+        return found.ids == rendering.ids
+    size = len(found.ids)
+    return found.ids == rendering.ids[:size] and set(ends(name, rendering.ids[size:])) <= {"end", "space"}
+
+
+def ends(name, ids):
+    """For each token whether it can end a turn, is white space, or is text."""
+    tokenizer = tokenizer_of(name)
+    texts = map(tokenizer.decode, ids)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ["end" if token in special else "text" if text.strip() else "space" for token, text in zip(ids, texts)]
+
+
+def end_of_content(name, ids, span):
+    """Where a reply without the end of its turn stops: at the first special token after its last text."""
+    kinds = ends(name, ids[slice(*span)])
+    tail = next((size for size, kind in enumerate(reversed(kinds)) if kind == "text"), len(kinds))
+    first = len(kinds) - tail
+    return span[0] + (first + kinds[first:].index("end") if "end" in kinds[first:] else len(kinds))
+
+
+def wanted_spans(name, chat, found, rendering):
+    """The ranges of the replies that a method trains on; references have no end of turn.
+
+    Turns that only call tools are trained on, but need not be where replies are sampled and compared.
+    """
+    replies = [message for message in chat.messages if message["role"] == "assistant"]
+    says = [
+        bool(str(reply.get("content") or "").strip()) for reply in replies
+    ]  # the model does not learn to say nothing
+    calls = [bool(reply.get("tool_calls")) for reply in replies]
+    kept = [list(map(any, zip(says, calls)))] * (not found.is_reference) + [says] * found.is_sampled
+    choices = [[span for span, use in zip(rendering.replies, learned, strict=True) if use] for learned in kept]
+    choices = [spans if found.all_turns else spans[-1:] for spans in choices]
+    if not found.is_reference:
+        return choices
+    return [[(span[0], end_of_content(name, rendering.ids, span)) for span in spans] for spans in choices]
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name, method):
+    kinds = [kind for kind in KINDS if method != "opencode" or kind in OF_PAIRS]
+    found = [f"{kind}: {line}" for kind in kinds for line in faults(method, name, kind)]
+    assert not found, "\n".join(["", *found])
