@@ -97,17 +97,17 @@ def is_text(name, found, rendering):
 def ends(name, ids):
     """For each token whether it can end a turn, is white space, or is text."""
     tokenizer = tokenizer_of(name)
-    texts = map(tokenizer.decode, ids)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts = map(tokenizer.decode, ids)
     return ["end" if token in special else "text" if text.strip() else "space" for token, text in zip(ids, texts)]
 
 
 def end_of_content(name, ids, span):
-    """Where a reply without the end of its turn stops: at the first special token after its last text."""
-    kinds = ends(name, ids[slice(*span)])
-    tail = next((size for size, kind in enumerate(reversed(kinds)) if kind == "text"), len(kinds))
-    first = len(kinds) - tail
-    return span[0] + (first + kinds[first:].index("end") if "end" in kinds[first:] else len(kinds))
+    """Where a reply without the end of its turn stops: at the first special token after its last word."""
+    kinds, texts = ends(name, ids[slice(*span)]), [tokenizer_of(name).decode([token]) for token in ids[slice(*span)]]
+    words = [kind == "text" and any(map(str.isalnum, text)) for kind, text in zip(kinds, texts)]
+    first = len(words) - words[::-1].index(True) if True in words else 0
+    return span[0] + (kinds.index("end", first) if "end" in kinds[first:] else len(kinds))
 
 
 def wanted_spans(name, chat, found, rendering):
