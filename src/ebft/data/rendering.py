@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any
@@ -46,16 +46,10 @@ class ChatTemplate:
     def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of a chat. Raises DataError if the template cannot render it.
 
-        Turns that only call tools have an empty content: templates write a missing one as None, or fail. For templates
-        that then omit the calls (DeepSeek), the content is None.
+        Tool calls are passed as the template reads them: the arguments as an object or as JSON text, and the content of
+        turns without one as an empty text, or as None if the template would omit the calls otherwise.
         """
-        messages = [
-            {**message, "content": self._no_content}
-            if message.get("tool_calls") and message.get("content") is None
-            else message
-            for message in messages
-        ]
-        text = self._apply(messages, add_generation_prompt)
+        text = self._apply([self._readable(message) for message in messages], add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
             return text
         return text + self._next_turn[bool(messages[-1].get("tool_calls"))]
@@ -123,11 +117,25 @@ class ChatTemplate:
             return {False: "", True: ""}
         return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
 
+    def _readable(self, message: Message) -> Message:
+        """The message with its tool calls as the template reads them."""
+        if not isinstance(message.get("tool_calls"), list):
+            return message
+        convert, no_content = self._reads_calls
+        calls = [_with_arguments(call, convert) for call in message["tool_calls"]]
+        content = message.get("content") or no_content
+        return {**message, "content": content, "tool_calls": calls}
+
     @cached_property
-    def _no_content(self) -> str | None:
-        calls = [{"role": "assistant", "content": content, "tool_calls": [_CALL]} for content in ("", None)]
-        empty, missing = (_CALL["function"]["name"] in self._text([_ASKED, message]) for message in calls)
-        return None if missing and not empty else ""
+    def _reads_calls(self) -> tuple[Callable[[Any], Any], str | None]:
+        """How the template reads arguments, and the content of turns that only call tools."""
+        for convert in (_as_object, _as_text):
+            for content in ("", None):
+                calls = [_with_arguments(_CALL, convert)]
+                text = self._text([_ASKED, {"role": "assistant", "content": content, "tool_calls": calls}])
+                if _CALL["function"]["name"] in text:
+                    return convert, content
+        return (lambda arguments: arguments), ""
 
     def _start_of(self, reply: Message, message: Message) -> str:
         done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])
@@ -157,6 +165,27 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+
+
+def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+
+
+def _as_object(arguments: Any) -> Any:
+    """The value of arguments that are JSON text, as OpenAI's format has them."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, Mapping) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -407,7 +407,7 @@ def expected(name, chat) -> Expectation:
     found, first_lost, without_tools = [], None, []
     for number, variant in enumerate(variants(chat)):
         try:
-            text = render(name, variant)
+            text = render(name, variant) + next_turn(name, variant)
             lost = missing(chat, text)
             if not lost and all(text != other.text for other in found):
                 found.append(Rendering(text, ids_of(name, text), reply_spans(name, variant, text)))
@@ -419,6 +419,13 @@ def expected(name, chat) -> Expectation:
             if not lost:  # there is no reason to render another conversation
                 break
     return Expectation(found, first_lost, any(without_tools))
+
+
+def next_turn(name, chat):
+    """The token after the last reply that TRL's training template writes and the template does not."""
+    if end_of_reply(name) or chat.messages[-1]["role"] != "assistant":
+        return ""
+    return "<|observation|>" if chat.messages[-1].get("tool_calls") else "<|user|>"
 
 
 def reply_spans(name, chat, text):

@@ -1,6 +1,5 @@
 """Rows of a conversation as each method loads them, in one form: the ids, and which of them are trained on."""
 
-import inspect
 import json
 import warnings
 from functools import cache
@@ -131,11 +130,7 @@ def _references(config, tokenizer, entry, raw, all_turns) -> list[Found] | Dropp
 
 def conversation(tokenizer, row):
     """The conversation of a row of prompts; the one place that knows the arguments of the renderer."""
-    accepted = inspect.signature(Renderer.conversation).parameters
-    others = {key: row[key] for key in ("remaining_turns", "tools", "chat_template_kwargs") if row.get(key)}
-    others = {key: json.loads(value) if isinstance(value, str) else value for key, value in others.items()}
-    others = {key: value for key, value in others.items() if key in accepted}
-    return Renderer(tokenizer).conversation(row["prompt"], row["ground_truth"], **others)
+    return Renderer(tokenizer).of_row(row)
 
 
 def _ranges(flags: list[bool]) -> list[tuple[int, int]]:

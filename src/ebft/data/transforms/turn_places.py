@@ -93,6 +93,8 @@ class Places:
         if header_asked.startswith(header):  # such as the opening tag of a thinking block
             return content
         common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
+        if header[len(common) :][:1].isspace() or header_asked[len(common) :][:1].isspace():
+            common = common.rstrip()  # line breaks of the two are different tokens
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
         # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
         differs = self.special.search(rest) or self.special.search(rest_asked)
