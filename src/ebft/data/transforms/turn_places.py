@@ -91,10 +91,12 @@ class Places:
         if header.startswith(header_asked):
             return done + len(header_asked)
         if header_asked.startswith(header):  # such as the opening tag of a thinking block
-            return content
+            # White space that goes on in one of the two is another token there.
+            goes_on = header_asked[len(header) :][:1].isspace() and not self.text[content:].startswith("\n")
+            return done + len(header.rstrip() if goes_on else header)
         common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
         if header[len(common) :][:1].isspace() or header_asked[len(common) :][:1].isspace():
-            common = common.rstrip()  # line breaks of the two are different tokens
+            common = common.rstrip()
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
         # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
         differs = self.special.search(rest) or self.special.search(rest_asked)
