@@ -376,12 +376,15 @@ class Rendering(NamedTuple):
     """A conversation that a template renders with nothing missing: its text, its ids and where replies are.
 
     `replies` has for each assistant message (start, stop) in ids: after the generation prompt, as far as it is written
-    there, to the end of its turn.
+    there, to the end of its turn. `starts` are the starts by the common beginning of the texts, which may be longer
+    than that of the ids. `unended` are the ids without the end that only TRL's training template writes (GLM).
     """
 
     text: str
     ids: list[int]
     replies: list[tuple[int, int]]
+    starts: list[int]
+    unended: list[int]
 
 
 class Expectation(NamedTuple):
@@ -410,7 +413,7 @@ def expected(name, chat) -> Expectation:
             text = render(name, variant)
             lost = missing(chat, text)
             if not lost and all(text != other.text for other in found):
-                found.append(Rendering(text, ids_of(name, text), reply_spans(name, variant, text)))
+                found.append(rendering(name, variant, text))
                 without_tools.append(bool(absent(described(chat), text)))
         except Refusal as error:
             lost = [f"(the template refuses it: {error})"]
@@ -421,38 +424,56 @@ def expected(name, chat) -> Expectation:
     return Expectation(found, first_lost, any(without_tools))
 
 
-def reply_spans(name, chat, text):
-    """The ranges of ids of the assistant's turns in `text`, the rendering of a chat."""
+def rendering(name, chat, text) -> Rendering:
+    """The rendering `text` of a chat, with the ranges of ids of the assistant's turns."""
+    unended = ids_of(name, text)
+    trained = _training_text(name, chat)
+    if trained is not None and trained.startswith(text):
+        text = trained
     ids = ids_of(name, text)
     turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    marked = _marked_spans(name, chat, text)
-    if marked is not None and len(marked) == len(turns):
-        starts = [_asked_length(name, chat, index, ids) for index in turns]
-        return [(max(first, start), last) for (first, last), start in zip(marked, starts)]
-    return _prefix_spans(name, chat, text, ids, turns)
+    spans = _marked_spans(name, chat, text)
+    if spans is None or len(spans) != len(turns):
+        spans = _prefix_spans(name, chat, text, ids, turns)
+    prompts = [_asked(name, chat, index) for index in turns]
+    by_ids = [common(ids_of(name, prompt), ids) for prompt in prompts]
+    by_text = [_tokens_before(name, text, common(prompt, text)) for prompt in prompts]
+    replies = [(max(first, start), last) for (first, last), start in zip(spans, by_ids)]
+    return Rendering(text, ids, replies, list(map(max, by_text, (start for start, _ in replies))), unended)
 
 
-def _asked_length(name, chat, index, ids):
-    """How many ids of the whole chat the generation prompt of a turn has."""
+def _asked(name, chat, index):
+    """The messages before a turn with the generation prompt."""
     try:
-        asked = ids_of(name, render(name, chat, chat.messages[:index], generation=True))
+        return render(name, chat, chat.messages[:index], generation=True)
     except Refusal:
-        return 0
-    return common(asked, ids)
+        return ""
+
+
+def _tokens_before(name, text, end):
+    """How many tokens of a text end at or before a character."""
+    offsets = tokenizer_of(name)(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return next((number for number, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
+
+
+def _training_template(name):
+    """TRL's training template, or a template with the marks of one; None if there is none."""
+    path = TEMPLATES[name.removesuffix("+space")]
+    training = TRL / f"{path.stem}_training.jinja"
+    source = (training if name.startswith("trl/") and training.exists() else path).read_text(encoding="utf-8")
+    return source if re.search(r"\{%-?\s*generation", source) else None
+
+
+def _training_text(name, chat):
+    template = _training_template(name)
+    with suppress(Refusal):
+        return None if template is None else render(name, chat, template=template)
 
 
 def _marked_spans(name, chat, text):
     """The ranges that TRL's training template marks, None if there is none or it renders another text."""
-    path = TEMPLATES[name.removesuffix("+space")]
-    training = TRL / f"{path.stem}_training.jinja"
-    template = training if name.startswith("trl/") and training.exists() else path
-    source = template.read_text(encoding="utf-8")
-    if not re.search(r"\{%-?\s*generation", source):
-        return None
-    try:
-        if render(name, chat, template=source) != text:
-            return None
-    except Refusal:
+    source = _training_template(name)
+    if source is None or _training_text(name, chat) != text:
         return None
     encoded = tokenizer_of(name).apply_chat_template(
         chat.messages,
@@ -476,7 +497,7 @@ def _prefix_spans(name, chat, text, ids, turns):
     """
     spans, end = [], end_of_reply(name)
     for index in turns:
-        start = _asked_length(name, chat, index, ids)
+        start = common(ids_of(name, _asked(name, chat, index)), ids)
         up_to = None
         with suppress(Refusal):
             up_to = render(name, chat, chat.messages[: index + 1])

@@ -22,6 +22,7 @@ MEANT = (
         "error",
         "Gemma 4 writes the text of a calling turn after the result of the call",
     ),
+    ("*", "*gemma*", "text_and_call", "labels", "so that the text is not next to the call, and follows the result"),
     (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
 )
 
@@ -58,16 +59,17 @@ def faults(method, name, kind):
         return []  # a warning names each part
     if not right.renderings:
         return [f"trains without {', '.join(right.lost)}"]
-    wrong = compared(name, chat, found[0], right)
+    any_labels = meant(method, name, kind, "labels")
+    wrong = compared(name, chat, found[0], right, any_labels)
     if len(found) > 1 and not wrong:  # the rejected reply
         other = Chat([*chat.messages[:-1], worse(chat.messages[-1])], chat.tools, chat.kwargs)
-        wrong = [f"rejected: {line}" for line in compared(name, other, found[1], expected(name, other))]
+        wrong = [f"rejected: {line}" for line in compared(name, other, found[1], expected(name, other), any_labels)]
     if right.leaves_out_tools and "tool" not in warned and not wrong:
         wrong = ["leaves out the descriptions of tools without a warning"]
     return wrong
 
 
-def compared(name, chat, found, right):
+def compared(name, chat, found, right, any_labels):
     tokenizer = tokenizer_of(name)
     show = lambda ids: repr(tokenizer.decode(ids))[-150:]
     matching = [rendering for rendering in right.renderings if is_text(name, found, rendering)]
@@ -77,7 +79,7 @@ def compared(name, chat, found, right):
         same = tokenizer.decode(found.ids) == tokenizer.decode(wanted)
         what = "same text, other tokens" if same else "another text"
         return [f"{what}: ...{show(found.ids[max(0, at - 3) : at + 30])} for {show(wanted[max(0, at - 3) : at + 30])}"]
-    if not found.spans:  # only scored as a whole
+    if not found.spans or any_labels:  # texts of reward models are scored as a whole
         return []
     wanted = [spans for rendering in matching for spans in wanted_spans(name, chat, found, rendering)]
     if found.spans in wanted:
@@ -89,7 +91,7 @@ def compared(name, chat, found, right):
 def is_text(name, found, rendering):
     """Whether ids are those of a rendering; references lack the end of the last reply."""
     if not found.is_reference:
-        return found.ids == rendering.ids
+        return found.ids == (rendering.ids if found.spans else rendering.unended)
     size = len(found.ids)
     return found.ids == rendering.ids[:size] and set(ends(name, rendering.ids[size:])) <= {"end", "space"}
 
@@ -102,16 +104,21 @@ def ends(name, ids):
     return ["end" if token in special else "text" if text.strip() else "space" for token, text in zip(ids, texts)]
 
 
-def end_of_content(name, ids, span):
-    """Where a reply without the end of its turn stops: at the first special token after its last word."""
-    kinds, texts = ends(name, ids[slice(*span)]), [tokenizer_of(name).decode([token]) for token in ids[slice(*span)]]
+def ends_of_content(name, ids, span):
+    """Where a reply without the end of its turn may stop: at the special tokens that directly follow its last word."""
+    part = ids[slice(*span)]
+    kinds, texts = ends(name, part), [tokenizer_of(name).decode([token]) for token in part]
     words = [kind == "text" and any(map(str.isalnum, text)) for kind, text in zip(kinds, texts)]
-    first = len(words) - words[::-1].index(True) if True in words else 0
-    return span[0] + (kinds.index("end", first) if "end" in kinds[first:] else len(kinds))
+    last = len(words) - words[::-1].index(True) if True in words else 0
+    if "end" not in kinds[last:]:
+        return [span[1]]
+    first = kinds.index("end", last)
+    run = next((size for size, kind in enumerate(kinds[first:]) if kind != "end"), len(kinds) - first)
+    return [span[0] + first + number for number in range(run)]
 
 
 def wanted_spans(name, chat, found, rendering):
-    """The ranges of the replies that a method trains on; references have no end of turn.
+    """The ranges of the replies that a method trains on, and others that are right; references have no end of turn.
 
     Turns that only call tools are trained on, but need not be where replies are sampled and compared.
     """
@@ -121,11 +128,21 @@ def wanted_spans(name, chat, found, rendering):
     ]  # the model does not learn to say nothing
     calls = [bool(reply.get("tool_calls")) for reply in replies]
     kept = [list(map(any, zip(says, calls)))] * (not found.is_reference) + [says] * found.is_sampled
-    choices = [[span for span, use in zip(rendering.replies, learned, strict=True) if use] for learned in kept]
+    by_text = [(start, stop) for start, (_, stop) in zip(rendering.starts, rendering.replies, strict=True)]
+    choices = [
+        [span for span, use in zip(spans, learned, strict=True) if use]
+        for spans in (rendering.replies, by_text)
+        for learned in kept
+    ]
     choices = [spans if found.all_turns else spans[-1:] for spans in choices]
     if not found.is_reference:
         return choices
-    return [[(span[0], end_of_content(name, rendering.ids, span)) for span in spans] for spans in choices]
+    stops = [[ends_of_content(name, rendering.ids, span) for span in spans] for spans in choices]
+    return [
+        [(start, stop[min(which, len(stop) - 1)]) for (start, _), stop in zip(spans, at, strict=True)]
+        for spans, at in zip(choices, stops, strict=True)
+        for which in range(max(map(len, at), default=1))
+    ]
 
 
 @pytest.mark.parametrize("method", SETTINGS)
