@@ -49,6 +49,7 @@ FAMILIES = {
     "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
     "stablelm": {"qk_layernorm": True},
     "nemotron": {"head_dim": 8},
+    "diffllama": {"num_key_value_heads": 2},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,

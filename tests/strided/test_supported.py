@@ -87,6 +87,16 @@ def test_parity_check_catches_what_nobody_named():
         check(model)
 
 
+def test_parity_check_compares_what_was_sampled():
+    """A layer that is wrong in passes of few tokens only, which decode and do not score."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x if x.shape[1] > 6 else 2 * x)
+    with pytest.raises(ModelError, match="log-probabilities of strided samples differ from those of the plain model"):
+        check(model)
+
+
 def test_documents_beyond_the_models_positions_are_refused():
     with pytest.raises(ValueError, match=r"129 tokens.*max_position_embeddings \(128\)"):
         check_length(tiny_model("llama"), 129)

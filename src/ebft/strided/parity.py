@@ -28,8 +28,9 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     """Raise ModelError if strided EBFT differs from the plain model on a short random document.
 
     Three blocks of two rollouts are sampled with the cache and scored in one pass, in training mode if `as_trained`.
-    The plain model runs each sequence separately with eager attention. The hidden states of the feature network are
-    compared with those from `output_hidden_states`.
+    The plain model runs each sequence separately with eager attention; its log-probabilities must be those of the
+    samples and of the scores. The hidden states of the feature network are compared with those from
+    `output_hidden_states`.
     """
     prepare(causal_lm)
     config, device = causal_lm.config.get_text_config(), next(causal_lm.parameters()).device
@@ -41,10 +42,12 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with refusing(causal_lm):
         with evaluating(causal_lm):
-            rollouts = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise).tokens
+            sampled = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
+            rollouts = sampled.tokens
             with override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
+        compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
         compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
 
