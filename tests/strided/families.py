@@ -50,6 +50,7 @@ FAMILIES = {
     "stablelm": {"qk_layernorm": True},
     "nemotron": {"head_dim": 8},
     "diffllama": {"num_key_value_heads": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
@@ -74,6 +75,7 @@ FAMILIES = {
     },
 }
 
+TUPLE_ROUTERS = ("llama4_text", "phimoe")  # linear layers that return a tuple, which PEFT cannot wrap
 
 _LINEAR = {
     "linear_num_value_heads": 4,

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.strided.families import FAMILIES, TUPLE_ROUTERS, VOCAB, tiny_model
 from tests.strided.oracle import oracle_step
 
 BASE = {
@@ -123,15 +123,14 @@ def compare_gradients(model, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family_with_lora(family, tmp_path):
-    # PEFT cannot wrap Llama 4's router, which returns a tuple.
-    target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
+    target = ["q_proj", "v_proj", "o_proj"] if family in TUPLE_ROUTERS else "all-linear"
     model = with_lora(tiny_model(family), target_modules=target)
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch()
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo", "phimoe"])
 def test_family_full_fine_tuning(family, tmp_path):
     model = tiny_model(family)
     plain = copy.deepcopy(model)
@@ -234,7 +233,7 @@ def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch)
     """Tiles of one block or one document token, and of a few: windows, caps, sinks and chunks included."""
     monkeypatch.setattr("ebft.prefix.attention.passes._ROWS_PER_TILE", {"cpu": rows})
     monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1})
-    target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
+    target = ["q_proj", "v_proj", "o_proj"] if family in TUPLE_ROUTERS else "all-linear"
     model = with_lora(tiny_model(family), target_modules=target)
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch(3)

@@ -11,6 +11,7 @@ from ebft.models.trainable import check_adapter, disable_dropout
 from ebft.prefix.policy import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.parity import check_parity
+from ebft.structured.parity import check_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 
 
@@ -64,6 +65,23 @@ def test_noise_of_the_training_mode_is_refused_where_it_stays():
             check(model, as_trained=True)
         disable_dropout(model)
         check(model.train(), as_trained=True)
+
+
+def test_rates_that_act_in_eval_mode_too_are_noticed(monkeypatch):
+    """PhiMoE's router jitter is also a threshold: training and saved model would compute different functions."""
+    model = tiny_model("phimoe").eval()
+    ids = torch.randint(3, 90, (2, 30), generator=torch.Generator().manual_seed(0))
+    as_loaded = model(input_ids=ids).logits
+    disable_dropout(model)
+    assert model.train()(input_ids=ids).logits.equal(as_loaded)
+    model = tiny_model("phimoe").eval()
+    monkeypatch.setattr("ebft.models.trainable._SAMPLING_ROUTERS", set())
+    disable_dropout(model)
+    assert (model(input_ids=ids).logits - as_loaded).abs().max() > 0.1
+    with pytest.raises(ModelError, match="log-probabilities of strided samples differ"):
+        check(model, as_trained=True)
+    with pytest.raises(ModelError, match="log-probabilities of samples with shared prompts differ"):
+        check_shared_prompts(model)
 
 
 def test_models_that_break_on_the_mask_are_refused_with_their_name():

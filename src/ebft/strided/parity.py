@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import rates_as_loaded
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
 from ebft.prefix.policy import prepare
@@ -44,7 +45,7 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
         with evaluating(causal_lm):
             sampled = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
             rollouts = sampled.tokens
-            with override_attn_implementation(causal_lm, "eager"):
+            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
         compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import rates_as_loaded
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
 from ebft.prefix.policy import prepare
@@ -37,7 +38,7 @@ def check_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
             sample = SharedPromptSampler(Sampling(temperature=1.0))
             sampled = sample(causal_lm, [prompt + ids for ids in suffixes], [_SAMPLED] * len(suffixes))
             completions = [ids + completion.ids for ids, completion in zip(suffixes, sampled)]
-            with override_attn_implementation(causal_lm, "eager"):
+            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = [_plain_logps(causal_lm, prompt, ids) for ids in completions]
             causal_lm.train(as_trained)
             tensors = [torch.tensor(ids, device=causal_lm.device) for ids in (prompt, *completions)]
