@@ -68,6 +68,8 @@ FAMILIES = {
     "llama4_text": {
         "head_dim": 8,
         "attention_chunk_size": 16,
+        "floor_scale": 9,
+        "attn_scale": 0.5,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
         "intermediate_size_mlp": 48,
@@ -75,7 +77,11 @@ FAMILIES = {
     },
 }
 
-TUPLE_ROUTERS = ("llama4_text", "phimoe")  # linear layers that return a tuple, which PEFT cannot wrap
+
+def lora_targets(family):
+    """All linear layers, except for families whose routers return a tuple, which PEFT cannot wrap."""
+    return ["q_proj", "v_proj", "o_proj"] if family in ("llama4_text", "phimoe") else "all-linear"
+
 
 _LINEAR = {
     "linear_num_value_heads": 4,
