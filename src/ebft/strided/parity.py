@@ -16,6 +16,7 @@ from ebft.models.causal_lm import evaluating
 from ebft.models.trainable import rates_as_loaded
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
+from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.policy import prepare
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
@@ -51,6 +52,8 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
         compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
         compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
+        with evaluating(causal_lm):
+            check_distant_tokens(causal_lm)
 
 
 def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:
