@@ -221,7 +221,8 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     if mask is not None:
         return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
     query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
-    return run.attend(call, query, key[0], value[0], pattern, scores, sinks)[None], None
+    output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
+    return output.contiguous()[None], None  # as the functions of transformers return it; some models view it
 
 
 def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) -> Tensor:
