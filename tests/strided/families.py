@@ -157,11 +157,15 @@ COUNTS_PADDING = {
 
 
 def tiny_model(family, seed=0, **changes):
-    """A random float32 model with weights large enough that attention and logits are far from uniform."""
+    """A random model of a family, see `with_large_weights`."""
     torch.manual_seed(seed)
     special = {**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family]
     config = AutoConfig.for_model(family.partition("/")[0], **{**_COMMON, **special, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return with_large_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def with_large_weights(model):
+    """The model in float32, with random weights large enough that attention and logits are far from uniform."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("A_log"):  # which must be small
