@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
-from ebft.models.causal_lm import decoder_layers, evaluating, layers_at, unwrap_adapter
+from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, unwrap_adapter
 from ebft.models.frozen import frozen_copy
 from ebft.models.placement import spare_gpu
 from ebft.over_transformers import override_attn_implementation
@@ -157,8 +157,7 @@ def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:
 @contextmanager
 def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Tensor]]:
     """Run only the first `depth` layers inside the block, and collect `hidden_states[d]` by d."""
-    owner, name = layers_at(causal_lm)
-    layers = getattr(owner, name)
+    layers = decoder_layers(causal_lm)
     found: dict[int, Tensor] = {}
 
     def keep_input(module, args, kwargs):
@@ -174,10 +173,9 @@ def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Ten
     # hidden_states[last] includes the final norm, so it is taken from the backbone's output instead of a hook.
     handles = [layer.register_forward_hook(keep_output(i + 1)) for i, layer in enumerate(kept) if i + 1 < len(layers)]
     handles.append(kept[0].register_forward_pre_hook(keep_input, with_kwargs=True))
-    owner._modules[name] = kept
     try:
-        yield found
+        with first_layers(causal_lm, len(kept)):
+            yield found
     finally:
-        owner._modules[name] = layers
         for handle in handles:
             handle.remove()

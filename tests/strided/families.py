@@ -49,6 +49,8 @@ FAMILIES = {
     "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
     "stablelm": {"qk_layernorm": True},
     "nemotron": {"head_dim": 8},
+    "diffllama": {"num_key_value_heads": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
@@ -66,12 +68,19 @@ FAMILIES = {
     "llama4_text": {
         "head_dim": 8,
         "attention_chunk_size": 16,
+        "floor_scale": 9,
+        "attn_scale": 0.5,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
         "intermediate_size_mlp": 48,
         "no_rope_layers": [1, 1, 1, 0],
     },
 }
+
+
+def lora_targets(family):
+    """All linear layers, except for families whose routers return a tuple, which PEFT cannot wrap."""
+    return ["q_proj", "v_proj", "o_proj"] if family in ("llama4_text", "phimoe") else "all-linear"
 
 
 _LINEAR = {
@@ -148,11 +157,15 @@ COUNTS_PADDING = {
 
 
 def tiny_model(family, seed=0, **changes):
-    """A random float32 model with weights large enough that attention and logits are far from uniform."""
+    """A random model of a family, see `with_large_weights`."""
     torch.manual_seed(seed)
     special = {**FAMILIES, **RUNNING_STATE, **COUNTS_PADDING}[family]
     config = AutoConfig.for_model(family.partition("/")[0], **{**_COMMON, **special, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return with_large_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def with_large_weights(model):
+    """The model in float32, with random weights large enough that attention and logits are far from uniform."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("A_log"):  # which must be small

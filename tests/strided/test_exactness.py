@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
 from tests.strided.oracle import oracle_step
 
 BASE = {
@@ -123,15 +123,13 @@ def compare_gradients(model, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family_with_lora(family, tmp_path):
-    # PEFT cannot wrap Llama 4's router, which returns a tuple.
-    target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
-    model = with_lora(tiny_model(family), target_modules=target)
+    model = with_lora(tiny_model(family), target_modules=lora_targets(family))
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch()
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo", "phimoe"])
 def test_family_full_fine_tuning(family, tmp_path):
     model = tiny_model(family)
     plain = copy.deepcopy(model)
@@ -139,11 +137,11 @@ def test_family_full_fine_tuning(family, tmp_path):
     compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
-@pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon"])
+@pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon", "llama4_text"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
     """Layers that receive the pass with their mask: in backward too, after the call of the model has returned."""
-    model = with_lora(tiny_model(family))
+    model = with_lora(tiny_model(family), target_modules=lora_targets(family))
     plain = copy.deepcopy(model)
     settings = {"use_reentrant": use_reentrant}
     trainer = make_trainer(model, tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=settings)
@@ -234,8 +232,7 @@ def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch)
     """Tiles of one block or one document token, and of a few: windows, caps, sinks and chunks included."""
     monkeypatch.setattr("ebft.prefix.attention.passes._ROWS_PER_TILE", {"cpu": rows})
     monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1})
-    target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
-    model = with_lora(tiny_model(family), target_modules=target)
+    model = with_lora(tiny_model(family), target_modules=lora_targets(family))
     plain = copy.deepcopy(model)
     inputs, rows = unequal_batch(3)
     compare(make_trainer(model, tmp_path), plain, inputs, rows)

@@ -8,10 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.trainable import check_adapter, disable_dropout
+from ebft.prefix.attention import families
 from ebft.prefix.policy import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.parity import check_parity
+from ebft.structured.parity import check_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
+from tests.strided.test_cost import count_tokens
 
 
 def check(model, as_trained=False):
@@ -66,6 +69,23 @@ def test_noise_of_the_training_mode_is_refused_where_it_stays():
         check(model.train(), as_trained=True)
 
 
+def test_rates_that_act_in_eval_mode_too_are_noticed(monkeypatch):
+    """PhiMoE's router jitter is also a threshold: training and saved model would compute different functions."""
+    model = tiny_model("phimoe").eval()
+    ids = torch.randint(3, 90, (2, 30), generator=torch.Generator().manual_seed(0))
+    as_loaded = model(input_ids=ids).logits
+    disable_dropout(model)
+    assert model.train()(input_ids=ids).logits.equal(as_loaded)
+    model = tiny_model("phimoe").eval()
+    monkeypatch.setattr("ebft.models.trainable._SAMPLING_ROUTERS", set())
+    disable_dropout(model)
+    assert (model(input_ids=ids).logits - as_loaded).abs().max() > 0.1
+    with pytest.raises(ModelError, match="log-probabilities of strided samples differ"):
+        check(model, as_trained=True)
+    with pytest.raises(ModelError, match="log-probabilities of samples with shared prompts differ"):
+        check_shared_prompts(model)
+
+
 def test_models_that_break_on_the_mask_are_refused_with_their_name():
     refused("doge", "DogeForCausalLM does not run with strided attention", **_COMMON, head_dim=8)
 
@@ -85,6 +105,34 @@ def test_parity_check_catches_what_nobody_named():
     mixer.forward = lambda x: plain(x + x.roll(1, dims=1))
     with pytest.raises(ModelError, match="differ from those of the plain model"):
         check(model)
+
+
+def test_parity_check_compares_what_was_sampled():
+    """A layer that is wrong in passes of few tokens only, which decode and do not score."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x if x.shape[1] > 6 else 2 * x)
+    with pytest.raises(ModelError, match="log-probabilities of strided samples differ from those of the plain model"):
+        check(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_depends_on_the_index_in_a_pass_is_noticed(dtype, monkeypatch):
+    """Llama 4's own forward, which scales queries by the index in the pass: by 1.07 from `floor_scale` on."""
+    changes = {"floor_scale": 3000, "attention_chunk_size": 16, "attn_scale": 0.1}
+    changes |= {"num_hidden_layers": 8, "no_rope_layers": [1, 1, 1, 0] * 2}
+    model = tiny_model("llama4_text", **changes).to(dtype)
+    counts = count_tokens(model.model.layers)
+    check(model)
+    assert counts[3] > 3000 > counts[4]  # a few layers contain all kinds
+    monkeypatch.delitem(families._FORWARD, "Llama4TextAttention")
+    model = tiny_model("llama4_text", **changes).to(dtype)
+    for refuses in (check, check_shared_prompts):
+        with pytest.raises(
+            ModelError, match=r"states of a sequence after 3\d\d\d tokens of .*floor_scale: 3000.*structured"
+        ):
+            refuses(model)
 
 
 def test_documents_beyond_the_models_positions_are_refused():

@@ -7,7 +7,7 @@ import torch
 
 from ebft.prefix.policy import prepare
 from ebft.structured.shared_prompt import Prompt, score_completions
-from tests.strided.families import FAMILIES, VOCAB, tiny_model
+from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
 from tests.strided.test_exactness import compare_gradients, with_lora
 from tests.structured import oracle
 
@@ -64,8 +64,7 @@ def compare(model, batch, entropy_gradient):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family_with_lora(family):
-    target = ["q_proj", "v_proj", "o_proj"] if family == "llama4_text" else "all-linear"
-    compare(with_lora(tiny_model(family), target_modules=target), prompts(), entropy_gradient=False)
+    compare(with_lora(tiny_model(family), target_modules=lora_targets(family)), prompts(), entropy_gradient=False)
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])

@@ -49,6 +49,18 @@ def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
     return getattr(*layers_at(causal_lm))
 
 
+@contextmanager
+def first_layers(causal_lm: PreTrainedModel, count: int) -> Iterator[nn.ModuleList]:
+    """Context manager in which the decoder consists of its first `count` layers only, and then its final norm."""
+    owner, name = layers_at(causal_lm)
+    layers = getattr(owner, name)
+    owner._modules[name] = layers[:count]
+    try:
+        yield owner._modules[name]
+    finally:
+        owner._modules[name] = layers
+
+
 def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
     depth = causal_lm.config.get_text_config().num_hidden_layers
     for module in backbone_of(causal_lm).modules():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import find_model, pretrained_model
 from ebft.over_transformers import QuantizationMethod
+
+_RATE = re.compile("drop|jitter")  # in names of attributes
+# Routers that draw experts at random in training mode, and whose jitter is a threshold of the experts in both modes.
+_SAMPLING_ROUTERS = {"PhimoeTopKRouter"}
 
 # LoRA initialisations that move a part of the base weights into the adapter.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -48,22 +55,50 @@ def _check_dense(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set the dropout rates and the router noise of the model to 0, with one warning if an adapter has dropout."""
-    lora_dropout = 0.0
+    """Set the dropout rates and the router noise of the model to 0, with one warning if an adapter has dropout.
+
+    `rates_as_loaded` restores them for a comparison.
+    """
+    lora_dropout, rates = 0.0, unwrap_adapter(model).__dict__.setdefault("rates_as_loaded", [])
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            lora_dropout = max(lora_dropout, module.p if "lora_dropout" in name else 0.0)
-            module.p = 0.0
+        if type(module).__name__ in _SAMPLING_ROUTERS:
+            module.register_forward_pre_hook(_in_eval_mode)
+            continue
+        found = ["p"] if isinstance(module, nn.Dropout) else []
         # Models that call F.dropout, or add noise to their router, store the rate as a float on the module.
-        for attribute, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in attribute or "jitter" in attribute):
+        found += [key for key, value in vars(module).items() if isinstance(value, float) and _RATE.search(key)]
+        for attribute in found:
+            rate = getattr(module, attribute)
+            if rate:
+                rates.append((module, attribute, rate))
                 setattr(module, attribute, 0.0)
+                lora_dropout = max(lora_dropout, rate if "lora_dropout" in name else 0.0)
     if lora_dropout > 0:
         warnings.warn(
             f"lora_dropout: {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
             "forward pass does not use it either. Set disable_dropout: false to train with dropout",
             stacklevel=4,
         )
+
+
+def _in_eval_mode(router: nn.Module, args: Any) -> None:
+    router.training = False
+
+
+@contextmanager
+def rates_as_loaded(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which the model has the rates that `disable_dropout` set to 0.
+
+    They have no effect in eval mode, unless a model uses one of them for something else.
+    """
+    rates = causal_lm.__dict__.get("rates_as_loaded", [])
+    for module, attribute, value in rates:
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for module, attribute, _ in rates:
+            setattr(module, attribute, 0.0)
 
 
 def check_adapter(model: nn.Module) -> None:

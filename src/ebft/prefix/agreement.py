@@ -16,7 +16,7 @@ from ebft.prefix.attention import HINT
 # In nats. In full precision, the largest difference is compared, which comes from the order of summation. In lower
 # precision, the median: a near-tie in a router may send single tokens to another expert, whereas an error in the
 # layout affects all tokens.
-_FULL_TOLERANCE, _ROUGH_TOLERANCE = 5e-3, 0.15
+TOLERANCES = 5e-3, 0.15
 
 
 @contextmanager
@@ -35,20 +35,29 @@ def refusing(causal_lm: PreTrainedModel, what: str = "strided attention", hint: 
 _CAUSE = f"The architecture depends on more than attention to a prefix, or adds noise in training mode. {HINT}"
 
 
-def compare(causal_lm: PreTrainedModel, what: str, differences: Tensor, cause: str = _CAUSE) -> None:
+def compare(
+    causal_lm: PreTrainedModel,
+    what: str,
+    differences: Tensor,
+    cause: str = _CAUSE,
+    tolerances: tuple[float, float] = TOLERANCES,
+    compared_with: str = "those of the plain model",
+) -> None:
     """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation.
 
-    The error names `what` differs, and ends with the `cause`.
+    The error names `what` differs from what, and ends with the `cause`. `tolerances`: in full and in lower precision.
     """
-    difference, tolerance = difference_and_tolerance(causal_lm, what, differences)
+    difference, tolerance = difference_and_tolerance(causal_lm, what, differences, tolerances)
     if not difference <= tolerance:
         raise ModelError(
-            f"{type(causal_lm).__name__}: {what} differ from those of the plain model by {difference:.2g} "
+            f"{type(causal_lm).__name__}: {what} differ from {compared_with} by {difference:.2g} "
             f"(tolerance: {tolerance:g}). {cause}"
         )
 
 
-def difference_and_tolerance(causal_lm: PreTrainedModel, what: str, differences: Tensor) -> tuple[float, float]:
+def difference_and_tolerance(
+    causal_lm: PreTrainedModel, what: str, differences: Tensor, tolerances: tuple[float, float] = TOLERANCES
+) -> tuple[float, float]:
     """Return the difference that the precision of the model allows to compare, and the largest that it explains.
 
     Raises ModelError if it is not finite.
@@ -60,7 +69,7 @@ def difference_and_tolerance(causal_lm: PreTrainedModel, what: str, differences:
             f"{type(causal_lm).__name__}: the {what} are not finite. The weights contain NaN or infinite values, or "
             f"the model overflows in {causal_lm.dtype}. Use other weights, or torch_dtype: float32."
         )
-    return difference, _ROUGH_TOLERANCE if rough else _FULL_TOLERANCE
+    return difference, tolerances[rough]
 
 
 def _computes_roughly(causal_lm: PreTrainedModel) -> bool:

@@ -142,7 +142,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
     Must be called inside `run_wrapped`. Raises ModelError if some layers do not use strided attention.
     """
     input_ids = tokens[None]
-    run.layers_seen.clear()
+    run.calls.clear()
     with _cheaply(causal_lm, run), running(run):
         states = backbone_of(causal_lm)(
             input_ids=input_ids,
@@ -153,9 +153,9 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
             prefix_pass=lambda: run,
         )[0]
     depth = len(decoder_layers(causal_lm))
-    if len(run.layers_seen) != depth:
+    if len(run.calls) != depth:
         raise ModelError(
-            f"{type(causal_lm).__name__}: only {len(run.layers_seen)} of {depth} layers used strided attention. {HINT}"
+            f"{type(causal_lm).__name__}: only {len(run.calls)} of {depth} layers used strided attention. {HINT}"
         )
     return states[0]
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import rates_as_loaded
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
+from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.policy import prepare
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
@@ -28,8 +30,9 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     """Raise ModelError if strided EBFT differs from the plain model on a short random document.
 
     Three blocks of two rollouts are sampled with the cache and scored in one pass, in training mode if `as_trained`.
-    The plain model runs each sequence separately with eager attention. The hidden states of the feature network are
-    compared with those from `output_hidden_states`.
+    The plain model runs each sequence separately with eager attention; its log-probabilities must be those of the
+    samples and of the scores. The hidden states of the feature network are compared with those from
+    `output_hidden_states`.
     """
     prepare(causal_lm)
     config, device = causal_lm.config.get_text_config(), next(causal_lm.parameters()).device
@@ -41,12 +44,16 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with refusing(causal_lm):
         with evaluating(causal_lm):
-            rollouts = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise).tokens
-            with override_attn_implementation(causal_lm, "eager"):
+            sampled = sample_rollouts(causal_lm, documents, layout, temperature=1.0, noise=noise)
+            rollouts = sampled.tokens
+            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
         logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
+        compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
         compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
+        with evaluating(causal_lm):
+            check_distant_tokens(causal_lm)
 
 
 def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:

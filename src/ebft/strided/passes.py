@@ -58,13 +58,13 @@ class StridedPass(PrefixPass):
             path=nodes.path if len(nodes.tokens) else None,
         )
 
-    def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
+    def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         spans, nodes = self.layout.spans, self.nodes
         if nodes is None:
-            self.cache[layer] = (key, value)
+            self.cache[call] = (key, value)
             return document_attention(spans, query, key, value, pattern, scores, sinks)
         if isinstance(nodes, Level):
-            document, own = _cached(self, layer, key, value)
+            document, own = _cached(self, call, key, value)
             return _node_attention(self, query, document, own, pattern, scores, sinks)
         s = len(self.document_positions)
         document = key[:, :s], value[:, :s]
@@ -75,17 +75,17 @@ class StridedPass(PrefixPass):
         return torch.cat([output, _node_attention(self, query[:, :, s:], document, own, pattern, scores, sinks)])
 
 
-def _cached(run, layer, key, value):
+def _cached(run, call, key, value):
     """Append the newest tokens to the cache and return the cached keys and values.
 
     Returns those of the documents, (K, S, D), and those of the nodes, each with those that it continues, (K, C, U, D).
     """
-    document_key, document_value, *own = run.cache[layer]
+    document_key, document_value, *own = run.cache[call]
     newest = (key.unsqueeze(2), value.unsqueeze(2))
     if own and run.nodes.parent is not None:
         own = [x.index_select(1, run.nodes.parent) for x in own]
     own = tuple(torch.cat(pair, 2) for pair in zip(own, newest)) if own else newest
-    run.cache[layer] = (document_key, document_value, *own)
+    run.cache[call] = (document_key, document_value, *own)
     return (document_key, document_value), own
 
 

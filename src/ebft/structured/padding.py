@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import rates_as_loaded
 from ebft.prefix.agreement import compare, refusing
 from ebft.prefix.policy import last_logits
 from ebft.structured.rollouts.backend import Sampling
@@ -33,7 +34,8 @@ def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: 
     draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
     longer, shorter = (draw(length + _COMPLETION) for length in _PROMPTS)
     with refusing(causal_lm, "padded rows", _HINT), torch.random.fork_rng(), evaluating(causal_lm):
-        expected = _logps(causal_lm, [shorter])
+        with rates_as_loaded(causal_lm):
+            expected = _logps(causal_lm, [shorter])
         causal_lm.train(as_trained)
         found = _logps(causal_lm, [longer, shorter])
         causal_lm.eval()

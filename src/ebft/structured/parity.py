@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import rates_as_loaded
 from ebft.over_transformers import override_attn_implementation
 from ebft.prefix.agreement import compare, refusing
+from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.policy import prepare
 from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.shared import SharedPromptSampler
@@ -37,12 +39,13 @@ def check_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
             sample = SharedPromptSampler(Sampling(temperature=1.0))
             sampled = sample(causal_lm, [prompt + ids for ids in suffixes], [_SAMPLED] * len(suffixes))
             completions = [ids + completion.ids for ids, completion in zip(suffixes, sampled)]
-            with override_attn_implementation(causal_lm, "eager"):
+            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = [_plain_logps(causal_lm, prompt, ids) for ids in completions]
             causal_lm.train(as_trained)
             tensors = [torch.tensor(ids, device=causal_lm.device) for ids in (prompt, *completions)]
             scores = score_completions(causal_lm, [Prompt(tensors[0], tensors[1:])], temperature=1.0)
             causal_lm.eval()
+            check_distant_tokens(causal_lm)
         of_samples = torch.cat([logps[-_SAMPLED:] for logps in expected]).cpu()
         found = torch.tensor([logp for completion in sampled for logp in completion.logps])
         compare(causal_lm, "log-probabilities of samples with shared prompts", (found - of_samples).abs())

@@ -1,4 +1,5 @@
-"""Attention layers that do not use transformers' attention interface: one small adapter for each family.
+"""Attention layers that do not use transformers' attention interface, or use the index of a token in the pass instead
+of its position: one small adapter for each family.
 
 ALiBi adds a bias to the scores that is linear in the key's position. It is written into three further dimensions of
 queries and keys, so that passes need not know of it.
@@ -119,6 +120,20 @@ def _falcon(self, hidden_states, alibi, *, attention_mask, position_embeddings, 
     return self.dense(_attended(self, query, key, value, attention_mask, self.inv_norm_factor, dropout=0.0))
 
 
+def _llama4(self, hidden_states, position_embeddings, *, attention_mask, **kwargs) -> Tensor:
+    """Layers without rotary embedding scale the queries by their position; the model's own forward by their index."""
+    if self.use_rope or not self.attn_temperature_tuning:
+        arguments = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, **kwargs}
+        return self.forward_of_model(hidden_states, **arguments)[0]
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    steps = ((_positions(attention_mask).float() + 1) / self.floor_scale).floor()
+    query = (query * (steps.log1p() * self.attn_scale + 1)[:, None]).to(query.dtype)
+    return self.o_proj(_attended(self, query, key, value, attention_mask, self.scaling, self.attention_dropout))
+
+
 def _gptj(self, pattern: MaskPattern) -> tuple[float, MaskPattern]:
     return 1 / self.scale_attn, pattern
 
@@ -135,7 +150,12 @@ def _gpt_neo(self, pattern: MaskPattern) -> tuple[float, MaskPattern]:
     return 1.0, pattern.keep("local", lambda: MaskPattern(local, pattern.find_pass))
 
 
-_FORWARD: dict[str, Callable] = {"BloomAttention": _bloom, "MptAttention": _mpt, "FalconAttention": _falcon}
+_FORWARD: dict[str, Callable] = {
+    "BloomAttention": _bloom,
+    "MptAttention": _mpt,
+    "FalconAttention": _falcon,
+    "Llama4TextAttention": _llama4,
+}
 _SCALES: dict[str, Callable] = {"GPTJAttention": _gptj, "CodeGenAttention": _gptj, "GPTNeoSelfAttention": _gpt_neo}
-# StableLM uses the interface, but does not declare it.
-FAMILIES = {*_FORWARD, *_SCALES, "StableLmAttention"}
+# StableLM uses the interface, but does not declare it. Llama 4 declares it.
+FAMILIES = {*_FORWARD, *_SCALES, "StableLmAttention"} - {"Llama4TextAttention"}

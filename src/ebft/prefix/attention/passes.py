@@ -28,6 +28,7 @@ from ebft.prefix.attention.stacks import Stack, stack_up
 from ebft.prefix.attention.tiles import Scores, Tile, attend
 
 Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
+Call = tuple[int, int]  # the id of a layer, and the number of its previous calls in the same pass
 
 IMPLEMENTATION = "ebft_prefix"
 HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about models that are not supported
@@ -139,15 +140,16 @@ def rows_per_tile(device: torch.device) -> int:
 
 @dataclass(kw_only=True)
 class PrefixPass(ABC):
-    """One forward pass; `cache` maps each layer to keys and values that later passes read.
+    """One forward pass; `cache` maps each call of the attention function to keys and values that later passes read.
 
+    A call is given by its layer and its number among the calls of this layer, of which a model may make several.
     `recording` is entered as a context manager while the layers run, to record or replay their matrix products.
     """
 
-    cache: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    cache: dict[Call, tuple[Tensor, ...]] = field(default_factory=dict)
     apply_dropout: bool = False
     recording: AbstractContextManager | None = None
-    layers_seen: set[int] = field(default_factory=set)
+    calls: dict[int, int] = field(default_factory=dict)  # number of calls of each layer so far
     previous_implementation: list[str] = field(default_factory=list)
 
     @abstractmethod
@@ -155,8 +157,8 @@ class PrefixPass(ABC):
         """Return the positions of the tokens of this pass: (1, tokens)."""
 
     @abstractmethod
-    def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
-        """Compute a layer's attention: query (K, Q, tokens, D), key and value (K, tokens, D) -> (tokens, H, D)."""
+    def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
+        """Compute one call's attention: query (K, Q, tokens, D), key and value (K, tokens, D) -> (tokens, H, D)."""
 
     def tokens(self) -> flex.Tokens | None:
         """Return what the tokens may attend to, if flex_attention can compute the entire pass."""
@@ -207,8 +209,8 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
             f"requires to share a document prefix between rollouts. {HINT}"
         )
     _check_supported(module, attention_mask, kwargs)
-    layer = id(module)
-    run.layers_seen.add(layer)
+    call = id(module), run.calls.get(id(module), 0)
+    run.calls[id(module)] = call[1] + 1
     scores = Scores(
         scaling=kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),
@@ -219,7 +221,8 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     if mask is not None:
         return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
     query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
-    return run.attend(layer, query, key[0], value[0], pattern, scores, sinks)[None], None
+    output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
+    return output.contiguous()[None], None  # as the functions of transformers return it; some models view it
 
 
 def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebft.prefix.attention.passes import MaskPattern, PrefixPass
+from ebft.prefix.attention.passes import Call, MaskPattern, PrefixPass
 from ebft.prefix.attention.suffixes import PromptLayout, SuffixPass
 from ebft.prefix.attention.tiles import Scores
 
@@ -43,17 +43,17 @@ class SharedCache:
         self._prompts = torch.tensor(layout.prompts, device=layout.device)[self.prompt_of]
         if self._copies:
             self._prompts = torch.zeros_like(self._prompts)
-        self.prompts: dict[int, tuple[Tensor, ...]] = {}
-        self._own: dict[int, tuple[Tensor, ...]] = {}
+        self.prompts: dict[Call, tuple[Tensor, ...]] = {}
+        self._own: dict[Call, tuple[Tensor, ...]] = {}
         rows = torch.arange(len(lengths), device=layout.device).repeat_interleave(self.lengths)
         steps = torch.cat([torch.arange(length, device=layout.device) for length in lengths])
         source = torch.tensor(self._source(suffixes), dtype=torch.long, device=layout.device)
-        for layer, keys_and_values in prefill.cache.items():
-            self.prompts[layer] = tuple(x[:, : 0 if self._copies else s] for x in keys_and_values)
+        for call, keys_and_values in prefill.cache.items():
+            self.prompts[call] = tuple(x[:, : 0 if self._copies else s] for x in keys_and_values)
             own = tuple(x.new_zeros(len(x), len(lengths), self._used + _GROWTH, x.shape[-1]) for x in keys_and_values)
             for padded, x in zip(own, keys_and_values):
                 padded[:, rows, steps] = x[:, source]
-            self._own[layer] = own
+            self._own[call] = own
 
     def _source(self, suffixes: list[int]) -> list[int]:
         """Return the index, in the prefill, of each token that is stored for a sample, given the suffixes' lengths."""
@@ -68,13 +68,13 @@ class SharedCache:
         """Return the position of every sample's next token: (N,)."""
         return self._prompts + self.lengths
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next token's key and value (K, N, D), and return the layer's own ones: (K, N, U, D)."""
+    def append(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next token's key and value (K, N, D), and return the call's own ones: (K, N, U, D)."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        own = self._own[layer]
+        own = self._own[call]
         if own[0].shape[2] == self._used:
             own = tuple(torch.nn.functional.pad(x, (0, 0, 0, _GROWTH)) for x in own)
-            self._own[layer] = own
+            self._own[call] = own
         for stored, x in zip(own, (key, value)):
             stored[:, rows, self.lengths] = x.to(stored.dtype)
         return tuple(x[:, :, : self._used + 1] for x in own)
@@ -88,7 +88,7 @@ class SharedCache:
         """Drop all samples except those with the given indices, in increasing order."""
         self.lengths, self._prompts = self.lengths[samples], self._prompts[samples]
         self.prompt_of = [self.prompt_of[index] for index in samples.tolist()]
-        self._own = {layer: tuple(x[:, samples] for x in own) for layer, own in self._own.items()}
+        self._own = {call: tuple(x[:, samples] for x in own) for call, own in self._own.items()}
 
     def groups(self) -> list[tuple[tuple[int, int], slice]]:
         """Return the span of every prompt that has samples, and the indices of these; (0, 0) for all copied prompts."""
@@ -111,9 +111,9 @@ class DecodePass(PrefixPass):
     def position_ids(self) -> Tensor:
         return self.samples.positions()[None]
 
-    def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
-        own_key, own_value = self.samples.append(layer, key, value)
-        prompt_key, prompt_value = self.samples.prompts[layer]
+    def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
+        own_key, own_value = self.samples.append(call, key, value)
+        prompt_key, prompt_value = self.samples.prompts[call]
         outputs = []
         for (start, end), samples in pattern.keep("groups", self.samples.groups):
             own = own_key[:, samples], own_value[:, samples]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebft.errors import ModelError
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
 from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
@@ -122,11 +121,9 @@ class SuffixPass(PrefixPass):
             prefix=torch.tensor(layout.prompts, device=device)[prompt],
         )
 
-    def attend(self, layer, query, key, value, pattern, scores, sinks) -> Tensor:
-        if layer in self.cache:
-            raise ModelError("a layer of the model calls its attention function more than once")
+    def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         if self.keeps_keys:
-            self.cache[layer] = (key, value)
+            self.cache[call] = (key, value)
         spans = self.layout.spans
         s = spans[-1][1]
         prompts = key[:, :s], value[:, :s]

@@ -1,0 +1,129 @@
+"""Every causal language model of the installed transformers equals separate plain passes, or is refused.
+
+`pytest -m slow -s tests/strided/test_every_model.py` prints which of them are equal, refused, or not built.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebft.errors import ModelError
+from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import evaluating
+from ebft.models.trainable import disable_dropout
+from ebft.prefix.policy import check_supported, prepare
+from ebft.strided.embed import embed_blocks
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.loss import score
+from ebft.strided.parity import check_parity
+from ebft.strided.rollout import sample_rollouts
+from ebft.structured.parity import check_parity as check_shared_prompts
+from ebft.structured.shared_prompt import score_completions
+from tests.strided.every_model import NAMES, NOT_BUILT, build
+from tests.strided.families import VOCAB
+from tests.strided.oracle import anchors_of, block_feature, plain_logits
+from tests.structured.rollouts.test_shared import later_turns, sample
+from tests.structured.test_shared_prompt import TEMPERATURE, expected, prompts
+
+_REFUSED = {
+    "does not support the attention interface": "bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small "
+    "cpmant falcon_h1 gpt_neox_japanese marian mbart megatron-bert mvp openai-gpt pegasus plbart prophetnet reformer "
+    "rembert roformer trocr whisper xglm xlm xlnet",
+    "does not use causal attention": "bert bert-generation camembert data2vec-text electra ernie roberta "
+    "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod",
+    "state-space, convolution or linear-attention layers": "bamba falcon_mamba granitemoehybrid inkling_text jamba "
+    "kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
+    "recurrent_gemma rwkv xlstm zamba2",
+    "does not run with strided attention": "axk2 deepseek_v32 doge glm_moe_dsa hy_v4",
+    "does not keep its 32 decoder layers in a ModuleList": "hrm_text",
+    "differ from those of the plain model": "zaya",
+}
+REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+IN_STRIDED_MODE = {
+    "deepseek_v4": "does not run with strided attention",
+    "gemma3n_text": "has several streams of hidden states",
+    "longcat_flash": "does not run with strided attention",
+}
+WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model"}
+OPTIONS = SimpleNamespace(
+    feature_layers=[0.0, 0.5, 1.0],
+    embed_method="last_token",
+    context_length=6,
+    stride=12,
+    generate_max_len=3,
+    min_completion_prefix=0,
+)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs.float(), atol=2e-4, rtol=0)
+
+
+def logps_of(plain, ids, start):
+    """Log-probabilities of the tokens ids[start:], from one plain pass."""
+    scores = (plain_logits(plain, ids) / TEMPERATURE).log_softmax(-1)[start - 1 : -1]
+    return scores.gather(-1, ids[start:, None]).squeeze(-1)
+
+
+def strided_mode(model, plain):
+    """Three documents of unequal lengths, up to five blocks and two rollouts: log-probabilities and features."""
+    check_supported(model)
+    network = FeatureNetwork(model, OPTIONS.feature_layers, OPTIONS.embed_method)
+    prepare(model)
+    disable_dropout(model)
+    check_parity(model, network, as_trained=True)
+    lengths = torch.tensor([33, 58, 21])
+    ids = torch.randint(3, VOCAB, (3, 58), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(58) < lengths[:, None]).long()
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    sizes = {name: getattr(OPTIONS, name) for name in ("stride", "context_length", "generate_max_len")}
+    layout = StridedLayout.place(documents, n_samples_per_prompt=2, **sizes)
+    with evaluating(model):
+        sampled = sample_rollouts(model, documents, layout, temperature=TEMPERATURE)
+    how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}
+    scored = score(model.train(), documents, layout, sampled.tokens, **how)[0]
+    phi, phi_ref = embed_blocks(network, documents, layout, sampled.tokens)
+    blocks = [(row, anchor) for row, length in zip(ids, lengths) for anchor in anchors_of(int(length), 0, OPTIONS)]
+    assert len(blocks) == len(scored) == 10
+    for b, (row, anchor) in enumerate(blocks):
+        close(phi_ref[b], block_feature(plain, row[: anchor + 3], anchor, OPTIONS))
+        for j, rollout in enumerate(sampled.tokens[b]):
+            sequence = torch.cat([row[:anchor], rollout])
+            logps = logps_of(plain, sequence, anchor)
+            close(sampled.logps[b, j], logps)
+            close(scored[b, j], logps)
+            close(phi[b, j], block_feature(plain, sequence, anchor, OPTIONS))
+
+
+def shared_prompts(model, plain):
+    """Samples of five contexts, and scores of completions and references of three prompts."""
+    disable_dropout(model)
+    check_shared_prompts(model)
+    contexts = later_turns()
+    for context, completion in zip(contexts, sample(model, contexts, [5, 2, 1, 4, 5])):
+        close(torch.tensor(completion.logps), logps_of(plain, torch.tensor(context + completion.ids), len(context)))
+    found = score_completions(model.train(), prompts(), temperature=TEMPERATURE)
+    for ours, theirs in zip(found, expected(plain, prompts())):
+        close(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_is_equal_or_refused(name):
+    if name in NOT_BUILT:
+        with pytest.raises(Exception):  # noqa: B017, PT011 - of any kind, from the model
+            build(name)
+        print(f"{name}: not built ({NOT_BUILT[name]})")
+        return
+    model = build(name).eval()
+    for run, own_reasons in ((strided_mode, IN_STRIDED_MODE), (shared_prompts, WITH_SHARED_PROMPTS)):
+        reason = {**REFUSED, **own_reasons}.get(name)
+        with torch.no_grad():
+            if reason is None:
+                run(copy.deepcopy(model), model)
+            else:
+                with pytest.raises(ModelError, match=reason):
+                    run(copy.deepcopy(model), model)
+        print(f"{name}, {run.__name__}: {'equal' if reason is None else f'refused ({reason})'}")
