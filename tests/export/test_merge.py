@@ -37,6 +37,7 @@ VARIANTS = {
     "lora_bias": (qwen2(), {"target_modules": ["q_proj"], "lora_bias": True}),
     "conv1d": (gpt2(), {"target_modules": ["c_attn", "c_fc"]}),
     "experts": (mixtral(), {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts_by_module_names": (mixtral(), {"target_modules": ["w1", "w2", "w3"]}),
     "some_layers": (llama(), {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}),
     "orthogonal": (llama(), {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal", "use_rslora": True}),
     "some_experts": (mixtral(), {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),

@@ -131,6 +131,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             # That the base model is another one than in training, which the user has chosen.
             warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
+            warnings.filterwarnings("ignore", message=saved_adapter.UNMATCHED_RANK)
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ModelError(f"The adapter does not fit the base model: {error}") from error
