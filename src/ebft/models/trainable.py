@@ -76,6 +76,12 @@ def check_adapter(model: nn.Module) -> None:
             f"{type(kind).__name__} adds virtual tokens before the prompt, which EBFT does not support. "
             "Use an adapter of the layers, such as LoraConfig"
         )
+    if kind.peft_type == PeftType.ADALORA:
+        warnings.warn(
+            "AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r, and the loss "
+            "has no term for orthogonality. Use LoraConfig if no callback of yours calls it",
+            stacklevel=4,
+        )
     changed = getattr(kind, "init_lora_weights", True)
     if isinstance(changed, str) and changed.startswith(_REWRITE_BASE):
         raise ModelError(
