@@ -283,6 +283,17 @@ def test_adapters_that_cannot_be_merged(keys, message, tmp_path):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
 
 
+@pytest.mark.parametrize(
+    ("config", "targets", "without"),
+    [(llama(), ["q_proj"], "q_proj"), (qwen2(), ["q_proj", "o_proj"], "o_proj")],  # only qwen2's q_proj has a bias
+)
+def test_a_bias_for_a_layer_without_one(config, targets, without, tmp_path):
+    base = save_base(tmp_path / "base", config)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=targets, lora_bias=True)
+    with pytest.raises(ModelError, match=f"lora_bias: true, but model.layers.0.self_attn.{without} has no bias in the"):
+        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
+
+
 @pytest.mark.parametrize("size", ["", "5", "5XB", "0GB", "GB"])
 def test_sizes_of_shards(size, tmp_path):
     from ebft.export.shards import parse_size

@@ -253,7 +253,14 @@ def _check_loaded(adapter: Adapter) -> None:
 def _changed(layer: LoraLayer, prefix: str) -> list[str]:
     if isinstance(layer, ParamWrapper):
         return [f"{prefix}.{layer.parameter_name}"]
-    return [f"{prefix}.weight", *([f"{prefix}.bias"] if any(layer.lora_bias.values()) else [])]
+    if not any(layer.lora_bias.values()):
+        return [f"{prefix}.weight"]
+    if getattr(layer.get_base_layer(), "bias", None) is None:
+        raise ModelError(
+            f"The adapter was trained with lora_bias: true, but {prefix} has no bias in the base model, to which that "
+            "of the adapter could be added. Use the adapter without merging it, or train it without lora_bias."
+        )
+    return [f"{prefix}.weight", f"{prefix}.bias"]
 
 
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
