@@ -1,5 +1,7 @@
 """Models that strided EBFT cannot honour exactly are refused, by name or by parity check."""
 
+import copy
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -7,11 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.trainable import check_adapter, disable_dropout
+from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.prefix.policy import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.parity import check_parity
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
+from tests.strided.test_exactness import compare, make_trainer, unequal_batch
 
 
 def check(model, as_trained=False):
@@ -131,6 +134,16 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     saved = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     check_adapter(get_peft_model(tiny_model("qwen2"), saved))
     check_adapter(tiny_model("qwen2"))
+
+
+def test_experts_in_float64(tmp_path):
+    """PyTorch has no grouped products in float64; the loop over experts is exact."""
+    model = tiny_model("mixtral").double()
+    with pytest.raises(ModelError, match="experts of the model are float64.*set_experts_implementation\\('eager'\\)"):
+        load(model)
+    model.set_experts_implementation("eager")
+    plain, (inputs, rows) = copy.deepcopy(model), unequal_batch(4)
+    compare(make_trainer(model, tmp_path), plain, inputs, rows)
 
 
 def test_parity_check_fits_models_with_few_positions():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
@@ -25,6 +26,7 @@ def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
     _check_dense(model)
+    _check_experts(model)
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
@@ -44,6 +46,21 @@ def _check_dense(model: nn.Module) -> None:
             "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
             "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or pass the path "
             "of the file as model"
+        )
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Raise ModelError for experts in float64, whose grouped products PyTorch does not compute."""
+    causal_lm = unwrap_adapter(model)
+    if (
+        not isinstance(causal_lm, PreTrainedModel)
+        or "grouped_mm" not in causal_lm.get_experts_implementation().values()
+    ):
+        return
+    if any(weight.dim() == 3 and weight.dtype == torch.float64 for weight in causal_lm.parameters()):
+        raise ModelError(
+            "the experts of the model are float64, but PyTorch computes grouped products of experts in float32, "
+            "bfloat16 and float16 only. Call model.set_experts_implementation('eager'), or model.to(torch.float32)"
         )
 
 
