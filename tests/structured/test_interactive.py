@@ -357,6 +357,11 @@ BASE = {
             "trl.environment_factory is incompatible with the feature-matching reward",
         ),
         (
+            {"rollout_func": "calculator.answers", "reward_funcs": ["calculator.answers"]},
+            "trl.rollout_func cannot be called as answers.prompts, trainer.: ",
+        ),
+        ({"environment_factory": "json.JSONDecodeError"}, "environment_factory cannot be called as JSONDecodeError..:"),
+        (
             {"environment_factory": "calculator.Calculator", "fsdp": True},
             "trl.environment_factory is incompatible with fsdp",
         ),

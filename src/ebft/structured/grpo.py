@@ -42,6 +42,7 @@ from ebft.structured.validation import (
     check_arguments,
     check_model,
     check_reference_model,
+    check_reward_templates,
     check_rows,
     check_tokenizer,
 )
@@ -107,6 +108,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         check_reference_model(model, self.ref_model)
+        check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
         self.prepare_sharing()
         self._throughput = Throughput()
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
