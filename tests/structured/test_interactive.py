@@ -357,8 +357,8 @@ BASE = {
             "trl.environment_factory is incompatible with the feature-matching reward",
         ),
         (
-            {"rollout_func": "calculator.answers", "reward_funcs": ["calculator.answers"]},
-            "trl.rollout_func cannot be called as answers.prompts, trainer.: ",
+            {"rollout_func": "json.dumps", "reward_funcs": ["calculator.answers"]},
+            "trl.rollout_func cannot be called as dumps.prompts, trainer.: too many",
         ),
         ({"environment_factory": "json.JSONDecodeError"}, "environment_factory cannot be called as JSONDecodeError..:"),
         (

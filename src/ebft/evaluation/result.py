@@ -21,6 +21,7 @@ from ebft.dashboard.metrics import NOT_COMPARABLE
 from ebft.errors import ConfigError
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.tables import differences_table, metrics_table
+from ebft.methods import selecting_keys
 from ebft.scores import CURVE, Scores, interval
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def summarise(
         results.append(result)
     shared_settings = {
         "base_model": config.model_name,
-        "mode": "structured" if config.method.rows == "prompts" else "strided",
+        "mode": selecting_keys(config).get("ebft.mode") or config.rl or config.method.name,
         "documents": len(documents),
         **asdict(settings),
         "bootstrap": wanted.bootstrap,
