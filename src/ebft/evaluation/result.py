@@ -101,9 +101,10 @@ def summarise(
         result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
         result.per_document = scores.per_document() if wanted.per_document else {}
         results.append(result)
+    selected = selecting_keys(config)
     shared_settings = {
         "base_model": config.model_name,
-        "mode": selecting_keys(config).get("ebft.mode") or config.rl or config.method.name,
+        "mode": selected.get("ebft.mode") or selected["rl"] or config.method.name,
         "documents": len(documents),
         **asdict(settings),
         "bootstrap": wanted.bootstrap,
