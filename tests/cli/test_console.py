@@ -28,10 +28,11 @@ def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     lines = done.stderr.split("\n")
     assert any(line.startswith("datasets: 13 documents") and line.endswith("train, row 12)") for line in lines)
     first = lines.index("Method: ebft strided")
-    model, data, steps = lines[first + 1 : first + 4]
+    model, data, steps, adapter = lines[first + 1 : first + 5]
     assert model.endswith(" parameters trained, float32") and " of " in model
     assert data == "Data: 11 training rows, 1 held out"  # the dropped row is one of the two held out
     assert steps.startswith("Steps: 2 (") and steps.endswith(f"; output in {tmp_path / 'out'}")
+    assert adapter.startswith("Adapter: LoRA on 14 modules: down_proj (2), gate_proj (2), k_proj (2), ")
 
 
 def test_messages_begin_on_a_separate_line(monkeypatch):

@@ -36,7 +36,8 @@ def serve(tmp_path, monkeypatch):
             (folder / "__init__.py").touch()
         (package / "api_server.py").write_text(program)
         (tmp_path / "run.yaml").write_text(RUN)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages"), "CUDA_VISIBLE_DEVICES": ""}
+        path = os.pathsep.join((str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"NO_COLOR": "1", "TERM": "dumb"}
         command = [sys.executable, "-m", "ebft.cli", "vllm-serve", "run.yaml", f"vllm.port={free_port()}", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -67,6 +68,13 @@ def test_help_imports_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "vllm.python=" in result.stdout and "--verbose" in result.stdout
+
+
+def test_a_server_for_a_config_that_trains_with_vllm_by_an_override(serve):
+    """The config of `ebft train run.yaml trl.use_vllm=true`, which configures the server only."""
+    keys = ("trl.use_vllm=false", "vllm.max_model_len=64", "trl.vllm_server_timeout=5", "vllm.python=nowhere/python")
+    _, errors = serve(*keys).communicate()
+    assert "nowhere/python" in errors and "no effect" not in errors
 
 
 @pytest.mark.slow

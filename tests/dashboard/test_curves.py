@@ -76,6 +76,9 @@ def test_the_curves_of_reward_functions():
     [
         ("grad_norm", {"rl": None}, (None, 10.0)),
         ("grad_norm", {"rl": "grpo"}, (None, 1.0)),
+        ("grad_norm", {"rl": "gdpo"}, (None, 1.0)),
+        ("grad_norm", {"rl": "dpo"}, (None, 10.0)),
+        ("kl", {"rl": "gdpo"}, (0.0, 0.5)),
         ("alignment", {"rl": "ebft", "ebft": {"use_whitening": False}}, None),
         ("alignment", STRIDED, (0.3, 1.9)),
         ("loss", STRIDED, None),

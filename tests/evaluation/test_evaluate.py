@@ -146,6 +146,14 @@ def test_cross_entropy_of_each_document(write_config, models, rows):
         assert total / weight == pytest.approx(cross_entropy(model, [sequence]), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("strided", "strided"), ("structured", "structured"), ("plain", "SFT (rl is not set)")]
+)
+def test_the_result_names_the_method(kind, mode, write_config, models):
+    config = load_config(write_config(kind), ["evaluation.documents=2", "evaluation.bootstrap=0"])
+    assert evaluate(config, [str(models / "base")]).settings["mode"] == mode
+
+
 def test_a_limit_on_documents_and_other_samples(write_config, models):
     path = write_config("strided")
     evaluation = evaluate(

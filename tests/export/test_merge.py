@@ -37,6 +37,7 @@ VARIANTS = {
     "lora_bias": (qwen2(), {"target_modules": ["q_proj"], "lora_bias": True}),
     "conv1d": (gpt2(), {"target_modules": ["c_attn", "c_fc"]}),
     "experts": (mixtral(), {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts_by_module_names": (mixtral(), {"target_modules": ["w1", "w2", "w3"]}),
     "some_layers": (llama(), {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}),
     "orthogonal": (llama(), {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal", "use_rslora": True}),
     "some_experts": (mixtral(), {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),
@@ -279,6 +280,17 @@ def test_adapters_that_cannot_be_merged(keys, message, tmp_path):
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     with pytest.raises(ModelError, match=message):
+        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "without"),
+    [(llama(), ["q_proj"], "q_proj"), (qwen2(), ["q_proj", "o_proj"], "o_proj")],  # only qwen2's q_proj has a bias
+)
+def test_a_bias_for_a_layer_without_one(config, targets, without, tmp_path):
+    base = save_base(tmp_path / "base", config)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=targets, lora_bias=True)
+    with pytest.raises(ModelError, match=f"lora_bias: true, but model.layers.0.self_attn.{without} has no bias in the"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
 
 

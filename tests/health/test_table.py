@@ -180,6 +180,16 @@ def test_other_metrics_of_a_condition(metrics, name):
     assert list(seen(entries(**metrics))) == [name]
 
 
+@pytest.mark.parametrize("norm", [0.0, 1.19])
+@pytest.mark.parametrize("metric", ["frac_reward_zero_std", "ebft__advantages_std"])
+def test_a_gradient_without_a_signal_is_not_called_zero(metric, norm):
+    values = [1.0 if metric == "frac_reward_zero_std" else 0.0] * 21
+    found = seen(entries(**{metric: values}, grad_norm=[norm] * 21))
+    text = f"{found['no signal'].saw}. {next(each.meaning for each in CONDITIONS if each.name == 'no signal')}"
+    assert "all advantages and gradients are zero" not in text
+    assert ("the gradient (grad_norm 1.19) is that of other terms" in text) == (norm > 0)
+
+
 def test_preference_methods_do_not_sample():
     """Their entropy is that of given completions, and the divergence of KTO is a sum over tokens."""
     collapse = CASES["entropy collapse"][0]

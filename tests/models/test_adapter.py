@@ -1,5 +1,7 @@
 """LoRA adapters: which modules get one, in which type, and going on from a saved one."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import attach_adapter
 from ebft.models.base import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.start_summary import _adapter
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
 
@@ -179,16 +182,35 @@ def test_initial_values(make_config, initial, unchanged):
         assert spread == pytest.approx(0.25 if initial == "gaussian" else 0.1, rel=0.2)  # 1/r; 1/sqrt(3*32)
 
 
-@pytest.fixture
-def mixtral(make_config, tiny_llama_dir, tmp_path):
-    """`mixtral(**keys)`: a config over a tiny mixture of experts."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+_SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "qwen2_moe": {"num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 8},
+    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "phimoe": {"num_local_experts": 4},
+}
 
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "mixtral")
-    return lambda **keys: make_config(base_model=str(tmp_path / "mixtral"), **LORA, **keys)
+
+@pytest.fixture
+def mixture(make_config, tiny_llama_dir, tmp_path):
+    """`mixture(kind, **keys)`: a config over a tiny mixture of experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    def make(kind, **keys):
+        settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+        config = AutoConfig.for_model(kind, **_SIZES, **settings, **MIXTURES[kind])
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+        AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / kind)
+        return make_config(base_model=str(tmp_path / kind), **LORA, **keys)
+
+    return make
+
+
+@pytest.fixture
+def mixtral(mixture):
+    return partial(mixture, "mixtral")
 
 
 def test_fused_experts(mixtral):
@@ -223,17 +245,105 @@ def test_parameters_that_cannot_be_adapted(mixtral, wanted, message):
 def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixtral):
     def trained(**keys):
         found = adapted(mixtral(lora_target_linear=True, **keys)).named_parameters()
-        return {name for name, weight in found if weight.requires_grad}
+        return {name.removeprefix("base_model.model.model.") for name, weight in found if weight.requires_grad}
 
-    assert trained(lora_target_modules=["q_proj"]) == trained()
-    with pytest.raises(ModelError, match="'embed_tokens' is not a linear layer .* also selects the fused experts"):
-        trained(lora_target_modules=["q_proj", "embed_tokens"])
+    linear = trained()
+    assert trained(lora_target_modules=["q_proj"]) == linear and any("experts" in name for name in linear)
+    assert {name.split(".")[0] for name in trained(lora_target_modules=["embed_tokens"]) - linear} == {"embed_tokens"}
+
+
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+FUSED = ["experts.down_proj", "experts.gate_up_proj"]
+SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "expected"),
+    [
+        ("qwen3_moe", {"lora_target_linear": True}, [*FUSED, *ATTENTION]),
+        ("mixtral", {"lora_target_linear": True}, [*FUSED, *ATTENTION]),
+        ("phimoe", {"lora_target_linear": True}, ATTENTION),  # its router is a linear layer; PEFT knows no experts
+        ("phimoe", {"lora_target_linear": True, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
+        ("qwen2_moe", {"lora_target_linear": True}, [*SHARED, *ATTENTION, "shared_expert_gate"]),
+        ("qwen3_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, FUSED),
+        ("qwen3_moe", {"lora_target_modules": ["q_proj", "mlp.experts.down_proj"]}, [FUSED[0], "q_proj"]),
+        ("qwen3_moe", {"lora_target_modules": r".*(q_proj|experts\.(gate|up)_proj)"}, [FUSED[1], "q_proj"]),
+        ("qwen3_moe", {"lora_target_modules": r".*layers\.1\..*(q|v)_proj"}, ["q_proj", "v_proj"]),
+        ("mixtral", {"lora_target_modules": ["w1", "w2", "w3", "q_proj"]}, [*FUSED, "q_proj"]),
+        ("qwen2_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, SHARED),
+    ],
+)
+def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, recwarn):
+    model = adapted(mixture(kind, **keys))
+    assert not [warning for warning in recwarn if "_pattern keys" in str(warning.message)]
+    names = [*model.targeted_module_names, *model.targeted_parameter_names]
+
+    def short(name):
+        return ".".join(name.split(".")[-2 if "expert" in name.split(".")[-2] else -1 :])
+
+    assert sorted({short(name) for name in names}) == sorted(expected)
+    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2)
+    if FUSED[1] in expected:  # PEFT gives the stacked gate_proj and up_proj twice the rank
+        layer = model.get_submodule("base_model.model.model.layers.1.mlp.experts")
+        inner = layer.base_layer if FUSED[0] in expected else layer
+        assert inner.lora_A["default"].weight.shape[0] == 2 * 4 * 4 and inner.scaling["default"] == 2
+    summary = _adapter(model)
+    assert all(f"{name} (" in summary for name in expected if "shared" not in name)
+    assert ("fused experts not adapted: experts." in summary) == (not {*FUSED} <= {*expected})
+
+
+def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
+    config = mixture("qwen3_moe", lora_target_linear=True)
+    first, ids = adapted(config).eval(), torch.arange(3, 20)[None]
+    torch.manual_seed(0)
+    for weight in first.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.2)
+    first.save_pretrained(tmp_path / "saved")
+    keys = {"adapter": "lora", "lora_model_dir": str(tmp_path / "saved"), "special_tokens": LORA["special_tokens"]}
+    again = adapted(type(config).model_validate({**config.model_dump(exclude_unset=True), **keys})).eval()
+    with torch.no_grad():
+        assert torch.equal(first(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "message"),
+    [
+        ("qwen3_moe", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_proj"),
+        ("qwen3_moe", ["layers.1.mlp.experts.down_proj"], "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
+        (
+            "qwen3_moe",
+            r".*layers\.1\.mlp\.experts\.down_proj",
+            "all layers.*Name the experts in lora_target_parameters",
+        ),
+        ("glm4_moe", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
+        ("glm4_moe", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
+        (
+            "phimoe",
+            ["gate_proj"],
+            "matches no module.*with lora_target_parameters: \\[experts.down_proj, experts.gate_up",
+        ),
+    ],
+)
+def test_names_that_do_not_select_experts(mixture, kind, wanted, message):
+    with pytest.raises(ModelError, match=message):
+        adapted(mixture(kind, lora_target_modules=wanted))
+
+
+def test_linear_layers_that_have_the_names_of_experts(mixture):
+    with pytest.warns(
+        UserWarning, match="fused experts as .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
+    ):
+        model = adapted(mixture("glm4_moe", lora_target_linear=True))
+    assert not any("shared" in name or "layers.0.mlp" in name for name in model.targeted_module_names)
 
 
 @pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
 def test_all_linear_layers_include_fused_experts(mixtral, keys):
     assert any("experts" in name for name in dict(adapted(mixtral(lora_target_linear=True)).named_parameters()))
-    with pytest.raises(ModelError, match="also selects the fused experts of this model.*k_proj, lm_head, o_proj"):
+    with pytest.raises(
+        ModelError, match="lora_target_linear: true also selects the fused experts.*k_proj, lm_head, o_proj"
+    ):
         adapted(mixtral(lora_target_linear=True, **keys))
 
 

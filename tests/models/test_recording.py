@@ -121,3 +121,32 @@ def test_under_autocast(weights):
     for ours, theirs, given in zip(*grads, [x, *net.parameters()]):
         assert ours.dtype == theirs.dtype == given.dtype
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def test_layers_that_pass_arguments_by_keyword_are_computed():
+    """As adapters of PEFT do; a bias by keyword has a gradient, and outputs that are reused can be changed in place."""
+    net, x = Net(), tokens()
+    inner = net.second
+
+    class ByKeyword(nn.Module):
+        def forward(self, rows):
+            first = F.linear(input=rows, weight=inner.weight, bias=inner.bias)
+            first += F.linear(rows, inner.weight, bias=inner.bias)
+            return first
+
+    class InPlace(nn.Module):
+        def forward(self, rows):
+            result = inner(rows)
+            result += rows.sum(-1, keepdim=True)
+            return result
+
+    for second in (ByKeyword(), InPlace()):
+        net.second = second
+        recording = record(net, x)
+        with recording.replayed():
+            found = net(x)
+        expected = net(x)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), [inner.weight, inner.bias, x]) for out in (found, expected)]
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)

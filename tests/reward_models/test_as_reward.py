@@ -1,16 +1,22 @@
 """A trained reward model as a reward of GRPO: its rewards are its scores of prompt and completion."""
 
 import json
+import shutil
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ebft import RunConfig, load_config, train
 from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.models.reward_model import load_reward_model
+from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
+from ebft.run.training import load_data
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.reward_models.conftest import LORA, config_of
 
 
@@ -96,6 +102,55 @@ def test_a_model_without_one_score_per_text_is_refused_before_anything_is_loaded
         with pytest.raises(ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards, because {reason}"):
             check_runnable(grpo(model_dir, tmp_path, [str(folder)]))
     check_runnable(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
+
+
+def test_messages_for_a_reward_model_without_a_chat_template(reward_dirs, model_dir, tmp_path):
+    """Found with the rows, before the model is loaded, and by the trainer alone."""
+    bare = shutil.copytree(reward_dirs["full"], tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = grpo(model_dir, tmp_path, [str(bare)])
+    with pytest.raises(ConfigError, match=f"trl.reward_funcs: {bare} has no chat template.*chat_template that it was"):
+        load_data(config, load_tokenizer(config), None)
+    good = grpo(model_dir, tmp_path, [str(reward_dirs["full"])])
+    load_data(good, load_tokenizer(good), None)
+    with pytest.raises(
+        ModelError, match="bare has no chat template, but the prompts are messages. Set the chat_template"
+    ):
+        RolloutGRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(model_dir),
+            load_reward_model(str(bare)),
+            RolloutGRPOConfig(output_dir=str(tmp_path), num_generations=2, report_to="none"),
+            train_dataset=Dataset.from_list([{"prompt": chat("yes")[:1]}] * 8),
+            processing_class=AutoTokenizer.from_pretrained(model_dir),
+        )
+
+
+def without_kwargs(prompts, completions): ...
+
+
+def other_column(completions, answer, **kwargs): ...
+
+
+def all_lists(prompts, completions, completion_ids, ground_truth, remaining_turns=None): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "message"),
+    [
+        ("without_kwargs", 1, "unexpected keyword argument 'completion_ids'.*with \\*\\*kwargs"),
+        ("other_column", 1, "missing a required argument: 'answer'.*keep the columns that it reads"),
+        ("all_lists", 1, "unexpected keyword argument 'trainer_state'"),
+        ("all_lists", 2, None),
+    ],
+)
+def test_reward_functions_that_cannot_be_called_with_the_rows(name, workers, message, model_dir, tmp_path):
+    config = grpo(model_dir, tmp_path, [f"{__name__}.{name}"])
+    config.trl.reward_num_workers = workers
+    with pytest.raises(ConfigError, match=f"{name} cannot be called as .*{message}") if message else nullcontext():
+        load_data(config, load_tokenizer(config), None)
 
 
 def test_a_classifier_with_several_labels_is_refused(reward_dirs, model_dir, tmp_path):

@@ -8,6 +8,7 @@ from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
+from ebft.run.plugins import check_plugins
 from tests.run import following
 from tests.run.test_training import STRIDED, make, text  # noqa: F401 - fixtures
 
@@ -48,6 +49,16 @@ def test_a_callback_of_plain_fine_tuning(make, seen, tmp_path):  # noqa: F811
         (PATH + "function", "must be a class"),
         (PATH + "Absent", "has no function 'Absent'"),
         ("no_such_module.Class", "the module was not found"),
+        (
+            PATH + "OtherArguments",
+            r"OtherArguments.on_rollouts_scored cannot be called as on_rollouts_scored.self, roll",
+        ),
+        (PATH + "NeedsArguments", "cannot be called as NeedsArguments..: missing a required argument: 'folder'"),
+        (
+            PATH + "Positional",
+            r"Positional.on_step_end cannot be called as .*'model'. Define it as on_step_end.self, a",
+        ),
+        (PATH + "LogsOnly", "LogsOnly.on_log cannot be called as on_log.*unexpected keyword argument"),
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(name, message):
@@ -56,3 +67,7 @@ def test_what_is_refused_before_a_model_is_loaded(name, message):
     )
     with pytest.raises(ConfigError, match=message):
         check_runnable(config)
+
+
+def test_methods_of_every_kind_are_accepted():
+    check_plugins([PATH + name for name in ("Accepted", "Both", "Steps", "Rollouts")])

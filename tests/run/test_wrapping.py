@@ -1,10 +1,11 @@
 """fsdp_config that does not fit the model is refused, before its weights are loaded and for the loaded model."""
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ConfigError
-from ebft.run.wrapping import check_wrapping, check_wrapping_of
+from ebft.run.wrapping import check_adapted_experts, check_wrapping, check_wrapping_of
 from tests.config.conftest import make
 
 __all__ = ["make"]
@@ -41,3 +42,15 @@ def test_modules_that_can_be_sharded(make, tiny_llama_dir):
     check(make(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}), tiny_llama_dir)
     check(make(fsdp=True), tiny_llama_dir)
     check(make(), tiny_llama_dir)
+
+
+def test_adapters_of_experts_exclude_what_replaces_weights(make):
+    settings = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mixtral", **settings, vocab_size=32, num_key_value_heads=1, num_local_experts=2)
+    model = AutoModelForCausalLM.from_config(config)
+    keys = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
+    check_adapted_experts(make(**keys, fsdp=True), model)
+    model = get_peft_model(model, LoraConfig(target_modules=["w1", "w2", "w3"]))
+    check_adapted_experts(make(**keys), model)
+    with pytest.raises(ConfigError, match="lora_target_linear: true, which adapts the fused experts .* with fsdp"):
+        check_adapted_experts(make(**keys, fsdp=True), model)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, C3AConfig, GraloraConfig, HRAConfig, LoraConfig, PeftConfig, PeftType, get_peft_model
 
 from ebft.models.unfrozen import freeze_except
 from tests.strided.families import tiny_model
@@ -54,6 +54,27 @@ MEMORY = {
 def test_a_variant_of_lora_is_exact(variant, tmp_path):
     family, settings = VARIANTS[variant]
     check(with_adapter(tiny_model(family, seed=3), **settings), tmp_path)
+
+
+# Adapters that add to the output of the base layer in place, or call linear by keywords.
+OTHERS = [
+    AdaLoraConfig(total_step=10, init_r=4, target_r=2, target_modules=["q_proj", "down_proj"]),
+    HRAConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    C3AConfig(block_size=4, target_modules=["q_proj", "down_proj"]),
+    GraloraConfig(r=4, gralora_k=2, target_modules=["q_proj", "down_proj"]),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.peft_type.value)
+def test_another_adapter_of_layers_is_exact(config: PeftConfig, tmp_path):
+    model = get_peft_model(tiny_model("llama", seed=3), copy.deepcopy(config))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    warned = config.peft_type == PeftType.ADALORA
+    with pytest.warns(UserWarning, match="all ranks stay at init_r") if warned else nullcontext():
+        check(model, tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["dora", "fused experts alone"])

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.trainable import check_adapter, disable_dropout
+from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.prefix.attention import families
 from ebft.prefix.policy import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
@@ -15,6 +15,7 @@ from ebft.strided.parity import check_parity
 from ebft.structured.parity import check_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 from tests.strided.test_cost import count_tokens
+from tests.strided.test_exactness import make_trainer, unequal_batch
 
 
 def check(model, as_trained=False):
@@ -179,6 +180,16 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     saved = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     check_adapter(get_peft_model(tiny_model("qwen2"), saved))
     check_adapter(tiny_model("qwen2"))
+
+
+def test_experts_in_float64(tmp_path):
+    """PyTorch has no grouped products in float64, but the loop over experts can be used."""
+    model = tiny_model("mixtral").double()
+    with pytest.raises(ModelError, match="experts of the model are float64.*set_experts_implementation\\('eager'\\)"):
+        load(model)
+    model.set_experts_implementation("eager")
+    trainer = make_trainer(model, tmp_path)
+    assert trainer.compute_loss(trainer.model, unequal_batch()[0]).isfinite()
 
 
 def test_parity_check_fits_models_with_few_positions():

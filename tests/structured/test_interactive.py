@@ -357,6 +357,11 @@ BASE = {
             "trl.environment_factory is incompatible with the feature-matching reward",
         ),
         (
+            {"rollout_func": "json.dumps", "reward_funcs": ["calculator.answers"]},
+            "trl.rollout_func cannot be called as dumps.prompts, trainer.: too many",
+        ),
+        ({"environment_factory": "json.JSONDecodeError"}, "environment_factory cannot be called as JSONDecodeError..:"),
+        (
             {"environment_factory": "calculator.Calculator", "fsdp": True},
             "trl.environment_factory is incompatible with fsdp",
         ),

@@ -206,3 +206,17 @@ def test_thinking_can_be_left_out_of_the_cross_entropy(chat_tokenizer, tmp_path)
         counts[masked] = references["reference_mask"].sum().item()
         assert references["reference_mask"].any(-1).tolist() == [True, False, False, False]
     assert counts[False] - counts[True] == len("<think>so</think>\n") and counts[True] == len("yes") + 1
+
+
+def test_the_reference_of_a_model_in_memory_is_a_copy_of_it(chat_tokenizer, tmp_path):
+    policy = chat_model(chat_tokenizer)
+    assert policy.config.name_or_path == ""
+    expected = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    trainer = make(policy, chat_tokenizer, tmp_path, beta=0.1, max_steps=2)
+    trainer.train()
+    reference = trainer.ref_model.state_dict()
+    assert reference.keys() == expected.keys() and policy.config.name_or_path == ""
+    assert all(torch.equal(reference[name], weight) for name, weight in expected.items())
+    assert any(not torch.equal(weight, expected[name]) for name, weight in policy.state_dict().items())
+    first, second = (log["kl"] for log in trainer.state.log_history if "kl" in log)
+    assert first == pytest.approx(0, abs=1e-6) and second > 0

@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
 """
 LOG = "vllm.log"
 SERVER_FAILED = 1
+# The server reads the keys of vLLM whether training, with the same config, uses it or not.
+_IN_TRAINING = r".*no effect without (trl\.)?use_vllm: true"
 
 
 class Stopped(KeyboardInterrupt):
@@ -52,7 +55,9 @@ def command(
     ] = False,
 ) -> None:
     """Start the server, print its address when it is ready, and wait until it ends or a signal arrives."""
-    run_config = load_config(config, overrides or [])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_IN_TRAINING)
+        run_config = load_config(config, overrides or [])
     from ebft.data.locate import locate, looks_local
     from ebft.errors import ServerError
     from ebft.serving.command import server_command

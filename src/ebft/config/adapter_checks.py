@@ -51,9 +51,15 @@ def _dora(config: "RunConfig") -> Iterator[str]:
 
 
 def _parameters(config: "RunConfig") -> Iterator[str]:
-    """PEFT replaces adapted parameters during the forward pass of their module, which excludes these settings."""
-    if config.lora_target_parameters is None:
-        return
+    if config.lora_target_parameters is not None:
+        yield from expert_problems(config, "lora_target_parameters")
+
+
+def expert_problems(config: "RunConfig", key: str) -> Iterator[str]:
+    """What contradicts adapters of fused experts, which `key` selects.
+
+    PEFT replaces adapted parameters during the forward pass of their module.
+    """
     changes = "adapted parameters are replaced as a whole during the forward pass"
     excluded = {
         f"lora_dropout: {config.lora_dropout:g}": (config.lora_dropout > 0, "the adapter has no input of its own"),
@@ -69,9 +75,9 @@ def _parameters(config: "RunConfig") -> Iterator[str]:
         "deepspeed": (config.deepspeed is not None, changes),
         "trl.use_vllm": (_uses_vllm(config), "vLLM does not load such adapters"),
     }
-    for key, (given, reason) in excluded.items():
+    for other, (given, reason) in excluded.items():
         if given:
-            yield f"lora_target_parameters is not supported with {key}: {reason}. Remove one of them."
+            yield f"{key} is not supported with {other}: {reason}. Remove one of them."
 
 
 def unfrozen_problems(config: "RunConfig") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """User-defined functions, referenced in a config as `module.function`."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -34,6 +35,20 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     if not callable(vars(found).get(function)):
         raise no_function(key, name, module, function, _functions(found), error)
     return vars(found)[function]
+
+
+def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: Any) -> str | None:
+    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can.
+
+    Also None for what does not tell its arguments, such as functions that are written in C.
+    """
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return f"cannot be called as {call}: {error}"
+    except ValueError:
+        return None
+    return None
 
 
 def no_function(

@@ -7,6 +7,8 @@ trainer argument, `in_config` as a config key.
 from collections.abc import Callable
 from typing import Any
 
+from ebft.config.imports import call_problem
+
 Key = Callable[[str], str]
 
 # Trainer argument -> config key, where the names differ.
@@ -87,6 +89,12 @@ def interactive(given: list[str], async_prefetch: bool, compares_features: bool,
             "to other processes. Remove one of them."
         )
     return None
+
+
+def rollout_func(function: Callable[..., Any], key: Key) -> str | None:
+    name = getattr(function, "__qualname__", repr(function))
+    problem = call_problem(function, f"{name}(prompts, trainer)", "prompts", "trainer")
+    return None if problem is None else f"{key('rollout_func')} {problem}. Define it as {name}(prompts, trainer)."
 
 
 def groups(completions: int, num_generations: int, key: Key) -> str | None:

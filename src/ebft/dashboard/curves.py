@@ -76,10 +76,10 @@ def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
     """
     method, ebft = config.get("rl"), config.get("ebft")
     if title == "grad_norm":
-        return {"ebft": (None, 3.0), "grpo": (None, 1.0)}.get(str(method), (None, 10.0))
+        return {"ebft": (None, 3.0), "grpo": (None, 1.0), "gdpo": (None, 1.0)}.get(str(method), (None, 10.0))
     if method == "ebft" and title == "alignment" and isinstance(ebft, dict) and ebft.get("use_whitening"):
         return (0.3, 1.9)
-    if method in ("ebft", "grpo"):
+    if method in ("ebft", "grpo", "gdpo"):
         return {"kl": (0.0, 0.5), "truncated completions": (None, 0.3)}.get(title)
     return None
 

@@ -33,12 +33,20 @@ def check_rollouts(folder: Path) -> None:
     run = read_run(folder)
     config, state = run.get("config"), state_of(run)
     config = config if isinstance(config, dict) else {}
-    if config and config.get("rl") is None:
-        raise RunError(f"{folder} has no {ROLLOUTS}: supervised fine-tuning samples no rollouts.")
+    if config and not samples_rollouts(config):
+        classifier = any(config.get(flag) for flag in ("reward_model", "process_reward_model"))
+        plain = config.get("rl") is None and not classifier
+        method = "supervised fine-tuning" if plain else run.get("method") or "its method"
+        raise RunError(f"{folder} has no {ROLLOUTS}: {method} samples no rollouts.")
     is_logged, key = logs_rollouts(config)
     if is_logged:
         raise RunError(f"{folder} has no {ROLLOUTS} yet: {key} is set, but no step is complete (run: {state}).")
     raise RunError(f"{folder} has no {ROLLOUTS}. Set {key}: true in the config of the run to write it.")
+
+
+def samples_rollouts(config: dict[str, Any]) -> bool:
+    """Whether the method of a run with this config samples rollouts; SFT, preferences and reward models do not."""
+    return config.get("rl") in ("ebft", "grpo", "gdpo")
 
 
 def logs_rollouts(config: dict[str, Any]) -> tuple[bool, str]:

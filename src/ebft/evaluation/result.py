@@ -21,6 +21,7 @@ from ebft.dashboard.metrics import NOT_COMPARABLE
 from ebft.errors import ConfigError
 from ebft.evaluation.settings import Settings
 from ebft.evaluation.tables import differences_table, metrics_table
+from ebft.methods import selecting_keys
 from ebft.scores import CURVE, Scores, interval
 
 if TYPE_CHECKING:
@@ -100,9 +101,10 @@ def summarise(
         result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
         result.per_document = scores.per_document() if wanted.per_document else {}
         results.append(result)
+    selected = selecting_keys(config)
     shared_settings = {
         "base_model": config.model_name,
-        "mode": "structured" if config.method.rows == "prompts" else "strided",
+        "mode": selected.get("ebft.mode") or selected["rl"] or config.method.name,
         "documents": len(documents),
         **asdict(settings),
         "bootstrap": wanted.bootstrap,

@@ -131,6 +131,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             # That the base model is another one than in training, which the user has chosen.
             warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
+            warnings.filterwarnings("ignore", message=saved_adapter.UNMATCHED_RANK)
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ModelError(f"The adapter does not fit the base model: {error}") from error
@@ -252,7 +253,14 @@ def _check_loaded(adapter: Adapter) -> None:
 def _changed(layer: LoraLayer, prefix: str) -> list[str]:
     if isinstance(layer, ParamWrapper):
         return [f"{prefix}.{layer.parameter_name}"]
-    return [f"{prefix}.weight", *([f"{prefix}.bias"] if any(layer.lora_bias.values()) else [])]
+    if not any(layer.lora_bias.values()):
+        return [f"{prefix}.weight"]
+    if getattr(layer.get_base_layer(), "bias", None) is None:
+        raise ModelError(
+            f"The adapter was trained with lora_bias: true, but {prefix} has no bias in the base model, to which that "
+            "of the adapter could be added. Use the adapter without merging it, or train it without lora_bias."
+        )
+    return [f"{prefix}.weight", f"{prefix}.bias"]
 
 
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:

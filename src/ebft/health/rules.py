@@ -77,15 +77,27 @@ def low_alignment(log: Log) -> Sighting | None:
 
 
 def no_signal(log: Log) -> Sighting | None:
-    """All rewards of each group are equal, the advantages are zero, or there is no gradient."""
+    """All rewards of each group are equal, all advantages are equal, or there is no gradient."""
     since = log["frac_reward_zero_std"].all_since(lambda value: value > 0.99, PERSISTENT)
     if since is not None:
-        return Sighting(since, "the rewards of each prompt's completions are all equal (frac_reward_zero_std is 1)")
-    for name, count in (("ebft/advantages_std", WINDOW), ("grad_norm", PERSISTENT)):
-        since = log[name].all_since(lambda value: abs(value) < 1e-6, count)
-        if since is not None:
-            return Sighting(since, f"{name} is 0")
-    return None
+        equal = "the rewards of each prompt's completions are all equal (frac_reward_zero_std is 1)"
+        return Sighting(since, equal + _other_gradient(log))
+    since = log["ebft/advantages_std"].all_since(lambda value: abs(value) < 1e-6, WINDOW)
+    if since is not None:
+        return Sighting(since, f"ebft/advantages_std is 0: all advantages are equal{_other_gradient(log)}")
+    since = log["grad_norm"].all_since(lambda value: abs(value) < 1e-6, PERSISTENT)
+    return None if since is None else Sighting(since, "grad_norm is 0")
+
+
+def _other_gradient(log: Log) -> str:
+    """Where a gradient comes from although samples are not told apart, as the end of a sentence."""
+    norms = log["grad_norm"].recent(1)
+    if not norms or norms[0] < 1e-6:
+        return ""
+    return (
+        f"; the gradient (grad_norm {norms[0]:.3g}) is that of other terms of the loss, or of advantages that are "
+        "equal but not zero"
+    )
 
 
 def reward_always_zero(log: Log) -> Sighting | None:

@@ -163,6 +163,8 @@ class GRPO(Method):
         return FEATURE_MATCHING in self._reward_names(config)
 
     def check_rows(self, config: RunConfig, rows: LoadedRows) -> None:
+        grpo_rules.check_reward_columns(config, rows.train)
+        grpo_rules.check_reward_templates(config, rows.train)
         if config.nemo_gym_enabled:
             nemo_gym.check_rows(config, rows.train, rows.evaluation)
 

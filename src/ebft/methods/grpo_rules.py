@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
 from ebft.config.carried_over import Ignored
-from ebft.config.imports import find_function
+from ebft.config.imports import call_problem, find_function
+from ebft.errors import ConfigError
 from ebft.models.classifier_files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from ebft.config.schema import RunConfig
 
 FEATURE_MATCHING = "feature_matching"
@@ -101,6 +104,41 @@ def rewards(config: RunConfig, names: list[str], always: tuple[str, ...]) -> Ite
         )
 
 
+def check_reward_columns(config: RunConfig, rows: Dataset) -> None:
+    """Raise ConfigError for a reward function that cannot be called with the columns of the rows."""
+    columns = [name for name in rows.column_names or () if name not in ("prompt", "completion", "completion_ids")]
+    always = ["prompts", "completions", "completion_ids"]
+    if config.trl.reward_num_workers == 1:
+        always += ["trainer_state", "log_extra", "log_metric"]
+        always += ["environments"] if config.trl.environment_factory else []
+    for name in config.trl.reward_funcs or []:
+        if "/" in name or name in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
+            continue
+        given = dict.fromkeys([*always, *columns])
+        problem = call_problem(find_function("trl.reward_funcs", name), f"{name}({', '.join(given)})", **given)
+        if problem is not None:
+            raise ConfigError(
+                f"trl.reward_funcs: {name} {problem}. All arguments are passed by keyword: accept those that it does "
+                "not read with **kwargs, and keep the columns that it reads in the transform."
+            )
+
+
+def check_reward_templates(config: RunConfig, rows: Dataset) -> None:
+    """Raise ConfigError for messages that are to be scored by a reward model without a chat template."""
+    models = [name for name in config.trl.reward_funcs or [] if "/" in name]
+    if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
+        return
+    from ebft.models.reward_model import reward_tokenizer
+
+    for name in models:
+        if reward_tokenizer(name).chat_template is None:
+            raise ConfigError(
+                f"trl.reward_funcs: {name} has no chat template, but the prompts are messages, which it would have to "
+                "render. Save its tokenizer with the chat_template that it was trained with, or use a transform that "
+                "returns text prompts."
+            )
+
+
 def rollouts(config: RunConfig) -> Iterator[str]:
     """Problems with what generates rollouts."""
     trl = config.trl
@@ -139,7 +177,14 @@ def interaction(config: RunConfig, compares: bool) -> Iterator[str]:
             "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
         )
     for name in given:
-        load_named(name, getattr(trl, name))
+        found = load_named(name, getattr(trl, name))
+        if name == "rollout_func":
+            yield from filter(None, (rules.rollout_func(found, rules.in_config),))
+        elif name == "environment_factory":
+            for factory in found.values() if isinstance(found, dict) else [found]:
+                problem = call_problem(factory, f"{getattr(factory, '__name__', factory)}()")
+                if problem is not None:
+                    yield f"trl.environment_factory {problem}. It is called without arguments."
     if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):
         yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
 

@@ -190,9 +190,15 @@ class AdapterKeys(Section):
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="Modules to adapt: a list of name suffixes, or one regular expression. With lora_target_linear, a "
-        "list is adapted in addition to the linear layers. all-linear is an alias for lora_target_linear: true.",
+        "list is adapted in addition to the linear layers. all-linear is an alias for lora_target_linear: true. For "
+        "many mixtures of experts, PEFT takes gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) for the fused "
+        "experts.",
     )
-    lora_target_linear: bool = Field(False, description="Adapt every linear layer except the output layer.")
+    lora_target_linear: bool = Field(
+        False,
+        description="Adapt every linear layer except the output layer and routers, and the fused experts of models "
+        "whose experts PEFT knows by module names. The first lines of a run name what is adapted.",
+    )
     lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
         description="Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused "

@@ -10,6 +10,7 @@ one product of all rows for each gradient instead of one for each decoded token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +76,17 @@ class Recording:
         product = self._products.pop(id(weight), None)
         if product is None or product.rows != self.num_tokens:
             return None
-        return product.values[:, : self.num_tokens]
+        values = product.values[:, : self.num_tokens]
+        return values.new_empty(0).set_(values)  # the same memory, not as a view: adapters add to outputs in place
 
 
 # With fewer input features, as in an adapter's second matrix, computing a product is faster than recording it.
 _FEWEST_FEATURES = 32
+
+
+def _is_of(tokens: int, func: Callable, args: tuple, kwargs: dict | None) -> bool:
+    """Whether a call is a linear layer over `tokens` tokens, with arguments by position, as in modules of PyTorch."""
+    return func is F.linear and not kwargs and args[0].shape[:-1] == (1, tokens)
 
 
 class _Record(TorchFunctionMode):
@@ -91,7 +98,7 @@ class _Record(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is F.linear and args[0].shape[:-1] == (1, self.count) and args[0].shape[-1] >= _FEWEST_FEATURES:
+        if _is_of(self.count, func, args, kwargs) and args[0].shape[-1] >= _FEWEST_FEATURES:
             weight = args[1]
             if id(weight) in self._seen:  # a layer that runs twice in a pass: its products cannot be told apart
                 self.recording.refuse(weight)
@@ -107,7 +114,7 @@ class _Replay(TorchFunctionMode):
         self.recording = recording
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and args[0].shape[:-1] == (1, self.recording.num_tokens):
+        if _is_of(self.recording.num_tokens, func, args, kwargs):
             values = self.recording.take(args[1])
             if values is not None:
                 output = Replayed.apply(*args[:2], args[2] if len(args) > 2 else None, (values,))

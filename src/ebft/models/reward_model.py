@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
@@ -40,6 +40,15 @@ def load_reward_model(name: str) -> PreTrainedModel:
     except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
         raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model, an entry of `trl.reward_funcs`. Raises ModelError if it cannot be loaded."""
+    folder = Path(lasting_name(name))
+    try:
+        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
+    except Exception as error:  # transformers raises many types of errors for unsuitable files
+        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
 
 
 def _of_adapter(folder: Path) -> PreTrainedModel:

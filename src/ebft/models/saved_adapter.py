@@ -20,6 +20,8 @@ from ebft.models.resized import fit_to_adapter
 from ebft.models.weights import check_readable_tensors, refuse_pickles
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# A warning of PEFT about the rank of fused experts, which it applies, but looks for among modules.
+UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any targeted module.*gate_up_proj"
 
 
 def read_adapter_config(folder: Path) -> PeftConfig:
@@ -86,6 +88,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         fit_to_adapter(model, folder / WEIGHTS, tokens)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
         try:
             loaded = PeftModel.from_pretrained(model, name, **options)
         except Exception as error:  # PEFT and PyTorch raise many types of errors

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, set_seed
@@ -32,6 +33,7 @@ def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
     _check_dense(model)
+    _check_experts(model)
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
@@ -51,6 +53,21 @@ def _check_dense(model: nn.Module) -> None:
             "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
             "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or pass the path "
             "of the file as model"
+        )
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Raise ModelError for experts in float64, whose grouped products PyTorch does not compute."""
+    causal_lm = unwrap_adapter(model)
+    if (
+        not isinstance(causal_lm, PreTrainedModel)
+        or "grouped_mm" not in causal_lm.get_experts_implementation().values()
+    ):
+        return
+    if any(weight.dim() == 3 and weight.dtype == torch.float64 for weight in causal_lm.parameters()):
+        raise ModelError(
+            "the experts of the model are float64, but PyTorch computes grouped products of experts in float32, "
+            "bfloat16 and float16 only. Call model.set_experts_implementation('eager'), or model.to(torch.float32)"
         )
 
 
@@ -110,6 +127,12 @@ def check_adapter(model: nn.Module) -> None:
         raise ModelError(
             f"{type(kind).__name__} adds virtual tokens before the prompt, which EBFT does not support. "
             "Use an adapter of the layers, such as LoraConfig"
+        )
+    if kind.peft_type == PeftType.ADALORA:
+        warnings.warn(
+            "AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r, and the loss "
+            "has no term for orthogonality. Use LoraConfig if no callback of yours calls it",
+            stacklevel=4,
         )
     changed = getattr(kind, "init_lora_weights", True)
     if isinstance(changed, str) and changed.startswith(_REWRITE_BASE):

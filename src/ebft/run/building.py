@@ -15,7 +15,7 @@ from ebft.run.checks import Machine, launched_processes
 from ebft.run.learning_rates import rates_of
 from ebft.run.plugins import add_plugins
 from ebft.run.stopping import stopping_callbacks
-from ebft.run.wrapping import check_wrapping
+from ebft.run.wrapping import check_adapted_experts, check_wrapping
 from ebft.serving.server import VLLMServer
 
 
@@ -46,6 +46,7 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of the config's method."""
     check_wrapping(config, model)
+    check_adapted_experts(config, model)
     trainer = config.method.build_trainer(
         config,
         model,

@@ -15,7 +15,7 @@ from ebft.models.adapter_files import task_problem
 from ebft.run.deepspeed import check_deepspeed
 from ebft.run.fsdp import offloads
 from ebft.run.optimizer import check_optimizer
-from ebft.run.trackers import check_report_to
+from ebft.run.trackers import check_trackers
 
 _OF_LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # read by PyTorch
 _UNSET = f"Start training with ebft train or a launcher such as torchrun, or unset {', '.join(_OF_LAUNCHERS)}."
@@ -81,7 +81,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     _check_output_dir(Path(config.output_dir))
     _check_not_overwritten(config)
     check_deepspeed(config)
-    check_report_to(config)
+    check_trackers(config)
     check_optimizer(config)
     if config.plugins:
         from ebft.run.plugins import check_plugins  # imports transformers

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.imports import find_function
+from ebft.config.imports import call_problem, find_function
 from ebft.config.user_code import RAISED, what_happened
 from ebft.errors import ConfigError
 
 HOOK = "on_rollouts_scored"
+# Keyword arguments that transformers passes to every method of a callback, and to single ones.
+_KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_ADDED = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 
 
 def check_plugins(names: list[str]) -> None:
@@ -42,4 +46,25 @@ def _find(name: str) -> type[Any]:
             f"plugins: {name} must be a class: a transformers.TrainerCallback, or one with a method "
             f"{HOOK}(rollouts, rewards)."
         )
+    problem = call_problem(found, f"{found.__name__}()")
+    if problem is not None:
+        raise ConfigError(f"plugins: {name} {problem}. Plugins are created without arguments.")
+    for event, call, kwargs in _calls(found):
+        has_self = not isinstance(inspect.getattr_static(found, event), staticmethod | classmethod)
+        args = ("rollouts", "rewards") if event == HOOK else ("args", "state", "control")
+        problem = call_problem(
+            getattr(found, event), f"{event}({call})", *(("self",) if has_self else ()), *args, **kwargs
+        )
+        if problem is not None:
+            raise ConfigError(f"plugins: {name}.{event} {problem}. Define it as {event}({call}).")
     return found
+
+
+def _calls(found: type[Any]) -> Iterator[tuple[str, str, dict[str, None]]]:
+    """The methods of a plugin that training calls: name, arguments as text, and keyword arguments."""
+    if hasattr(found, HOOK):
+        yield HOOK, "self, rollouts, rewards", {}
+    if issubclass(found, TrainerCallback):
+        for event in (name for name in vars(TrainerCallback) if name.startswith("on_")):
+            if getattr(found, event) is not getattr(TrainerCallback, event):
+                yield event, "self, args, state, control, **kwargs", dict.fromkeys((*_KEYWORDS, *_ADDED.get(event, ())))

@@ -1,13 +1,17 @@
-"""The lines that `ebft train` prints before the first step: method, model, data, steps and output folder."""
+"""The lines that `ebft train` prints before the first step: method, model, data, steps, output folder, adapter."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ebft.config.schema import RunConfig
+from ebft.models.adapter_targets import fused_experts
 from ebft.models.precision import weights_dtype
 from ebft.run.arguments import planned_steps
 from ebft.run.building import this_machine
@@ -33,6 +37,7 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
             f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
             f"Data: {train}, {held_out}",
             f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
+            *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
         )
     )
 
@@ -42,6 +47,38 @@ def _parameters(model: nn.Module) -> str:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     total = sum(weight.numel() * (2 if type(weight).__name__ == "Params4bit" else 1) for weight in model.parameters())
     return f"{trained:,} of {total:,} parameters trained"
+
+
+def _adapter(model: PeftModel) -> str:
+    """What the adapter changes, by the last parts of names with their numbers, and which experts it does not."""
+    parameters = list(model.targeted_parameter_names)
+    adapted = [*(name.rpartition(".")[2] for name in model.targeted_module_names), *map(_last_two, parameters)]
+    kind = model.peft_config["default"].peft_type.value.replace("LORA", "LoRA")
+    size = f"{len(model.targeted_module_names)} modules"
+    if parameters:
+        size += f" and {len(parameters)} parameters"
+    whole = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and any(own.requires_grad for own in module.parameters())
+    ]
+    experts = {name.replace(".base_layer", "").removeprefix("base_model.model.") for name in fused_experts(model)}
+    frozen = sorted({_last_two(name) for name in experts.difference(parameters)})
+    return "; ".join(
+        (
+            f"{kind} on {size}: {_counted(adapted)}",
+            *([f"trained fully: {_counted(whole)}"] if whole else ()),
+            *([f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else ()),
+        )
+    )
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
+
+
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def _dtype(config: RunConfig) -> str:

@@ -1,5 +1,6 @@
 """The experiment trackers of a run, and the environment variables that wandb reads."""
 
+import os
 import warnings
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -9,19 +10,33 @@ from ebft.errors import ConfigError
 
 
 class Tracker(NamedTuple):
-    """A tracker: its name in transformers, the packages that provide it, how to install it."""
+    """A tracker: its name in transformers, the packages that it needs (a|b: one of them), how to install it."""
 
     name: str
     packages: tuple[str, ...]
     install: str
 
+    @property
+    def is_installed(self) -> bool:
+        return all(any(find_spec(name) for name in names.split("|")) for names in self.packages)
 
-_TENSORBOARD = Tracker("tensorboard", ("tensorboard", "tensorboardX"), "pip install 'ebft[tensorboard]'")
+
+_TENSORBOARD = Tracker("tensorboard", ("tensorboard|tensorboardX",), "pip install 'ebft[tensorboard]'")
 _WANDB = Tracker("wandb", ("wandb",), "pip install wandb")
 _MLFLOW = Tracker("mlflow", ("mlflow",), "pip install mlflow")
 _COMET = Tracker("comet_ml", ("comet_ml",), "pip install comet-ml")
 _TRACKIO = Tracker("trackio", ("trackio",), "pip install trackio")
-_TRACKERS = (_TENSORBOARD, _WANDB, _MLFLOW, _COMET, _TRACKIO)
+_OTHERS = (
+    Tracker("azure_ml", ("azureml",), "pip install azureml-sdk"),
+    Tracker("clearml", ("clearml",), "pip install clearml"),
+    Tracker("codecarbon", ("codecarbon",), "pip install codecarbon"),
+    Tracker("dagshub", ("dagshub", "mlflow"), "pip install dagshub mlflow"),
+    Tracker("dvclive", ("dvclive",), "pip install dvclive"),
+    Tracker("flyte", ("flytekit",), "pip install flytekit"),
+    Tracker("neptune", ("neptune|neptune-client",), "pip install neptune"),
+    Tracker("swanlab", ("swanlab",), "pip install swanlab"),
+)
+_TRACKERS = {each.name: each for each in (_TENSORBOARD, _WANDB, _MLFLOW, _COMET, _TRACKIO, *_OTHERS)}
 
 _VARIABLES = {
     "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
@@ -42,7 +57,7 @@ def trackers(config: RunConfig) -> list[str]:
     for key, tracker in _asked(config).items():
         if tracker.name in names:
             continue
-        if any(find_spec(package) for package in tracker.packages):
+        if tracker.is_installed:
             names.append(tracker.name)
         else:
             reason = f"{tracker.name} is not installed ({tracker.install})"
@@ -51,17 +66,24 @@ def trackers(config: RunConfig) -> list[str]:
     return names or ["none"]
 
 
-def check_report_to(config: RunConfig) -> None:
-    """Raise ConfigError for a name in `report_to` that transformers does not know, or whose package is missing."""
+def check_trackers(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker that transformers does not know, or whose package is missing.
+
+    Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
+    """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     for name in names:
         if name in ("none", "all"):
             continue
-        tracker = next((tracker for tracker in _TRACKERS if tracker.name == name), None)
-        if tracker is None:
+        if name not in _TRACKERS:
             _check_other(name)
-        elif not any(find_spec(package) for package in tracker.packages):
-            raise ConfigError(f"report_to: {name} is not installed. Run `{tracker.install}`, or remove it.")
+        elif not _TRACKERS[name].is_installed:
+            raise ConfigError(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
+    for key, tracker in _asked(config).items():
+        if key != "wandb_project" and not tracker.is_installed:
+            raise ConfigError(
+                f"{key}: true, but {tracker.name} is not installed. Run `{tracker.install}`, or set {key}: false."
+            )
 
 
 def _check_other(name: str) -> None:
@@ -69,6 +91,11 @@ def _check_other(name: str) -> None:
 
     if name not in INTEGRATION_TO_CALLBACK:
         raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")
+    if name == "kubeflow" and os.getenv("KUBEFLOW_TRAINER_SERVER_URL") is None:
+        raise ConfigError(
+            "report_to: kubeflow requires a job of the Kubeflow trainer, which sets KUBEFLOW_TRAINER_SERVER_URL. "
+            "Remove it."
+        )
 
 
 def _asked(config: RunConfig) -> dict[str, Tracker]:

@@ -1,13 +1,15 @@
-"""The modules that FSDP2 gathers one at a time: whether the model has those that `fsdp_config` selects."""
+"""Whether the loaded model suits `fsdp_config`, and its adapter the other keys."""
 
 from __future__ import annotations
 
 import difflib
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ebft.config.adapter_checks import expert_problems
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.models.keys import FSDPKeys
@@ -37,6 +39,15 @@ def check_wrapping(config: RunConfig, model: nn.Module) -> None:
     given = details.transformer_layer_cls_to_wrap
     if given is not None and details.auto_wrap_policy == _BY_CLASS:
         _check_classes([given] if isinstance(given, str) else given, model)
+
+
+def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
+    """Raise ConfigError if the adapter changes fused experts that the config does not name, with other settings."""
+    if config.lora_target_parameters is None and any(isinstance(module, ParamWrapper) for module in model.modules()):
+        key = "lora_model_dir" if config.lora_model_dir is not None else "lora_target_modules"
+        key = "lora_target_linear: true" if config.lora_target_linear else key
+        for problem in expert_problems(config, f"{key}, which adapts the fused experts of this model,"):
+            raise ConfigError(problem)
 
 
 def _check_classes(wanted: list[str], model: nn.Module) -> None:

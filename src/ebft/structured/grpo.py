@@ -10,11 +10,14 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ConfigError, NonFiniteLossError
@@ -39,6 +42,7 @@ from ebft.structured.validation import (
     check_arguments,
     check_model,
     check_reference_model,
+    check_reward_templates,
     check_rows,
     check_tokenizer,
 )
@@ -94,7 +98,9 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
-        super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
+        in_memory = args.beta > 0 and not hasattr(model, "disable_adapter") and not model.config.name_or_path
+        with _named(model) if in_memory else nullcontext():
+            super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)
@@ -102,6 +108,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         check_reference_model(model, self.ref_model)
+        check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
         self.prepare_sharing()
         self._throughput = Throughput()
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
@@ -283,6 +290,18 @@ def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
 def _distinct(names: list[str]) -> list[str]:
     """Return the names, with a number after those that have occurred before."""
     return [name if name not in names[:i] else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
+
+
+@contextmanager
+def _named(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model that was built in memory a name inside the block, by which TRL loads the reference model."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model.config.name_or_path = folder
+        try:
+            yield
+        finally:
+            model.config.name_or_path = ""
 
 
 def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:

@@ -73,8 +73,12 @@ def _check_environments(name: str, dataset: Any, known: list[str]) -> None:
 def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callable[[list[Any], Any], dict[str, Any]]:
     """Return `rollout_func` with a check of its result, which raises RolloutError.
 
-    The rollouts of all prompts must have equally many entries in each list, and at least one token each.
+    The rollouts of all prompts must have equally many entries in each list, and at least one token each. Raises
+    ConfigError for a function with other arguments.
     """
+    problem = rules.rollout_func(rollout_func, rules.in_python)
+    if problem is not None:
+        raise ConfigError(problem)
 
     def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         found = rollout_func(copy.deepcopy(prompts), trainer)

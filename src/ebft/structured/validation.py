@@ -63,6 +63,18 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def check_reward_templates(reward_funcs: list[Any], tokenizers: list[Any], dataset: Any) -> None:
+    """Raise ModelError for messages that are to be scored by a reward model whose tokenizer has no chat template."""
+    if not isinstance(dataset, Dataset) or not len(dataset) or not isinstance(dataset[0].get("prompt"), list):
+        return
+    for model, tokenizer in zip(reward_funcs, tokenizers):
+        if isinstance(model, nn.Module) and tokenizer.chat_template is None:
+            raise ModelError(
+                f"the reward model {model.config.name_or_path} has no chat template, but the prompts are messages. Set "
+                "the chat_template of its tokenizer (reward_processing_classes), or use text prompts."
+            )
+
+
 def check_reference_model(model: nn.Module, reference: nn.Module | None) -> None:
     """Raise ModelError if the reference model (beta > 0, no adapter) and the policy have different vocabularies."""
     if reference is None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ebft.dashboard.live import LiveRun, clock
 from ebft.dashboard.rollouts import Sample
-from ebft.dashboard.run import logs_rollouts, settings_in_effect
+from ebft.dashboard.run import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.dashboard.text import duration, printable, value_text
 
 STATES = {
@@ -97,8 +97,8 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
 
 
 def _no_rollouts(config: dict[str, Any]) -> str:
-    if config and config.get("rl") is None:
-        return "Supervised fine-tuning samples no rollouts."
+    if config and not samples_rollouts(config):
+        return "The method of this run samples no rollouts."
     is_logged, _ = logs_rollouts(config)
     if is_logged:
         return "No rollouts yet: waiting for the first step."

@@ -1,0 +1,215 @@
+"""Which modules and parameters of a model an adapter changes: linear layers, fused experts, no routers.
+
+transformers stacks the experts of many models in parameters such as `experts.gate_up_proj`. For some of these models,
+PEFT takes the names that the experts had as modules (`gate_proj`, `up_proj`, `down_proj`; `w1`, `w2`, `w3`) for those
+parameters, in all layers. It then adapts no linear layer of the same name.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers import PreTrainedModel
+
+from ebft.errors import ConfigError, ModelError, shortened
+from ebft.over_transformers import Conv1D
+
+if TYPE_CHECKING:
+    from ebft.models.keys import ModelSettings
+
+_LINEAR = (torch.nn.Linear, Conv1D)
+_ROUTERS = ("gate", "router")
+_PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
+    """What `lora_target_modules` and `lora_target_linear` select, for PEFT.
+
+    Raises ModelError for an element that selects nothing, or that PEFT would take for something else.
+    """
+    wanted = config.lora_target_modules
+    if config.lora_target_linear:
+        return _all_linear_and(model, config, wanted if isinstance(wanted, list) else [])
+    if wanted is None:
+        return []  # lora_target_parameters alone; with None, PEFT would choose modules by the model's type
+    parts = names_of_experts(model)
+    if isinstance(wanted, str):
+        found = _matching(model, wanted, is_expression=True, parts=parts)
+        return _as_list(model, wanted, found, parts) if parts else wanted
+    for given in wanted:
+        if given.rpartition(".")[2] in parts:
+            _check_experts(model, given)
+        else:
+            _matching(model, given, is_expression=False)
+    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in wanted])
+    return wanted
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _LINEAR)})
+
+
+def fused_experts(model: torch.nn.Module) -> list[str]:
+    """The names of the parameters that stack experts, which have three dimensions."""
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.nn.Conv1d)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+
+
+def names_of_experts(model: PreTrainedModel) -> list[str]:
+    """The names that PEFT takes for the fused experts of this model, such as gate_proj; none for most models."""
+    probe = LoraConfig(target_modules=list(_PARTS_OF_EXPERTS))
+    convert_peft_config_for_transformers(probe, model, None)
+    return [name for name in _PARTS_OF_EXPERTS if name not in probe.target_modules]
+
+
+def adapted_routers(model: PreTrainedModel, config: ModelSettings) -> list[str]:
+    """The linear layers that choose the experts of a token, without those that `lora_target_modules` lists."""
+    routers = [
+        f"{name}.{child}"
+        for name, module in model.named_modules()
+        for child, own in module.named_children()
+        if child in _ROUTERS and (hasattr(module, "experts") or any(map(fused_experts, module.children())))
+    ]
+    wanted = config.lora_target_modules if isinstance(config.lora_target_modules, list) else []
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _LINEAR)
+        and any(name == router or name.startswith(f"{router}.") for router in routers)
+        and not any(name == given or name.endswith(f".{given}") for given in wanted)
+    ]
+
+
+def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:
+    """The suffixes of `lora_target_parameters`. PEFT only warns of one that matches nothing."""
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    names = {name: parameter.dim() for name, parameter in model.named_parameters() if name not in linear}
+    for given in wanted or []:
+        matching = [dims for name, dims in names.items() if name == given or name.endswith(f".{given}")]
+        if not matching or not {*matching} <= {2, 3}:
+            experts = _short(fused_experts(model))
+            known = f"Those of experts are {', '.join(experts)}" if experts else "The model has no fused experts"
+            problem = "matches no parameter outside of linear layers" if not matching else "matches a vector"
+            raise ModelError(
+                f"lora_target_parameters: {given!r} {problem}. {known}; adapt linear layers with lora_target_modules."
+            )
+    return wanted
+
+
+def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[str]) -> str | list[str]:
+    """All linear layers except the output layer and routers, the fused experts if PEFT knows them, and `wanted`."""
+    output, routers = model.get_output_embeddings(), adapted_routers(model, config)
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, _LINEAR) and module is not output and name not in routers
+    }
+    parts = [] if config.peft_layers_to_transform is not None else names_of_experts(model)
+    others = [
+        given
+        for given in wanted
+        if given not in parts and any(name.rpartition(".")[2] not in linear for name in _matching(model, given, False))
+    ]
+    _warn_of_skipped(model, "lora_target_linear: true", parts)
+    if not parts and not others and config.peft_layers_to_transform is None:
+        return "all-linear"
+    return [*sorted({*linear, *parts}), *others]
+
+
+def _as_list(model: PreTrainedModel, expression: str, found: list[str], parts: list[str]) -> list[str]:
+    """The modules `found` with an expression, and the `parts` of experts that it selects.
+
+    PEFT would match the last parts of the names only, and so adapt all layers. Raises ModelError if the expression
+    selects the experts of some layers only.
+    """
+    selected = [{part for part in parts if f"{stack}.{part}" in found} for stack in _stacks(model)]
+    chosen = set().union(*selected)
+    modules = [name for name in found if name.rpartition(".")[0] not in _stacks(model)]
+    skipped = [name for name in modules if name.rpartition(".")[2] in parts]
+    if any(names != chosen for names in selected) or (skipped and not chosen):
+        raise ModelError(_of_all_layers(model, expression))
+    _warn_of_skipped(model, "lora_target_modules", sorted(chosen), skipped)
+    return [*(name for name in modules if name not in skipped), *sorted(chosen)]
+
+
+def _check_experts(model: PreTrainedModel, given: str) -> None:
+    """Raise ModelError for a name that PEFT takes for the experts of all layers, but that is not the name of all."""
+    part = given.rpartition(".")[2]
+    if not all(f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)):
+        raise ModelError(_of_all_layers(model, given))
+
+
+def _warn_of_skipped(model: PreTrainedModel, key: str, parts: list[str], within: list[str] | None = None) -> None:
+    """Warn of linear layers, of those in `within` if given, that have the name of experts and are not adapted."""
+    skipped = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _LINEAR) and name.rpartition(".")[2] in parts and (within is None or name in within)
+    ]
+    if skipped:
+        warnings.warn(
+            f"{key}: in this model, PEFT adapts the fused experts as {', '.join(parts)}, and no linear layers of these "
+            f"names: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
+            stacklevel=2,
+        )
+
+
+def _stacks(model: PreTrainedModel) -> list[str]:
+    """The names of the modules that contain fused experts."""
+    return sorted({name.rpartition(".")[0] for name in fused_experts(model)})
+
+
+def _of_all_layers(model: PreTrainedModel, given: str) -> str:
+    return (
+        f"lora_target_modules: {given!r} selects some of the layers that have this name, but PEFT would adapt the "
+        f"fused experts of all layers of this model instead. Name the experts in lora_target_parameters: "
+        f"{shortened(', '.join(fused_experts(model)), 200)}."
+    )
+
+
+def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
+    """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
+
+    Raises ModelError if there are none.
+    """
+    # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
+    pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
+    names = [
+        *(name for name, _ in model.named_modules()),
+        *(f"{name}.{part}" for name in _stacks(model) for part in parts),
+    ]
+    found = [name for name in names if _full_match(pattern, name)]
+    if not found:
+        experts = _short(fused_experts(model))
+        fused = (
+            f" The fused experts are adapted with lora_target_parameters: [{', '.join(experts)}]." if experts else ""
+        )
+        raise ModelError(
+            f"lora_target_modules: {given!r} matches no module. The linear layers are "
+            f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true.{fused}"
+        )
+    return found
+
+
+def _short(names: list[str]) -> list[str]:
+    """The last two parts of `names`, each once."""
+    return sorted({".".join(name.split(".")[-2:]) for name in names})
+
+
+def _full_match(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ConfigError(f"lora_target_modules: {pattern!r} is not a valid regular expression: {error}.") from error
