@@ -172,6 +172,16 @@ OPTIONS = {
     "no cross-entropy": {"ce_coef": 0.0},
     "no policy gradient": {"rl_coef": 0.0},
     "nucleus": {"top_p": 0.8},
+    "small nucleus, many samples": {"top_p": 0.3, "n_samples_per_prompt": 5, "temperature": 1.0},
+    "two samples of a nucleus": {"top_p": 0.6, "n_samples_per_prompt": 2},
+    "nucleus in a second forward": {"top_p": 0.8, "single_pass": False},
+    "nucleus of passes and reentrant checkpointing": {
+        "top_p": 0.6,
+        "rollout_tokens_per_pass": 24,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "greedy with top_p": {"top_p": 0.5, "temperature": 0.0, "n_samples_per_prompt": 2},
     "temperature one": {"temperature": 1.0},
     "reentrant checkpointing": {
         "gradient_checkpointing": True,
