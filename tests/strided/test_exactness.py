@@ -160,6 +160,7 @@ OPTIONS = {
     "group norm": {"advantage_estimator": "group_norm"},
     "reinforce": {"advantage_estimator": "reinforce", "rl_coef": 0.5},
     "one sample": {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce", "diversity_coef": 0.0},
+    "one sample, whitening": {"n_samples_per_prompt": 1, "use_whitening": True},
     "mean pooling": {"embed_method": "mean_pooling"},
     "completion mean": {"embed_method": "completion_mean"},
     "concat": {"embed_method": "concat", "generate_max_len": 6},

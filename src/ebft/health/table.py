@@ -98,8 +98,8 @@ CONDITIONS = (
     ),
     Condition(
         "no signal",
-        "There is nothing to learn from: all samples of a group have the same reward, so all advantages and gradients "
-        "are zero.",
+        "There is nothing to learn from: all samples of a group have the same reward, so that their advantages are "
+        "zero, or the gradient is zero.",
         ("frac_reward_zero_std", "ebft/advantages_std", "grad_norm"),
         ALL,
         "frac_reward_zero_std above 0.99 in 20 logs, ebft/advantages_std 0 in 10 logs, or grad_norm 0 in 20 logs",
