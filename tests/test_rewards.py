@@ -107,6 +107,8 @@ def test_whitening_refuses_what_it_cannot_do():
         whiten(SAMPLES * float("nan"), REFERENCE)
     with pytest.raises(ValueError, match="expected samples of shape"):
         whiten(SAMPLES, torch.zeros(3))
+    with pytest.raises(ValueError, match="at least 2 samples per group, got 1. Set use_whitening to false"):
+        whiten(SAMPLES[..., :1, :], REFERENCE)
 
 
 def test_rloo_by_hand():

@@ -75,11 +75,14 @@ def whiten(
 
     No D x D matrix is formed: both maps act within the span of the N samples and are computed from the eigenvectors of
     the N x N Gram matrix, in float64, so that `tol**2` is far above the rounding error. Raises ValueError for an
-    unknown `space`, and for NaN or infinite embeddings.
+    unknown `space`, for a single sample, whose cosine with any reference would be 1 or -1, and for NaN or infinite
+    embeddings.
     """
     _check_pair(samples, reference)
     if space not in ("feature", "sample"):
         raise ValueError(f"invalid whitening space {space!r}; expected 'feature' or 'sample'")
+    if samples.shape[-2] < 2:
+        raise ValueError("whitening requires at least 2 samples per group, got 1. Set use_whitening to false")
     x_ND, y_D = samples.double(), reference.double()
     gram_NN = x_ND @ x_ND.mT
     if not torch.isfinite(gram_NN).all():

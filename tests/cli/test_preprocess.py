@@ -65,8 +65,15 @@ def test_debug_shows_rows_and_what_was_dropped(ebft, run_file, again):
     assert "1 without a reference: rows.jsonl, train, row 8" in text
     assert "row 1 of 6 for training" in text and "row 1 of 2 for evaluation" in text and "row 2 of" not in text
     assert "<|begin|>(-100, 0)" in text and "<|end|>(1, 1)" in text and "[anchor " in text
+    assert re.search(r'\n  prompt \(tokens 0-\d+\): "<\|begin\|>question \d is"\n  reference \(tokens ', text)
+    assert text.count("\n  end of turn (token") == 2 and "Generation prompt" not in text  # there is no chat template
     html = run_file.with_name("rows.html").read_text()
-    assert "<b>" not in html.partition("<h2>")[2] and "&lt;" in html and "anchor " in html
+    assert (
+        html.count("<td>end of turn</td>") == 2
+        and "<b>" not in html.partition("<h2>")[2]
+        and "&lt;" in html
+        and "anchor " in html
+    )
     assert "Rows written to rows.html" in text
 
 
@@ -92,6 +99,13 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     result = ebft("preprocess", run_file, *overrides, "--debug")
     assert result.exit_code == 0, result.output
     assert re.search(expected, plain(result.stdout))
+
+
+def test_the_generation_prompt_is_named_once(ebft, run_file):
+    result = ebft("preprocess", run_file, "chat_template=chatml", "--debug", "--html", "rows.html")
+    line = r'Generation prompt of the chat template: "<|im_start|>assistant\n"'
+    assert result.exit_code == 0 and plain(result.stdout).count(line) == 1, result.output
+    assert "Generation prompt of the chat template: " in run_file.with_name("rows.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ def test_converted_values_are_written_back():
 
 
 def test_a_single_sample_is_settled_once():
-    options = Options(n_samples_per_prompt=1)
-    with pytest.warns(UserWarning, match="n_samples_per_prompt"):
+    options = Options(n_samples_per_prompt=1, use_whitening=True)
+    with pytest.warns(UserWarning, match="n_samples_per_prompt: 1 .* diversity_coef .* use_whitening is set to false"):
         resolve_single_sample(options)
     assert (options.advantage_estimator, options.diversity_coef) == ("reinforce", 0.0)
+    assert not options.use_whitening
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve_single_sample(options)

@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from ebft.errors import DataError
 from ebft.models.base import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.building import build_trainer, training_arguments
@@ -157,18 +158,54 @@ def test_kto(adapter, changes, tmp_path):
     rows = [trainer.train_dataset[index] for index in range(4)]
     assert {row["label"] for row in rows} == {True, False}
     policy, base = models(trainer, tmp_path)
+    first, second = (row["completion_ids"] for row in rows[:2])
+    assert first != second
 
     def ratio(prompt, ids):
         return (logp(policy, prompt, ids) - logp(base, prompt, ids)).sum()
 
+    def expected(rows, others):
+        divergence = torch.stack([ratio(row["prompt_ids"], ids) for row, ids in zip(rows, others)]).mean().clamp(min=0)
+        losses = []
+        for row in rows:
+            found = ratio(row["prompt_ids"], row["completion_ids"])
+            sign, scale = (1, 2.0) if row["label"] else (-1, 0.5)
+            losses.append(scale * (1 - torch.sigmoid(sign * BETA * (found - divergence))))
+        return torch.stack(losses).mean().item()
+
     others = [rows[index - 1]["completion_ids"] for index in range(4)]
-    divergence = torch.stack([ratio(row["prompt_ids"], ids) for row, ids in zip(rows, others)]).mean().clamp(min=0)
-    expected = []
-    for row in rows:
-        found = ratio(row["prompt_ids"], row["completion_ids"])
-        sign, scale = (1, 2.0) if row["label"] else (-1, 0.5)
-        expected.append(scale * (1 - torch.sigmoid(sign * BETA * (found - divergence))))
-    assert loss_of(trainer, rows) == pytest.approx(torch.stack(expected).mean().item(), rel=2e-4)
+    assert loss_of(trainer, rows) == pytest.approx(expected(rows, others), rel=2e-4)
+    if not changes.get("precompute_ref_log_probs"):  # which pairs rows before training
+        for row, other in ((rows[0], second), (rows[1], first), (rows[3], first)):  # batches of one row
+            assert loss_of(trainer, [row]) == pytest.approx(expected([row], [other]), rel=2e-4)
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_the_last_row_of_kto_is_compared_with_another_one(precompute, tmp_path):
+    """Seven rows in batches of three, in training and in evaluation: no row has its own completion in the KL term."""
+    rows = [{"question": "Hi", "completion": letter * 3, "label": letter < "D"} for letter in "ABCDEFG"]
+    write_inputs(tmp_path, [*rows, {**rows[0], "completion": "held out"}])
+    keys = {"micro_batch_size": 3, "val_set_size": 1, "precompute_ref_log_probs": precompute}
+    trainer = trainer_of("kto", tmp_path, **keys)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (7, 1)
+    for loader, sizes in ((trainer.get_train_dataloader(), [3, 3, 1]), (trainer.get_eval_dataloader(), [1])):
+        batches = list(loader)
+        assert [len(batch["input_ids"]) for batch in batches] == sizes
+        for batch in batches:
+            own, others = (
+                [
+                    ids[mask.bool()].tolist()
+                    for ids, mask in zip(batch[f"{kind}input_ids"], batch[f"{kind}completion_mask"])
+                ]
+                for kind in ("", "KL_")
+            )
+            assert all(one != other for one, other in zip(own, others, strict=True))
+
+
+def test_kto_needs_a_second_row(tmp_path):
+    write_inputs(tmp_path, [{"question": "Hi", "completion": "Yes", "label": True}])
+    with pytest.raises(DataError, match="one training row, but the KL term .* other rows. Provide at least 2 rows"):
+        trainer_of("kto", tmp_path)
 
 
 @pytest.mark.parametrize("adapter", [True, False])

@@ -80,9 +80,9 @@ def pair_two_and_two():
     """The pairs of the KL term in batches of two, within a batch of four."""
     pairs = with_reference.with_other_completions
 
-    def of_halves(rows):
+    def of_halves(rows, spares):
         ids = rows["completion_ids"]
-        found = [pairs({"completion_ids": ids[:2]}), pairs({"completion_ids": ids[2:]})]
+        found = [pairs({"completion_ids": half}, spares) for half in (ids[:2], ids[2:])]
         return {"KL_completion_ids": [other for half in found for other in half["KL_completion_ids"]]}
 
     with_reference.with_other_completions = of_halves

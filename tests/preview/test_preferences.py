@@ -18,6 +18,11 @@ def test_chosen_and_rejected():
     view = PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
     assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
     assert [shown(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
+    roles = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
+    assert roles == [
+        [("prompt", "Hi"), ("completion", "yo")],
+        [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")],
+    ]
     assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]
 
 

@@ -1,10 +1,14 @@
 """Rows written out by hand: which tokens have labels, where the anchors are, what the references are."""
 
+import copy
+
 import pytest
 
 from ebft.config.options import EBFTSection
 from ebft.data.packing import pack_rows
 from ebft.preview.prompts import PromptView
+from ebft.preview.reward_rows import ComparisonView, StepView
+from ebft.preview.roles import generation_prompt
 from ebft.preview.rows import first_rows
 from ebft.preview.sft import SFTView
 from ebft.preview.strided import StridedView
@@ -89,6 +93,117 @@ def test_sft_shows_the_documents_of_a_packed_row(tokenizer):
     assert dict(second.facts) == {"prompt": "2 tokens", "in the cross-entropy": "1 of 3 tokens"}
 
 
+def roles(part):
+    """The runs of a part as (role, text), which cover all of its tokens."""
+    assert [place for run in part.roles for place in range(run.start, run.stop)] == list(range(len(part.tokens)))
+    return [(run.role, part.text(run)) for run in part.roles]
+
+
+ASKED, SAID = r"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
+GAP = r"\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+
+
+def trained_row(tokenizer, *pieces):
+    """A row of texts with (text, is trained on); the last one that is trained on is the last turn."""
+    segments = [(ids(tokenizer, text.replace(r"\n", "\n")), trained) for text, trained in pieces]
+    labels = [token if trained else -100 for tokens, trained in segments for token in tokens]
+    before = max(index for index, (_, trained) in enumerate(segments) if trained)
+    length = sum(len(tokens) for tokens, _ in segments[:before])
+    return {
+        "input_ids": [token for tokens, _ in segments for token in tokens],
+        "labels": labels,
+        "prompt_length": length,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([(ASKED, False), ("ab" + SAID, True)], [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID)]),
+        (
+            [(ASKED, False), ("ab" + SAID, True), (r"\n", False)],
+            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID + r"\n")],
+        ),
+        (
+            [(ASKED, False), ("ab" + SAID, True), (GAP, False), ("de" + SAID + r"\n", True)],
+            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("between turns", GAP)]
+            + [("reference", "de"), ("end of turn", SAID + r"\n")],
+        ),
+        (  # the end of a turn has no label
+            [(ASKED, False), ("ab", True), (SAID + GAP, False), ("de", True), (SAID, False)],
+            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("between turns", GAP)]
+            + [("reference", "de"), ("end of turn", SAID)],
+        ),
+        (  # no token ends a turn
+            [("A: ", False), ("ab", True), (" B: ", False), ("de", True), (" C:", False)],
+            [("prompt", "A: "), ("reference", "ab"), ("between turns", " B: "), ("reference", "de")]
+            + [("after the reference", " C:")],
+        ),
+        ([("abc<|endoftext|>", True)], [("text", "abc<|endoftext|>")]),
+    ],
+)
+def test_the_roles_of_tokens(tokenizer, pieces, expected):
+    row = trained_row(tokenizer, *pieces)
+    for view in (SFTView(tokenizer), StridedView(options(), tokenizer)):
+        assert roles(view(row).parts[0]) == expected
+
+
+def test_a_masked_thought_is_a_part_of_the_reference(tokenizer):
+    thought = row(tokenizer, "ab", "<think>q</think>cd", masked=range(2, 18))
+    assert roles(StridedView(options(), tokenizer)(thought).parts[0]) == [
+        ("prompt", "ab"),
+        ("reference", "<think>q</think>cd"),
+    ]
+
+
+def test_prompts_that_are_trained_on_are_prompts(tokenizer):
+    given = row(tokenizer, "ab", "cd")
+    [part] = SFTView(tokenizer)({**given, "labels": given["input_ids"]}).parts
+    assert learned(part) == "_bcd" and roles(part) == [("prompt", "ab"), ("reference", "cd")]
+
+
+def test_every_document_of_a_packed_row_has_its_roles(tokenizer):
+    packed = pack_rows([row(tokenizer, "", "abcdef"), row(tokenizer, "x", "yzuvw")], 16)
+    for view in (SFTView(tokenizer), StridedView(options(), tokenizer)):
+        first, second = view(packed[0]).parts
+        assert roles(first) == [("text", "abcdef")] and roles(second) == [("prompt", "x"), ("reference", "yzuvw")]
+
+
+def test_long_runs_are_shortened_in_the_middle(tokenizer):
+    [part] = SFTView(tokenizer)(row(tokenizer, "", "a" * 150 + "b" * 150)).parts
+    assert roles(part) == [("text", "a" * 100 + " ... " + "b" * 100)]
+
+
+def test_the_roles_of_reward_rows(tokenizer):
+    start = ASKED.replace(r"\n", "\n")
+    row = {
+        f"{side}_ids": ids(tokenizer, f"{start}{text}<|im_end|>\n")
+        for side, text in (("chosen", "xa"), ("rejected", "xb"))
+    }
+    chosen, rejected = ComparisonView(tokenizer)(row).parts
+    end = ("end of turn", r"<|im_end|>\n")
+    assert roles(chosen) == [("in both texts", ASKED + "x"), ("chosen reply", "a"), end]
+    assert roles(rejected) == [("in both texts", ASKED + "x"), ("rejected reply", "b"), end]
+    labels = [-100, -100, -100, 1, -100, 0, -100]
+    [part] = StepView(tokenizer)({"input_ids": ids(tokenizer, "abc|d|e"), "labels": labels}).parts
+    assert roles(part) == [("prompt and step 1", "abc|"), ("step 2", "d|"), ("after the last label", "e")]
+
+
+def test_the_generation_prompt_of_a_template(tokenizer):
+    line = 'Generation prompt of the chat template: "'
+    assert generation_prompt(tokenizer, None) == line + r'<|im_start|>assistant\n"'
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = (
+        "{{ messages[0].content }}{% if add_generation_prompt %}A:{{ '<think>' if thinks is not defined }}{% endif %}"
+    )
+    assert generation_prompt(thinking, {}) == line + 'A:<think>"'
+    assert generation_prompt(thinking, {"thinks": False}) == line + 'A:"'
+    thinking.chat_template = "{{ raise_exception('no') }}"
+    assert generation_prompt(thinking, {}) is None
+    thinking.chat_template = None
+    assert generation_prompt(thinking, {}) is None
+
+
 TALK = {
     "prompt": [{"role": "user", "content": "hi"}],
     "ground_truth": "<think>q</think>ab",
@@ -118,6 +233,12 @@ def test_a_conversation_in_structured_mode(tokenizer):
     assert learned(view.parts[3]) == "d<|im_end|>"
     assert [token.special for token in view.parts[3].tokens] == [False, True]
     assert view.columns == [("level", "3")]
+    assert [roles(part) for part in view.parts] == [
+        [("prompt", texts[0])],
+        [("reference", texts[1])],
+        [("end of turn", "<|im_end|>"), ("between turns", texts[2].removeprefix("<|im_end|>"))],
+        [("reference", "d"), ("end of turn", "<|im_end|>")],
+    ]
 
 
 def test_a_reference_of_grpo_has_no_labels(tokenizer):

@@ -23,6 +23,25 @@ def plain_logits(model, ids):
     return model(input_ids=ids[None], use_cache=False).logits[0].float()
 
 
+def sampled_logp(logits, token, o):
+    """Log-probability of a token in the distribution that is sampled from, given the logits (V,) before it."""
+    scores = logits / (o.temperature or 1.0)
+    if o.temperature and o.top_p < 1:
+        probabilities, mass, kept = (
+            scores.detach().double().softmax(-1),
+            0.0,
+            torch.zeros_like(scores, dtype=torch.bool),
+        )
+        for index in probabilities.argsort(descending=True).tolist():
+            kept[index] = True
+            mass += probabilities[index].item()
+            if mass >= o.top_p:
+                break
+        assert kept[token] and not kept.all()
+        scores = scores.masked_fill(~kept, -torch.inf)
+    return scores.log_softmax(-1)[token]
+
+
 def block_feature(model, ids, start, o):
     """Embedding of tokens ids[start:], the block, after the prefix ids[:start]."""
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
@@ -92,7 +111,6 @@ def oracle_step(model, rows, rollouts, o):
     """
     out = SimpleNamespace(anchors=[], logps={}, alignment={}, diversity={}, rewards={}, advantages={}, cfm={})
     rl_terms, ce_terms = [], []
-    temperature = o.temperature or 1.0
     for r, (ids, prompt_length, targets) in enumerate(rows):
         out.anchors.append(anchors_of(len(ids), prompt_length, o))
         for b, a in enumerate(out.anchors[-1]):
@@ -107,8 +125,10 @@ def oracle_step(model, rows, rollouts, o):
             out.advantages[r, b] = advantages
             out.cfm[r, b] = (x.mean(0) - sum(ys) / len(ys)).square().sum()
             for j, seq in enumerate(sequences):
-                logp = (plain_logits(model, seq) / temperature).log_softmax(-1)
-                scored = torch.stack([logp[a + t - 1, seq[a + t]] for t in range(o.generate_max_len)])
+                logits = plain_logits(model, seq)
+                scored = torch.stack(
+                    [sampled_logp(logits[a + t - 1], seq[a + t], o) for t in range(o.generate_max_len)]
+                )
                 out.logps[r, b, j] = scored
                 rl_terms.append(-advantages[j].float() * scored)
         logp = plain_logits(model, ids).log_softmax(-1)

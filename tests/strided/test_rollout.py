@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ebft.prefix.policy import prepare
-from ebft.prefix.sampling import sample_tokens
+from ebft.prefix.sampling import Truncation, sample_tokens
+from ebft.prefix.softmax import Softmax
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
@@ -51,8 +52,9 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
     layout = StridedLayout.place(documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000)
     torch.manual_seed(1)
+    kept = Truncation.of(None, top_p, None)
     with torch.no_grad():
-        tokens = sample_rollouts(prepare(model), documents, layout, temperature=temperature, top_p=top_p).tokens
+        tokens = sample_rollouts(prepare(model), documents, layout, temperature=temperature, truncation=kept).tokens
     assert layout.anchors == [[3, 7], [3]]
     for block, (row, anchor) in enumerate(((0, 3), (0, 7), (1, 3))):
         prefix = ids[row, :anchor]
@@ -88,13 +90,12 @@ def test_training_greedily_is_refused(tmp_path):
         trainer.train()
 
 
-def test_nucleus_keeps_the_smallest_sufficient_set():
-    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    noise = torch.linspace(0, 0.9999, 50).unsqueeze(0)
-    assert sample_tokens(probabilities, noise, top_p=0.5).unique().tolist() == [0]
-    assert sample_tokens(probabilities, noise, top_p=0.6).unique().tolist() == [0, 1]
-    assert sample_tokens(probabilities, noise, top_p=0.01).unique().tolist() == [0]
-    assert sample_tokens(probabilities, noise, top_p=1.0).unique().tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize(("top_p", "expected"), [(0.5, [0]), (0.6, [0, 1]), (0.01, [0]), (0.999, [0, 1, 2, 3])])
+def test_nucleus_keeps_the_smallest_sufficient_set(top_p, expected):
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert Truncation.of(None, top_p, None).kept(scores)[0].nonzero().flatten().tolist() == expected
+    probabilities = Softmax(scores, 1.0, Truncation.of(None, top_p, None)).probabilities
+    assert sample_tokens(probabilities, torch.linspace(0, 0.9999, 50).unsqueeze(0)).unique().tolist() == expected
 
 
 def test_tokens_without_probability_are_never_drawn():
@@ -136,19 +137,23 @@ def test_repeated_documents_draw_apart():
     assert not first.equal(second)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_entropy_of_each_sampled_distribution(temperature):
-    """In nats, of the tempered distribution, also where a model rules tokens out with minus infinity."""
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 1.0), (0.5, 0.6), (1.0, 0.9)])
+def test_entropy_of_each_sampled_distribution(temperature, top_p):
+    """In nats, of the tempered and truncated distribution, also where a model rules out tokens with minus infinity."""
     model = prepare(tiny_model("llama", vocab_size=6).eval())
     plain = copy.deepcopy(model)
     model.lm_head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([2]), float("-inf")))
     documents, layout = documents_of([1, 3, 4, 5, 1, 3, 4])
     with torch.no_grad():
-        drawn = sample_rollouts(model, documents, layout, temperature=temperature)
+        kept = Truncation.of(None, top_p, None)
+        drawn = sample_rollouts(model, documents, layout, temperature=temperature, truncation=kept)
         for b, anchor in enumerate(layout.anchors[0]):
             logits = plain_logits(plain, documents.tokens[:anchor])[-1]
             logits[2] = float("-inf")
-            expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
+            likely = (logits / temperature).softmax(-1).sort(descending=True).values
+            mass = [likely[:count].sum().item() for count in range(len(likely) + 1)]
+            count = next((count for count in range(1, len(mass)) if mass[count] >= top_p), 5)
+            expected = torch.distributions.Categorical(probs=likely[:count]).entropy()
             torch.testing.assert_close(drawn.entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
     assert drawn.tokens.ne(2).all()
 

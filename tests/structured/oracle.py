@@ -74,7 +74,7 @@ def reward_terms(samples, reference, *, whitening=None, alignment_coef=1.0, dive
     alignment, pairs = [], []
     for j in range(n):
         alignment.append(alignment_coef * 2 * samples[j] @ references[j] / (samples[j].norm() * references[j].norm()))
-        pairs.append([diversity_coef * 2 / (n - 1) * (samples[j] @ samples[k]) * (k != j) for k in range(n)])
+        pairs.append([diversity_coef * 2 / max(n - 1, 1) * (samples[j] @ samples[k]) * (k != j) for k in range(n)])
     return alignment, pairs
 
 

@@ -66,6 +66,17 @@ def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method)
     assert wanted.std() > 3e-3  # the comparison says something
 
 
+def test_a_single_completion_is_not_whitened(model, chat_tokenizer):
+    """By itself it would have the cosine 1 with any reference."""
+    prompts, truths, ids = groups_of(chat_tokenizer, 1, "chat")
+    options = {"feature_layers": LAYERS, "embed_method": "mean_pooling"}
+    with pytest.warns(UserWarning, match="num_generations: 1 .* use_whitening is set to false"):
+        reward = FeatureMatchingReward(model, chat_tokenizer, 1, use_whitening=True, **options)
+    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
+    assert (found - expected(model, chat_tokenizer, prompts, truths, ids, 1, "mean_pooling")).abs().max() < 1e-5
+    assert found.std() > 1e-3
+
+
 @pytest.mark.parametrize("space", ["feature", "sample"])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_whitens_each_group_by_itself(model, chat_tokenizer, space, n):

@@ -116,7 +116,7 @@ def command(
     scorer = Scorer(sampler, samples) if reference is not None else None
     if scorer is not None:
         typer.echo(f"Reward settings: {loaded.reward_settings}", err=True)
-        if loaded.reward.get("use_whitening") and samples < FEWEST_WHITENED:
+        if loaded.reward.get("use_whitening") and 1 < samples < FEWEST_WHITENED:
             typer.echo(
                 f"Note: rewards with use_whitening are relative to the {samples} samples that they are whitened with. "
                 f"With fewer than {FEWEST_WHITENED}, they only tell which sample is closer to the reference. Increase "

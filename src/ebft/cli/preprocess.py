@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ebft.cli.arguments import ConfigFile, Overrides, renamed
 from ebft.cli.console import polite
@@ -93,20 +94,22 @@ def command(
 def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
     """Show the first rows in the terminal, and write them to an HTML file; `is_new`: they were prepared now."""
     from ebft.preview.page import page
+    from ebft.preview.roles import generation_prompt
     from ebft.preview.rows import first_rows
     from ebft.preview.terminal import legend, show_reports, show_row
 
     train = config.method.arrange(config, rows.train)
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
+    note = generation_prompt(tokenizer, config.required_rows.chat_template_kwargs)
     if in_terminal:
         console = Console(highlight=False)
-        for line in (*show_reports(rows.reports, are_printed=is_new), legend()):
+        for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
             console.print(line)
         for title, view in shown:
             console.print(*show_row(title, view), sep="\n")
     if html is not None:
         try:
-            html.write_text(page("Prepared rows", rows.reports, shown), encoding="utf-8")
+            html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
         except OSError as error:
             raise DataError(f"--html {html}: cannot be written ({error.strerror}). Choose another file.") from error
         typer.echo(f"Rows written to {html}")

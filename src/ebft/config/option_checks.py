@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ebft.config.options import MIN_TEMPERATURE, StridedOptions
+from ebft.config.options import MIN_TEMPERATURE, RewardOptions, StridedOptions
 from ebft.config.section import option_names, section_of_options
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
@@ -31,7 +31,10 @@ def validate_options(options: type, obj: Any) -> None:
 
 
 def resolve_single_sample(options: Any) -> None:
-    """With one sample per anchor, which has no baseline and no pairs, use `reinforce` without diversity and warn."""
+    """With one sample per anchor, use `reinforce` without diversity and whitening, and warn.
+
+    There is no baseline, there are no pairs, and whitening by a single sample gives every sample the same reward.
+    """
     if options.n_samples_per_prompt > 1:
         return
     changes = []
@@ -41,9 +44,24 @@ def resolve_single_sample(options: Any) -> None:
     if options.diversity_coef != 0:
         options.diversity_coef = 0.0
         changes.append("diversity_coef is set to 0")
+    if options.use_whitening:
+        options.use_whitening = False
+        changes.append("use_whitening is set to false")
     if changes:
-        reason = "n_samples_per_prompt: 1 provides no other sample for a baseline or the diversity term"
-        warnings.warn(f"{reason}: {' and '.join(changes)}.", stacklevel=2)
+        reason = "n_samples_per_prompt: 1 provides no other sample for a baseline, the diversity term or whitening"
+        warnings.warn(f"{reason}: {', '.join(changes)}.", stacklevel=2)
+
+
+def resolve_single_completion(options: RewardOptions, num_generations: int) -> None:
+    """Switch whitening off for the reward of single completions, and warn; see `resolve_single_sample`."""
+    if num_generations > 1 or not options.use_whitening:
+        return
+    options.use_whitening = False
+    warnings.warn(
+        "num_generations: 1 provides no other completion for whitening, which would give every completion the same "
+        "reward: use_whitening is set to false.",
+        stacklevel=3,
+    )
 
 
 def check_trainable(options: Any) -> None:

@@ -155,7 +155,13 @@ class StridedOptions(FeatureOptions):
         ),
     ] = 0.6
     top_p: Annotated[
-        float, Field(gt=0, le=1, description="Cumulative probability kept by nucleus (top-p) sampling.")
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Cumulative probability kept by nucleus (top-p) sampling, also applied when computing the "
+            "log-probabilities of rollouts.",
+        ),
     ] = 1.0
     min_completion_prefix: Annotated[
         int,

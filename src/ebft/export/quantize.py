@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ebft.data.conversation import Renderer
 from ebft.data.text_file import read_text
-from ebft.data.transforms.rows import IGNORE
+from ebft.data.transforms.rows import IGNORE, encode
 from ebft.durable import allow_readers
 from ebft.errors import DataError, ModelError
 from ebft.evaluation.cross_entropy import token_nll
@@ -127,7 +127,7 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
 
 def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
     """The first `max_tokens` tokens of a text file, in windows. Raises DataError if it is too short."""
-    ids = tokenizer(read_text(path), verbose=False)["input_ids"][:max_tokens]
+    ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
     found = [ScoredTokens(window, len(window) - 1) for window in windows if len(window) > 1]
     if not found:

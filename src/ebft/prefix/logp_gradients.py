@@ -89,33 +89,36 @@ class WithSlopes(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """Precomputed log-probabilities; the head runs in backward only. For heads without randomness."""
+    """Precomputed log-probabilities; the head runs in backward only. For heads without randomness.
+
+    With `truncation`, backward finds the kept tokens again. The sampled ones are always among them, see `Softmax`.
+    """
 
     @staticmethod
-    def forward(ctx, states, tokens, logps, head, temperature, *trained):
+    def forward(ctx, states, tokens, logps, head, temperature, truncation, *trained):
         ctx.save_for_backward(states, tokens, *trained)
         device = states.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        ctx.rest = head, temperature, autocast
+        ctx.rest = head, temperature, truncation, autocast
         return logps.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         states, tokens, *trained = ctx.saved_tensors
-        head, temperature, (enabled, dtype) = ctx.rest
+        head, temperature, truncation, (enabled, dtype) = ctx.rest
         grad_states = torch.empty_like(states)
         grads = [torch.zeros_like(parameter) for parameter in trained]
         for rows in slices(len(states), head.rows_per_chunk(states.device)):
             x = states[rows].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(x.device.type, dtype, enabled):
                 logits = head.logits(x)
-            grad_logits = all_grad_logits(logits.detach(), tokens[rows], grad[rows], temperature)
+            grad_logits = all_grad_logits(logits.detach(), tokens[rows], grad[rows], temperature, truncation)
             grad_states[rows], *found = torch.autograd.grad(logits, (x, *trained), grad_logits, allow_unused=True)
             for total, part in zip(grads, found):
                 if part is not None:
                     total += part
-        return grad_states, None, None, None, None, *grads
+        return grad_states, None, None, None, None, None, *grads
 
 
 class Linear(NamedTuple):

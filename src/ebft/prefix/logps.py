@@ -71,15 +71,21 @@ class Scored(NamedTuple):
 
     @classmethod
     def joined(cls, parts: list[Scored]) -> Scored:
-        """Return the rows of all parts, with as many tokens in each row as in the longest; added ones are token 0."""
+        """Return the rows of all parts, with as many tokens in each row as in the longest: the first one is repeated.
+
+        Its log-probabilities there are 0. Another token would be among those that a truncation keeps, see `Softmax`.
+        """
         columns = max(part.tokens.shape[1] for part in parts)
 
         def wide(values: Tensor) -> Tensor:
             return F.pad(values, (0, columns - values.shape[1]))
 
+        def repeated(tokens: Tensor) -> Tensor:
+            return tokens[:, :1].expand(-1, columns - tokens.shape[1])
+
         slopes = [part.slopes for part in parts if part.slopes is not None]
         return cls(
-            torch.cat([wide(part.tokens) for part in parts]),
+            torch.cat([torch.cat([part.tokens, repeated(part.tokens)], 1) for part in parts]),
             torch.cat([wide(part.logps) for part in parts]),
             torch.cat([part.log_sums for part in parts]),
             Slopes.joined(slopes, columns) if len(slopes) == len(parts) else None,
@@ -93,7 +99,7 @@ def token_logps(
     columns, needs_states = targets.shape[-1], torch.is_grad_enabled() and states.requires_grad
     if needs_states and head.gives_slopes(columns):
         scored = choose_tokens(states.detach(), _those(targets), head, temperature, True, truncation, targets)
-        return with_gradient(states, scored, head, temperature)
+        return with_gradient(states, scored, head, temperature, truncation)
     if needs_states and head.gives_slopes(1) and truncation is None:  # rows with several tokens are repeated
         row, column, index = distinct_tokens(targets)
         return token_logps(states[row], targets[row, column, None], head, temperature).squeeze(-1)[index]
@@ -134,7 +140,9 @@ def token_logps_and_entropy(
             return targets[rows, None]
 
         scored = choose_tokens(states.detach(), choose, head, temperature, True, truncation, targets[:, None])
-        return with_gradient(states, scored, head, temperature).squeeze(-1), torch.cat(entropies).squeeze(-1)
+        return with_gradient(states, scored, head, temperature, truncation).squeeze(-1), torch.cat(entropies).squeeze(
+            -1
+        )
     for rows in slices(len(states), head.rows_per_chunk(states.device)):
 
         def of_chunk(chunk: Tensor, rows=rows) -> tuple[Tensor, Tensor]:
@@ -223,13 +231,18 @@ def _choose(
     return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums), of_slopes
 
 
-def with_gradient(states: Tensor, scored: Scored, head: Head, temperature: float) -> Tensor:
-    """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D) and trained weights."""
+def with_gradient(
+    states: Tensor, scored: Scored, head: Head, temperature: float, truncation: Truncation | None = None
+) -> Tensor:
+    """Return the log-probabilities of `scored`, differentiable with respect to `states` (R, D) and trained weights.
+
+    `truncation`: of the distributions that the tokens were scored under.
+    """
     if scored.slopes is not None:
         return WithSlopes.apply(states, scored.logps, *scored.slopes)
-    if head.linear is not None and head.trained:
+    if head.linear is not None and head.trained and truncation is None:  # else all logits of a row are compared
         return OfLinearHead.apply(states, *scored[:3], temperature, *head.linear)
-    return RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, *head.trained)
+    return RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, truncation, *head.trained)
 
 
 def _those(targets: Tensor) -> Choose:

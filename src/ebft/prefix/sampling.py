@@ -47,14 +47,11 @@ class Truncation:
         return scores > -math.inf
 
 
-def sample_tokens(probabilities: Tensor, noise: Tensor, top_p: float = 1.0) -> Tensor:
+def sample_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Sample tokens (R, K) from probabilities (R, V) by inverting the cumulative distribution at noise (R, K).
 
-    With top_p < 1, only the smallest set of most likely tokens whose total probability reaches top_p is kept. The
-    tokens are a deterministic function of the noise, however rows are batched.
+    The tokens are a deterministic function of the noise, however rows are batched.
     """
-    if top_p < 1:
-        probabilities = _nucleus(probabilities, top_p)
     # Select a group of adjacent tokens first, then a token in it, which keeps the cumulative sums short. They are in
     # float64, because float32 would lose the small increments of the tail.
     vocabulary = probabilities.shape[-1]

@@ -43,11 +43,21 @@ td, th { border: 1px solid #ddd; padding: 2px 6px; text-align: left; white-space
 <p>Each token is followed by its label and its id: <span class="t learned">in the cross-entropy</span>
 <span class="t">not in it ({{ ignore }})</span> <span class="t special">special token</span>
 <span class="anchor">anchor</span> before the first token of a block.</p>
+{%- if note %}
+<p>{{ note }}</p>
+{%- endif %}
 {%- for name, view in rows %}
 <h2>{{ name }}</h2>
 {%- for part in view.parts %}
 <h3>{{ part.title }}</h3>
 <p class="facts">{% for fact, value in part.facts %}{{ fact }}: {{ value }}{{ "; " if not loop.last }}{% endfor %}</p>
+{%- if part.roles %}
+<table>
+{%- for run in part.roles %}
+<tr><td>{{ run.role }}</td><td>{{ run.start }}-{{ run.stop - 1 }}</td><td>{{ part.text(run) }}</td></tr>
+{%- endfor %}
+</table>
+{%- endif %}
 <p class="tokens">
 {%- for token in part.tokens %}
 {%- if token.anchor is not none %}<span class="anchor">anchor {{ token.anchor }}</span> {% endif -%}
@@ -71,7 +81,7 @@ td, th { border: 1px solid #ddd; padding: 2px 6px; text-align: left; white-space
 """
 
 
-def page(title: str, reports: list[SectionReport], rows: list[tuple[str, RowView]]) -> str:
-    """The HTML of the page; `rows` are named views."""
+def page(title: str, reports: list[SectionReport], rows: list[tuple[str, RowView]], note: str | None = None) -> str:
+    """The HTML of the page; `rows` are named views, `note` is shown once before them."""
     template = Environment(autoescape=True).from_string(_PAGE)
-    return template.render(title=title, reports=reports, rows=rows, ignore=IGNORE)
+    return template.render(title=title, reports=reports, rows=rows, ignore=IGNORE, note=note)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.preview.roles import Roles
 from ebft.preview.view import Part, RowView, TokenTexts
 
 
@@ -13,7 +14,7 @@ class PreferenceView:
     """Shows a row with `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and `label`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts = TokenTexts(tokenizer)
+        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         names = [name for name in ("chosen", "rejected", "completion") if f"{name}_ids" in row]
@@ -25,5 +26,6 @@ class PreferenceView:
         if not prompt:
             scored[0] = False  # nothing predicts the first token
         tokens = self.texts.tokens(prompt + completion, scored)
+        roles = self.roles.of_completion(prompt, completion, "completion")
         facts = [("prompt", f"{len(prompt):,} tokens"), ("scored", f"{sum(scored):,} of {len(scored):,} tokens")]
-        return Part(title, tokens, facts)
+        return Part(title, tokens, facts, roles=roles)

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.conversation import Conversation, Renderer
+from ebft.preview.roles import Roles, runs
 from ebft.preview.view import Part, RowView, TokenTexts, counted, printable
 from ebft.structured.references import labelled_reference
 
@@ -31,6 +32,7 @@ class PromptView:
         note: str | None = None,
     ) -> None:
         self.texts, self.renderer = TokenTexts(tokenizer), Renderer(tokenizer, chat_template_kwargs)
+        self.roles = Roles(tokenizer)
         self.compares, self.ce_coef, self.mask_thinking = compares, ce_coef, mask_thinking
         self.notes = [] if note is None else [("note", note)]
 
@@ -41,7 +43,8 @@ class PromptView:
         prompt = conversation.prompt_ids
         kind = "text" if isinstance(row["prompt"], str) else f"{len(row['prompt'])} messages"
         facts = [("kind", kind), ("tokens", f"{len(prompt):,}"), *self.notes]
-        parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts)]
+        roles = runs(["prompt"] * len(prompt))
+        parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts, roles=roles)]
         if compares or len(conversation.turns) > 1:
             parts += self._turns(conversation)
         shown = _SHOWN + (("ground_truth",) if compares else ())
@@ -57,11 +60,13 @@ class PromptView:
         for number, turn in enumerate(conversation.turns, start=1):
             if number > 1:
                 given = tokens[start : start + len(turn.lead_ids)]
-                parts.append(Part(f"given before turn {number}", given, [("tokens", f"{len(given):,}")]))
+                roles = self.roles.of_gap(turn.lead_ids)
+                parts.append(Part(f"given before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles))
                 start += len(given)
             stop = len(tokens) if number == last else start + len(turn.reference_ids)
             title = "reference" if last == 1 else f"reference of turn {number}"
-            parts.append(Part(title, tokens[start:stop], self._facts(tokens[start:stop])))
+            roles = self.roles.of_completion([], ids[start:stop], "reference")
+            parts.append(Part(title, tokens[start:stop], self._facts(tokens[start:stop]), roles=roles))
             start = stop
         return parts
 

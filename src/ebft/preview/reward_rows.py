@@ -8,6 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.transforms.rows import IGNORE
+from ebft.preview.roles import Roles
+from ebft.preview.roles import steps as step_roles
 from ebft.preview.view import Part, RowView, TokenTexts
 
 
@@ -16,20 +18,23 @@ class ComparisonView:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts, self.padding = TokenTexts(tokenizer), tokenizer.pad_token_id
+        self.roles = Roles(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
-        parts = [self._part(name, row[f"{name}_ids"]) for name in ("chosen", "rejected")]
+        sides = {name: row[f"{name}_ids"] for name in ("chosen", "rejected")}
+        parts = [self._part(name, ids, other) for (name, ids), other in zip(sides.items(), [*sides.values()][::-1])]
         if "margin" in row:
             parts[0].facts.append(("margin", f"{row['margin']:g}"))
         return RowView(parts)
 
-    def _part(self, name: str, ids: list[int]) -> Part:
+    def _part(self, name: str, ids: list[int], other: list[int]) -> Part:
         scored = max((index for index, token in enumerate(ids) if token != self.padding), default=0)
         facts = [
             ("length", f"{len(ids):,} tokens"),
             ("scored at", f"token {scored}, {self.texts.texts(ids)[scored]!r}"),
         ]
-        return Part(name, self.texts.tokens(ids, [False] * len(ids)), facts)
+        roles = self.roles.of_pair(ids, other, f"{name} reply")
+        return Part(name, self.texts.tokens(ids, [False] * len(ids)), facts, roles=roles)
 
 
 class StepView:
@@ -44,4 +49,4 @@ class StepView:
         tokens = [replace(token, label=label) for token, label in zip(plain, labels, strict=True)]
         steps = [label for label in labels if label != IGNORE]
         facts = [("length", f"{len(ids):,} tokens"), ("classes of steps", ", ".join(map(str, steps)))]
-        return RowView([Part("row", tokens, facts)])
+        return RowView([Part("row", tokens, facts, roles=step_roles(labels))])

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.joining import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
+from ebft.preview.roles import Roles
 from ebft.preview.view import Part, RowView, Token, TokenTexts, counted
 
 
@@ -15,7 +16,7 @@ class SFTView:
     """Shows a row with `input_ids` and `labels`, or each document of a packed row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts = TokenTexts(tokenizer)
+        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
         self.collator = JoiningCollator(tokenizer.pad_token_id)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
@@ -30,7 +31,8 @@ class SFTView:
         for number, document in enumerate(documents, 1):
             title = f"document {number} of {len(documents)}" if "documents" in row else "row"
             part = tokens[start : start + len(document["input_ids"])]
-            parts.append(Part(title, part, [_beginning(part, document["prompt_length"]), counted(part)]))
+            facts = [_beginning(part, document["prompt_length"]), counted(part)]
+            parts.append(Part(title, part, facts, roles=self.roles.of_document(document)))
             start += len(part)
         return RowView(parts)
 

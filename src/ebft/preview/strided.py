@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.options import EBFTSection
 from ebft.data.collator import DocumentCollator
+from ebft.preview.roles import Roles
 from ebft.preview.view import Block, Part, RowView, TokenTexts, counted
 from ebft.strided.config import BLOCK_OPTIONS
 from ebft.strided.layout import Documents, StridedLayout
@@ -20,7 +22,7 @@ class StridedView:
     """Shows a row, or each document of a packed row, with the collator and the layout of the trainer."""
 
     def __init__(self, options: EBFTSection, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.options, self.texts = options, TokenTexts(tokenizer)
+        self.options, self.texts, self.roles = options, TokenTexts(tokenizer), Roles(tokenizer)
         self.collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
@@ -40,7 +42,8 @@ class StridedView:
                     references[number],
                 )
             )
-        return RowView(parts)
+        roles = [self.roles.of_document(document) for document in row.get("documents", [row])]
+        return RowView([replace(part, roles=own) for part, own in zip(parts, roles, strict=True)])
 
     def _part(
         self, title: str, ids: list[int], learned: list[bool], prompt: int, anchors: list[int], references: torch.Tensor

@@ -53,11 +53,20 @@ def show_row(title: str, view: RowView) -> Iterator[RenderableType]:
     for part in view.parts:
         facts = [f"{name}: {value}" for name, value in part.facts]
         yield Text.assemble((part.title, "bold underline"), "  ", ("; ".join(facts), "italic"))
+        yield from _roles(part)
         yield _tokens(part)
         if part.blocks:
             yield _blocks(part.blocks)
     for name, value in view.columns:
         yield Text.assemble((f"{name}: ", "bold"), value)
+
+
+def _roles(part: Part) -> Iterator[Text]:
+    """A line for each run of tokens with the same role."""
+    for run in part.roles:
+        is_single = run.stop == run.start + 1
+        places = f"token {run.start}" if is_single else f"tokens {run.start}-{run.stop - 1}"
+        yield Text.assemble(f"  {run.role} ", (f"({places}): ", IGNORED), f'"{part.text(run)}"')
 
 
 def _tokens(part: Part) -> Text:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.transforms.rows import IGNORE
+
+LONGEST_RUN = 200  # characters of a run that are shown; all of its tokens are in those of the part
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,28 @@ class Block:
     reference: str
 
 
+class Run(NamedTuple):
+    """Consecutive tokens of a part, from position `start` to before `stop`, with the same role."""
+
+    role: str
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Part:
-    """A sequence of tokens with its title, and facts about it as (name, value)."""
+    """A sequence of tokens with its title, facts about it as (name, value), and the roles of its tokens."""
 
     title: str
     tokens: list[Token]
     facts: list[tuple[str, str]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    roles: list[Run] = field(default_factory=list)
+
+    def text(self, run: Run) -> str:
+        """The text of a run, shortened in its middle."""
+        text = "".join(token.text for token in self.tokens[run.start : run.stop])
+        return text if len(text) <= LONGEST_RUN else f"{text[: LONGEST_RUN // 2]} ... {text[-LONGEST_RUN // 2 :]}"
 
 
 @dataclass(frozen=True)

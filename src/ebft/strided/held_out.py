@@ -44,7 +44,6 @@ class HeldOutMeasure:
     network: FeatureNetwork
     block_options: dict[str, int]
     temperature: float = 1.0
-    top_p: float = 1.0
     seed: int = 0
     tokens_per_pass: int | None = None
     alignment_coef: float = 1.0
@@ -76,7 +75,6 @@ class HeldOutMeasure:
                 replace(documents, ce_mask=predicted),
                 layout,
                 temperature=self.temperature,
-                top_p=self.top_p,
                 noise=self._noise.draw(documents, layout, step=0),
                 text_gradient=False,
                 tokens_per_pass=self.tokens_per_pass,

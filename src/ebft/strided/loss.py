@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ebft.prefix.head import head_of
 from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.policy import backbone_states, run_wrapped
+from ebft.prefix.sampling import Truncation
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.passes import StridedPass
 from ebft.strided.tree import RolloutTree
@@ -28,6 +29,7 @@ def score(
     rollouts: Tensor,
     *,
     temperature: float,
+    truncation: Truncation | None = None,
     text_gradient: bool,
     apply_dropout: bool,
     tokens_per_pass: int | None = None,
@@ -38,16 +40,17 @@ def score(
     together with the documents they need. These are recomputed in backward one at a time, so that only one of them
     holds its activations in memory.
 
-    Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, and those of the reference tokens
-    selected by `documents.ce_mask` at temperature 1, both in float32. The last token of a rollout is scored but is
-    not an input of the forward pass.
+    Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, under the distribution that `truncation`
+    leaves, to which their tokens belong (rounding could exclude them); and those of the reference tokens selected by
+    `documents.ce_mask` at temperature 1. Both are in float32. The last token of a rollout is scored but is not an input
+    of the forward pass.
     """
     parts = split(documents, layout, tokens_per_pass)
 
     def forward(causal_lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
         scored = []
         for part in parts:
-            args = (causal_lm, part, rollouts[part.blocks], temperature, text_gradient, apply_dropout)
+            args = (causal_lm, part, rollouts[part.blocks], temperature, truncation, text_gradient, apply_dropout)
             if len(parts) > 1 and torch.is_grad_enabled():
                 scored.append(checkpoint(_score_part, *args, use_reentrant=False))
             else:
@@ -63,6 +66,7 @@ def _score_part(
     part: Part,
     rollouts: Tensor,
     temperature: float,
+    truncation: Truncation | None,
     text_gradient: bool,
     apply_dropout: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +81,7 @@ def _score_part(
     # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
     draws, by_step = tree.all_draws(), rollouts.movedim(-1, 0)
     predicting = torch.cat([text[layout.block_index - 1], of_nodes])
-    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature)
+    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature, truncation)
     logps = draws.collect(found).view(by_step.shape).movedim(0, -1)
     with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
         return logps, text_logps(text, documents, head)

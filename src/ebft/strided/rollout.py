@@ -19,7 +19,7 @@ from ebft.models.recording import Recording
 from ebft.prefix.head import head_of
 from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
 from ebft.prefix.policy import backbone_states, check_length, run_wrapped
-from ebft.prefix.sampling import sample_tokens
+from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.prefix.softmax import Softmax
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
@@ -31,9 +31,9 @@ from ebft.strided.tree import Draws, RolloutTree
 class Rollouts:
     """Sampled tokens with their entropy and log-probabilities under the distribution they were sampled from.
 
-    tokens (M, N, G) long; entropy (M, N, G) float32, in nats, of the distribution at the sampling temperature before
-    top_p; logps (M, N, G) float32; text_logps: log-probabilities of the reference tokens selected by
-    `documents.ce_mask`, at temperature 1. The last two carry gradients if gradients were enabled during sampling.
+    tokens (M, N, G) long; entropy (M, N, G) float32, in nats; logps (M, N, G) float32; text_logps: log-probabilities of
+    the reference tokens selected by `documents.ce_mask`, at temperature 1 and without truncation. The last two carry
+    gradients if gradients were enabled during sampling.
     """
 
     tokens: Tensor
@@ -48,26 +48,28 @@ def sample_rollouts(
     layout: StridedLayout,
     *,
     temperature: float,
-    top_p: float = 1.0,
+    truncation: Truncation | None = None,
     noise: Tensor | None = None,
     text_gradient: bool | None = None,
     tokens_per_pass: int | None = None,
 ) -> Rollouts:
     """Sample every rollout of the layout from the model's current weights, without dropout.
 
-    noise (M, N, G): uniform random numbers in [0, 1) that determine the tokens; drawn here if None. With
-    `temperature` 0, the most likely token is selected and scored at temperature 1. `text_gradient`: whether the
-    log-probabilities of the text are computed with (True) or without (False) a gradient; None omits them.
-    `tokens_per_pass`: as in `ebft.strided.loss.score`.
+    noise (M, N, G): uniform random numbers in [0, 1) that determine the tokens; drawn here if None. `truncation`:
+    tokens are sampled and scored under the distribution that it leaves. With `temperature` 0, the most likely token is
+    selected and scored at temperature 1 among all tokens. `text_gradient`: whether the log-probabilities of the text
+    are computed with (True) or without (False) a gradient; None omits them. `tokens_per_pass`: as in
+    `ebft.strided.loss.score`.
     """
     if noise is None:
         noise = torch.rand(layout.num_blocks, layout.num_samples, layout.generate_max_len, device=layout.device)
     parts = split(documents, layout, tokens_per_pass)
+    truncation = truncation if temperature else None
 
     def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         check_length(causal_lm, int(documents.lengths.max()))
         sampled = [
-            _sample_part(causal_lm, part, temperature, top_p, noise[part.blocks], text_gradient) for part in parts
+            _sample_part(causal_lm, part, temperature, truncation, noise[part.blocks], text_gradient) for part in parts
         ]
         return tuple(None if xs[0] is None else torch.cat(xs) for xs in zip(*sampled))
 
@@ -78,7 +80,7 @@ def _sample_part(
     causal_lm: PreTrainedModel,
     part: Part,
     temperature: float,
-    top_p: float,
+    truncation: Truncation | None,
     noise: Tensor,
     text_gradient: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -86,13 +88,13 @@ def _sample_part(
     documents, layout, head = part.documents, part.layout, head_of(causal_lm)
     by_step = noise.movedim(-1, 0)  # (G, M, N)
     if not torch.is_grad_enabled():
-        drawn = _draw(causal_lm, head, part, temperature, top_p, by_step, None)
+        drawn = _draw(causal_lm, head, part, temperature, truncation, by_step, None)
         logps = torch.cat([draws.collect(scored.logps) for draws, scored in drawn.steps])
         text = None if text_gradient is None else text_logps(drawn.text, documents, head)
         return drawn.tokens, drawn.entropy, logps.view(by_step.shape).movedim(0, -1), text
     recording = Recording(len(documents.tokens), by_step[1:].numel())
     with torch.no_grad():
-        drawn = _draw(causal_lm, head, part, temperature, top_p, by_step, recording)
+        drawn = _draw(causal_lm, head, part, temperature, truncation, by_step, recording)
     torch.clear_autocast_cache()  # it contains weights that were cast without a graph
     nodes = drawn.tree.nodes(len(by_step) - 1)
     positions = documents.positions
@@ -100,7 +102,7 @@ def _sample_part(
     states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
     text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
     predicting = torch.cat([text[layout.block_index - 1], of_nodes])
-    found = _with_gradient(predicting, [scored for _, scored in drawn.steps], head, temperature or 1.0)
+    found = _with_gradient(predicting, [scored for _, scored in drawn.steps], head, temperature or 1.0, truncation)
     logps = drawn.tree.all_draws().collect(found).view(by_step.shape).movedim(0, -1)
     if text_gradient is None:
         return drawn.tokens, drawn.entropy, logps, None
@@ -108,13 +110,15 @@ def _sample_part(
         return drawn.tokens, drawn.entropy, logps, text_logps(text, documents, head)
 
 
-def _with_gradient(states: Tensor, steps: list[Scored], head: Head, temperature: float) -> Tensor:
+def _with_gradient(
+    states: Tensor, steps: list[Scored], head: Head, temperature: float, truncation: Truncation | None
+) -> Tensor:
     """Return the log-probabilities (rows, columns) of all steps, differentiable with respect to states (rows, D)."""
     found = []
     for _, group in groupby(steps, key=lambda scored: scored.slopes is None):
         scored = Scored.joined(list(group))
         of_group, states = states.tensor_split([len(scored.tokens)])
-        found.append(with_gradient(of_group, scored, head, temperature))
+        found.append(with_gradient(of_group, scored, head, temperature, truncation))
     columns = max(x.shape[1] for x in found)
     return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
 
@@ -135,7 +139,7 @@ def _draw(
     head: Head,
     part: Part,
     temperature: float,
-    top_p: float,
+    truncation: Truncation | None,
     noise: Tensor,
     recording: Recording | None,
 ) -> _Drawn:
@@ -157,13 +161,13 @@ def _draw(
                 of_rows.append(torch.zeros_like(noise[rows]))
                 return softmax.most_likely().expand_as(noise[rows])
             of_rows.append(softmax.entropy().expand_as(noise[rows]))
-            return sample_tokens(softmax.probabilities, noise[rows], top_p)
+            return sample_tokens(softmax.probabilities, noise[rows])
 
         # Slopes take a product for each distinct token of a row, the head in backward takes two for each row. First
         # tokens, of which each row has all samples, are often distinct.
         few = len(tree.levels) > 0 or layout.num_samples < 3
         slopes = recording is not None and few and head.gives_slopes(draws.shape[1])
-        scored = choose_tokens(states, choose, head, temperature or 1.0, slopes)
+        scored = choose_tokens(states, choose, head, temperature or 1.0, slopes, truncation)
         steps.append((draws, scored))
         tokens.append(draws.collect(scored.tokens))
         entropies.append(draws.collect(torch.cat(of_rows)))

@@ -28,6 +28,7 @@ from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.monitor.throughput import Throughput
 from ebft.over_trainer import OverTrainer
 from ebft.prefix.policy import check_supported, prepare
+from ebft.prefix.sampling import Truncation
 from ebft.rewards import compute_advantages, match_features
 from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
 from ebft.strided.embed import embed_blocks
@@ -157,7 +158,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
                 documents,
                 layout,
                 temperature=self.args.temperature,
-                top_p=self.args.top_p,
+                truncation=self._truncation(),
                 noise=noise.draw(documents, layout, self.state.global_step),
                 text_gradient=self.args.ce_coef > 0 if single_pass else None,
                 tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -182,6 +183,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             layout,
             tokens,
             temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored at temperature 1
+            truncation=self._truncation(),
             text_gradient=self.args.ce_coef > 0,
             apply_dropout=not self.args.disable_dropout,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -299,6 +301,10 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def _sampling_policy(self, model: nn.Module) -> nn.Module:
         """Return the model without its wrappers, or, with FSDP, the wrapped model, which gathers the weights."""
         return model if self.is_fsdp_enabled else self._causal_lm
+
+    def _truncation(self) -> Truncation | None:
+        """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""
+        return Truncation.of(None, self.args.top_p, None) if self.args.temperature else None
 
     def _block_options(self) -> dict[str, int]:
         return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}

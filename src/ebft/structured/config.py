@@ -126,6 +126,11 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
         if self.scale_rewards is None:
             self.scale_rewards = "group" if self.advantage_estimator == "group_norm" else "none"
         super().__post_init__()
+        if self.num_generations_eval == 1:
+            raise ConfigError(
+                "num_generations_eval: 1 is not supported by EBFT, whose held-out metrics compare the completions of a "
+                "prompt with each other. Set at least 2, or leave it out to use num_generations."
+            )
         found = rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
         if found:
             raise ConfigError(found)

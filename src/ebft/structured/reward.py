@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.option_checks import options_from
+from ebft.config.option_checks import options_from, resolve_single_completion
 from ebft.config.options import RewardOptions
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import Message
@@ -56,6 +56,7 @@ class FeatureMatchingReward:
         model = load(model)
         check_adapter(model)
         self.options: RewardOptions = options_from(RewardOptions, options)
+        resolve_single_completion(self.options, num_generations)
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
         self.end_ids: set[int] = end_token_ids(model, self.renderer, stop_token_ids)

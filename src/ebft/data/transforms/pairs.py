@@ -55,10 +55,14 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
             return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
         prompt_ids = continued_ids(tokenizer, prompt)
         completion_ids = ids_after(tokenizer, prompt, completion)
+        # With an empty prompt, BOS is before the completion, which may have it too.
+        has_own = not prompt and completion_ids[: len(prompt_ids)] == prompt_ids
+        first = len(prompt_ids) if has_own else 0
+        completion_ids = completion_ids[first:]
         row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
         if not mask_thinking:
             return row
-        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
+        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))[first:]
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 
@@ -79,4 +83,4 @@ def _with_eos(tokenizer, ids: list[int]) -> list[int]:
     """A reference ends with EOS, so that the model learns where to stop."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token.")
-    return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]

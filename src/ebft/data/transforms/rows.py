@@ -34,8 +34,26 @@ def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    """Token ids of a text, with the special tokens that the tokenizer adds (such as BOS) if `special`."""
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    """Token ids of a text, with the special tokens that the tokenizer adds (such as BOS) if `special`.
+
+    They are not added to a text that already starts or ends with them.
+    """
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    if not special:
+        return ids
+    before, after = _added_ids(tokenizer)
+    if before and ids[: 2 * len(before)] == before * 2:
+        ids = ids[len(before) :]
+    if after and ids[-2 * len(after) :] == after * 2:
+        ids = ids[: -len(after)]
+    return ids
+
+
+def _added_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    own, whole = (tokenizer("x", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
+    start = next((start for start in range(len(whole)) if whole[start : start + len(own)] == own), len(whole))
+    return whole[:start], whole[start + len(own) :]
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

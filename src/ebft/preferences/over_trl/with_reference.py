@@ -6,7 +6,9 @@ loaded with if they continue an earlier run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from datasets import Dataset
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
+from ebft.errors import DataError
 from ebft.preferences.over_trl.metrics import KeepsMetrics, Logged
 from ebft.preferences.over_trl.scoring import score_in_chunks
 
@@ -77,12 +80,25 @@ class PreparedRows(HasReference):
 
     TRL estimates the KL term of a batch with its prompts and completions in other pairs. It pairs them before training,
     which keeps batches the same in every epoch. Here the collator pairs the rows of each batch, so rows are shuffled
-    as with the other methods, unless log-probabilities of the pairs are computed before training.
+    as with the other methods, unless log-probabilities of the pairs are computed before training. The row of a batch of
+    one, such as the last of an epoch or of an evaluation, gets the completion of another training row.
     """
 
-    def __init__(self, model: nn.Module, *, args: Any, processing_class: Any, **kwargs: Any) -> None:
-        collator = OtherCompletions(pad_token_id=processing_class.pad_token_id, max_length=args.max_length)
-        super().__init__(model, args=args, processing_class=processing_class, data_collator=collator, **kwargs)
+    _others: list[list[int]]  # see `spare_completions`
+
+    def __init__(
+        self, model: nn.Module, *, args: Any, train_dataset: Dataset, processing_class: Any, **kwargs: Any
+    ) -> None:
+        self._others = spare_completions(train_dataset)
+        collator = OtherCompletions(processing_class.pad_token_id, max_length=args.max_length, spares=self._others)
+        super().__init__(
+            model,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            data_collator=collator,
+            **kwargs,
+        )
 
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         desirable = int(inputs["label"].sum())
@@ -105,7 +121,13 @@ class PreparedRows(HasReference):
         is_training = name == "train"
         size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         # In memory, since `map` would write into the folder of prepared rows.
-        return dataset.map(with_other_completions, batched=True, batch_size=size, keep_in_memory=True)
+        return dataset.map(
+            with_other_completions,
+            fn_kwargs={"spares": self._others},
+            batched=True,
+            batch_size=size,
+            keep_in_memory=True,
+        )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -116,13 +138,38 @@ class PreparedRows(HasReference):
 class OtherCompletions(DataCollatorForUnpairedPreference):
     """TRL's collator of KTO, for rows that may lack the completion of another row of the batch."""
 
+    spares: Sequence[list[int]] = ()
+
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if "KL_completion_ids" not in examples[0]:
-            others = with_other_completions({"completion_ids": [row["completion_ids"] for row in examples]})
+            rows = {"completion_ids": [row["completion_ids"] for row in examples]}
+            others = with_other_completions(rows, self.spares)
             examples = [row | {"KL_completion_ids": ids} for row, ids in zip(examples, others["KL_completion_ids"])]
         return super().torch_call(examples)
 
 
-def with_other_completions(rows: dict[str, list]) -> dict[str, list]:
-    """Return the completions of a batch, each moved to the next row and the last one to the first."""
-    return {"KL_completion_ids": [*rows["completion_ids"][-1:], *rows["completion_ids"][:-1]]}
+def with_other_completions(rows: dict[str, list], spares: Sequence[list[int]]) -> dict[str, list]:
+    """Return the completions of a batch, each moved to the next row and the last one to the first.
+
+    A batch of one row gets one of the `spares`, see `spare_completions`: with its own completion, the KL term would not
+    compare mismatched pairs.
+    """
+    ids = rows["completion_ids"]
+    if len(ids) == 1:
+        return {"KL_completion_ids": [next((spare for spare in spares if spare != ids[0]), ids[0])]}
+    return {"KL_completion_ids": [*ids[-1:], *ids[:-1]]}
+
+
+def spare_completions(dataset: Dataset) -> list[list[int]]:
+    """Return the first completion, and the first one that differs from it, if there is one.
+
+    Raises DataError for a single row, which has no other completion.
+    """
+    if len(dataset) < 2:
+        raise DataError(
+            "rl: kto: there is one training row, but the KL term pairs prompts with completions of other rows. Provide "
+            "at least 2 rows."
+        )
+    completions = dataset["completion_ids"]
+    first = completions[0]
+    return [first, *islice((ids for ids in completions if ids != first), 1)]
