@@ -175,17 +175,15 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
     assert logs["completions/clipped_ratio"] == 0 and logs["grad_norm"] > 0
 
 
-def test_held_out_means_do_not_depend_on_the_batch_size(chat_tokenizer, tmp_path):
-    from tests.structured.short_run import Trainer  # samples by prompt alone
+@pytest.mark.parametrize("method", ["ebft", "grpo", "gdpo"])
+def test_held_out_metrics_do_not_depend_on_the_batch_size(method, tmp_path):
+    from tests.structured.short_run import check_held_out, held_out
 
-    dataset, found = rows(multi_turn=False), {}
-    for size in (4, 8, 12, 20):
-        args = arguments(tmp_path, per_device_eval_batch_size=size)
-        trainer = Trainer(chat_model(chat_tokenizer), args, train_dataset=dataset, processing_class=chat_tokenizer)
-        found[size] = trainer.evaluate(dataset.select(range(5)))
-    for size in (8, 12, 20):
-        for name in ("eval_alignment", "eval_cfm_loss", "eval_ce_loss", "eval_diversity"):
-            assert found[size][name] == pytest.approx(found[4][name], abs=1e-4), (size, name)
+    found = {size: held_out(tmp_path, method, size) for size in (4, 8, 12, 20)}
+    for size, (metrics, expected) in found.items():
+        check_held_out(metrics, expected)
+        for name, value in metrics.items():
+            assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), (size, name)
 
 
 def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):
