@@ -1,6 +1,7 @@
 """Runs of the structured trainers: what their options change, what is logged, evaluated, resumed and refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,51 @@ def test_groups_without_a_signal_are_skipped(chat_tokenizer, tmp_path):
 
     assert run(skip=True)["skipped_zero_adv_batches"] == 1.0
     assert "skipped_zero_adv_batches" not in run(skip=False)
+
+
+class SameForAll:
+    """Equal completions within each group."""
+
+    def generate(self, prompts, max_tokens):
+        return [Completion([5 + len(prompt) % 50, 9, 7], None) for prompt in prompts]
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
+def test_equal_completions_do_not_move_the_policy(estimator, chat_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: SameForAll())
+    policy = lora(chat_model(chat_tokenizer))
+    before = copy.deepcopy(policy.state_dict())
+    options = {"weight_decay": 0.0, "use_whitening": True, "adam_epsilon": 1e-12, "advantage_estimator": estimator}
+    trainer = make(policy, chat_tokenizer, tmp_path, rows(multi_turn=False), **options)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] == 0
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "aggregation", "expected"),
+    [
+        ([[1, 0], [0, 1]], [0.3, 0.3], "sum_then_normalize", True),
+        ([[1, 0], [0, 1]], [0.3, 0.3], "normalize_then_sum", False),
+        ([[0.1, 0.2], [0.3, 0]], [1, 1], "sum_then_normalize", True),
+        ([[0.1, 0.2], [0.3, 1e-5]], [1, 1], "sum_then_normalize", False),
+        ([[0.7], [None]], [1], "sum_then_normalize", True),
+        ([[0.7], [0.7000001]], [1], "sum_then_normalize", False),
+        ([[0.7, 1], [0.7, None]], [1, 1], "sum_then_normalize", False),
+        ([[0.7, 1], [0.7, None]], [1, 1], "normalize_then_sum", True),
+    ],
+)
+def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation, expected):
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(process_index=0),
+        _group_size=lambda: 4,
+        rewards=torch.tensor(
+            [[float("nan") if x is None else x for x in row] for row in rewards] * 2, dtype=torch.float32
+        ),
+        reward_weights=torch.tensor(weights, dtype=torch.float32),
+        multi_objective_aggregation=aggregation,
+    )
+    assert RolloutGRPOTrainer._without_signal(trainer, [{}] * 4).tolist() == [expected] * 4
 
 
 def test_cross_entropy_is_a_signal_of_its_own(chat_tokenizer, tmp_path):

@@ -78,16 +78,19 @@ class FeatureMatchingReward:
         finite.
         """
         groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns)
-        embedded = [
-            embed_continuations(
-                self.network,
-                conversation.prompt_ids,
-                [without_end(list(ids), self.end_ids) for ids in (*samples, conversation.reference_ids)],
-            )
-            for conversation, samples in groups
-        ]
+        embedded, first = [], []
+        for conversation, samples in groups:
+            ids = [without_end(list(ids), self.end_ids) for ids in (*samples, conversation.reference_ids)]
+            embedded.append(embed_continuations(self.network, conversation.prompt_ids, ids))
+            first.append([ids.index(sample) for sample in ids[:-1]])
         embeddings = torch.stack(embedded)
-        self.last = match_features(embeddings[:, :-1], embeddings[:, -1], self.options)
+        self.last = match_features(
+            embeddings[:, :-1],
+            embeddings[:, -1],
+            self.options,
+            computed_in=self.network.computed_in,
+            first=torch.tensor(first, device=embeddings.device),
+        )
         if not torch.isfinite(self.last.rewards).all():
             raise NonFiniteLossError(
                 "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
@@ -171,7 +174,7 @@ def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable
     return {*renderer.end_ids(), *declared, *stop_token_ids}
 
 
-def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:
+def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: torch.dtype) -> dict[str, Tensor]:
     """Return the held-out feature-matching metrics of every group, repeated for its samples: (M * N,) each.
 
     Features are normalised but not whitened, as in strided mode (`ebft.scores.feature_scores`).
@@ -183,5 +186,6 @@ def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Te
         alignment_coef=options.alignment_coef,
         diversity_coef=options.diversity_coef,
         pass_at=sorted({1, n}),
+        computed_in=computed_in,
     )
     return {name: value.repeat_interleave(n) for name, value in values.items()}

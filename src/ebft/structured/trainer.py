@@ -142,7 +142,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
         rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
             self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
-            values = held_out_values(self.feature_reward.last, self.feature_reward.options)
+            reward = self.feature_reward
+            values = held_out_values(reward.last, reward.options, reward.network.computed_in)
             self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.copies))
         return rewards
 
