@@ -38,6 +38,7 @@ from ebft.sft import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.over_trl.comparisons import ResumesComparisons
+from ebft.structured.over_trl.held_out import CountsRowsOnce
 from ebft.structured.over_trl.hooks import HasHooks
 from ebft.structured.over_trl.names import NamesPrivates
 from ebft.structured.over_trl.resuming import ResumesGeneration
@@ -62,9 +63,10 @@ MEANINGS = {
     "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
     "_entropy_bonus_enabled": "whether the loss has an entropy term",
     "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
-    "_generate": "(prompts) -> a tuple: completions fourth, log-probabilities fifth",
+    "_generate": "(prompts) -> a tuple: token ids second, mask of sampled ones third, completions, log-probabilities",
     "_generate_and_score_completions": "(rows) -> the inputs of the loss; gives rollout_func the prompts alone",
     "_generate_single_turn": "(token ids of prompts, ...) -> (token ids, log-probabilities or None) of completions",
+    "_get_eval_sampler": "(dataset) -> the order of the rows of an evaluation, each repeated for its completions",
     "_get_grad_norm": "(model, grad_norm) -> the gradient norm of a step, before clipping",
     "_get_num_items_in_batch": "(batches, device) -> what the loss is normalised by",
     "_get_output_dir": "(trial) -> the folder that checkpoint-<step> is created in",
@@ -132,6 +134,14 @@ OF_TRAINERS = {
     PreparedRows: {"_get_train_sampler", "_prepare_dataset"},
     PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
+    CountsRowsOnce: {
+        "_calculate_rewards",
+        "_compute_loss",
+        "_generate",
+        "_get_eval_sampler",
+        "_metrics",
+        "_tokenizer",
+    },
     HasHooks: {
         "_buffered_inputs",
         "_calculate_rewards",

@@ -1,6 +1,7 @@
 """Each formula against numbers worked out by hand, and the properties that the definitions promise."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from ebft.rewards import (
     cfm_loss,
     compute_advantages,
     diversity_rewards,
+    first_equal,
+    match_features,
     unbiased_cfm_loss,
     whiten,
+    whitening_tolerance,
 )
 
 # Two samples and a reference in the plane: phi_1 = (1, 0), phi_2 = (0.6, 0.8), phi_ref = (0, 1).
@@ -109,6 +113,61 @@ def test_whitening_refuses_what_it_cannot_do():
         whiten(SAMPLES, torch.zeros(3))
     with pytest.raises(ValueError, match="at least 2 samples per group, got 1. Set use_whitening to false"):
         whiten(SAMPLES[..., :1, :], REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)]
+)
+def test_whitening_drops_what_is_below_the_rounding_errors_of_the_features(dtype, expected):
+    """Samples 1 and 2 differ by less than bfloat16 resolves: noise in that direction must not change the rewards."""
+    assert whitening_tolerance(dtype) == expected and whitening_tolerance(dtype, "sample") == 1e-5
+    settings = SimpleNamespace(use_whitening=True, whitening_space="feature", alignment_coef=1.0, diversity_coef=1.0)
+    x, y = torch.nn.functional.normalize(random_features(4, 30), dim=-1), random_features(30, seed=1)
+    x[1] = x[0] + 0.3 * expected * x[2]
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    kept = s > expected * s[0]
+    assert kept.sum() == 3
+    white_x, white_y = u[:, kept] @ vt[kept], y.double() @ vt[kept].T @ torch.diag(1 / s[kept]) @ vt[kept]
+    gram = white_x @ white_x.T
+    wanted = 2 * torch.nn.functional.cosine_similarity(white_x, white_y[None]) - 2 / 3 * (gram.sum(1) - gram.diagonal())
+    found = match_features(x, y, settings, computed_in=dtype)
+    torch.testing.assert_close(found.rewards.double(), wanted, atol=1e-4, rtol=1e-4)
+    noise = 0.1 * expected * torch.nn.functional.normalize(random_features(4, 30, seed=2), dim=-1)
+    torch.testing.assert_close(
+        match_features(x + noise, y, settings, computed_in=dtype).rewards, found.rewards, atol=0.1, rtol=0
+    )
+
+
+def test_equal_samples_have_equal_terms_and_advantages_of_zero():
+    tokens = torch.tensor([[[1, 2], [1, 2], [1, 2], [1, 2]], [[1, 2], [3, 2], [1, 2], [3, 2]]])
+    first = first_equal(tokens)
+    assert first.tolist() == [[0, 0, 0, 0], [0, 1, 0, 1]]
+    x = random_features(2, 4, 9).take_along_dim(first[..., None], 1) + 1e-6 * random_features(2, 4, 9, seed=3)
+    for whitens in (False, True):
+        settings = SimpleNamespace(
+            use_whitening=whitens, whitening_space="feature", alignment_coef=0.7, diversity_coef=0.3
+        )
+        match = match_features(x, random_features(2, 9, seed=4), settings, first=first)
+        for values in (match.alignment, match.diversity, match.rewards):
+            assert torch.equal(values, values.gather(-1, first))
+        for estimator in ("rloo", "group_norm"):
+            for baseline in ("independent", "mean"):
+                options = {"diversity": 0.3 * match.diversity, "rloo_baseline": baseline}
+                found = compute_advantages(match.rewards, estimator, **options)
+                assert found[0].tolist() == [0.0] * 4 and (found[1].abs() > 1e-3).all()
+
+
+def test_advantages_of_equal_rewards_are_zero_only_where_the_formula_gives_zero():
+    rewards, equal, unequal = torch.full((3,), 0.1), torch.full((3,), 0.7), torch.tensor([0.5, 0.7, 0.9])
+    assert compute_advantages(rewards, "rloo").tolist() == [0.0] * 3
+    assert compute_advantages(rewards + 1e-8, "rloo", diversity=equal).tolist() == [0.0] * 3
+    # Mean of the others' r + d is 0.9, 0.8, 0.7; diversity without j is 1.1, 0.7, 0.3.
+    expected = torch.tensor([0.1 - 0.9 + 1.1, 0.1 - 0.8 + 0.7, 0.1 - 0.7 + 0.3])
+    torch.testing.assert_close(compute_advantages(rewards, "rloo", diversity=unequal), expected)
+    # Both of two equal samples are penalised for each other.
+    torch.testing.assert_close(compute_advantages(rewards[:2], "rloo", diversity=equal[:2]), torch.full((2,), -0.7))
+    far = torch.tensor([1000.0, 1000.0, 1000.01])
+    assert (compute_advantages(far, "rloo").abs() > 1e-3).all()
 
 
 def test_rloo_by_hand():

@@ -82,6 +82,7 @@ class FeatureNetwork:
         self._place: tuple[torch.device, torch.device] | None = None  # of the policy, and of the copy that follows it
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
+        self.computed_in: torch.dtype = torch.float32  # the latest hidden states, see `_precision`
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +108,7 @@ class FeatureNetwork:
                 f"{type(self.causal_lm).__name__} has several streams of hidden states (shape "
                 f"{tuple(states[-1].shape)}), but EBFT requires models with a single hidden state per token and layer"
             )
+        self.computed_in = _precision(states)
         return states
 
     def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
@@ -131,6 +133,13 @@ def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
             "is padding of the model's larger vocabulary, which trained models do not sample. Use a base_model with "
             "the same vocabulary size"
         )
+
+
+def _precision(states: list[Tensor]) -> torch.dtype:
+    """Return the dtype with the largest rounding errors in their computation; autocast keeps sums in float32."""
+    device = states[0].device.type
+    autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+    return max((*(x.dtype for x in states), *autocast), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:

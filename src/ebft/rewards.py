@@ -24,6 +24,8 @@ RlooBaseline = Literal["independent", "mean"]
 
 # Rewards with a smaller standard deviation are equal up to rounding; dividing by it would amplify noise.
 _MIN_REWARD_STD = 1e-6
+# Singular values below this fraction of the largest are dropped in whitening, with embeddings computed in float32.
+_MIN_SINGULAR_VALUE = 1e-5
 
 
 class RewardSettings(Protocol):
@@ -48,22 +50,52 @@ class FeatureMatch:
 
 
 @torch.no_grad()
-def match_features(samples: Tensor, reference: Tensor, settings: RewardSettings) -> FeatureMatch:
+def match_features(
+    samples: Tensor,
+    reference: Tensor,
+    settings: RewardSettings,
+    *,
+    computed_in: torch.dtype = torch.float32,
+    first: Tensor | None = None,
+) -> FeatureMatch:
     """Compute the rewards `alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) and their terms.
 
-    samples (..., N, D), reference (..., D); whitened if `settings.use_whitening`. No gradients are computed, since
-    rewards are constants with respect to the policy.
+    samples (..., N, D), reference (..., D); whitened if `settings.use_whitening`, with the tolerance for embeddings
+    that were computed in the dtype `computed_in`. `first` (..., N), a result of `first_equal`, gives equal samples
+    exactly equal terms. No gradients are computed, since rewards are constants with respect to the policy.
     """
+    if first is not None:
+        samples = samples.gather(-2, first.unsqueeze(-1).expand_as(samples))
     phi, phi_ref = samples, reference
     if settings.use_whitening:
-        phi, phi_ref = whiten(phi, phi_ref, settings.whitening_space)
+        tol = whitening_tolerance(computed_in, settings.whitening_space)
+        phi, phi_ref = whiten(phi, phi_ref, settings.whitening_space, tol)
     alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
+    if first is not None:
+        alignment, diversity = alignment.gather(-1, first), diversity.gather(-1, first)
     rewards = settings.alignment_coef * alignment - settings.diversity_coef * diversity
     return FeatureMatch(samples, reference, alignment, diversity, rewards, cfm_loss(phi, phi_ref))
 
 
+def first_equal(tokens: Tensor) -> Tensor:
+    """Return the index of the first sample of each group with the same tokens: (..., N, G) -> (..., N)."""
+    is_equal_NN = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).all(-1)
+    return is_equal_NN.int().argmax(-1)  # the first of equal values
+
+
+def whitening_tolerance(computed_in: torch.dtype, space: WhiteningSpace = "feature") -> float:
+    """Return the tolerance of `whiten` for embeddings computed in a dtype.
+
+    The rounding errors of the N embeddings are a matrix whose largest singular value is about `eps` times that of the
+    embeddings, and below `2 * eps` in 90% of groups. Smaller singular values of the embeddings are rounding noise,
+    which feature-space whitening would scale up to the length of the others; sample-space whitening does not apply
+    them to the reference.
+    """
+    return max(_MIN_SINGULAR_VALUE, 2 * torch.finfo(computed_in).eps) if space == "feature" else _MIN_SINGULAR_VALUE
+
+
 def whiten(
-    samples: Tensor, reference: Tensor, space: WhiteningSpace = "feature", tol: float = 1e-5
+    samples: Tensor, reference: Tensor, space: WhiteningSpace = "feature", tol: float = _MIN_SINGULAR_VALUE
 ) -> tuple[Tensor, Tensor]:
     """Whiten samples (..., N, D) and reference (..., D) with the samples' second moment (eq. 8-9, section 2.3).
 
@@ -153,7 +185,11 @@ def compute_advantages(
     all terms that depend on sample j, including those in the other samples' diversity: it is the mean of the other
     samples' alignment terms minus `(sum_k d_k - 2 d_j) / (N - 2)`, or minus 0 for N = 2. With `rloo_baseline="mean"`,
     or without `diversity`, it is the mean of the other samples' rewards. `group_norm` is `(r - mean) / std`, with the
-    N - 1 standard deviation, and 0 if all rewards are equal. `reinforce` is the reward itself.
+    N - 1 standard deviation. `reinforce` is the reward itself.
+
+    Advantages of `rloo` and `group_norm` are exactly 0 where the formula gives 0 because all rewards (and diversity
+    terms) of a group are equal; their rounding errors would be scaled up by Adam. With the default baseline and N = 2,
+    the advantages of equal samples are `-d_j`, which makes both of them less likely.
 
     Raises ValueError for an unknown estimator or baseline, and for `rloo` or `group_norm` with a single sample.
     """
@@ -171,8 +207,22 @@ def compute_advantages(
         centred = rewards - rewards.mean(-1, keepdim=True)
         return torch.where(std > _MIN_REWARD_STD, centred / std.clamp_min(_MIN_REWARD_STD), 0.0)
     if diversity is None or rloo_baseline == "mean":
-        return rewards - _mean_of_others(rewards)
-    return rewards - _mean_of_others(rewards + diversity) + _diversity_without(diversity)
+        return (rewards - _mean_of_others(rewards)).masked_fill(_are_equal(rewards, diversity), 0.0)
+    are_zero = _are_equal(rewards, diversity) & _are_equal(diversity, rewards)
+    if n == 2:
+        are_zero &= (diversity == 0).all(-1, keepdim=True)
+    advantages = rewards - _mean_of_others(rewards + diversity) + _diversity_without(diversity)
+    return advantages.masked_fill(are_zero, 0.0)
+
+
+def _are_equal(values: Tensor, others: Tensor | None) -> Tensor:
+    """Return which groups of `values` (..., N), computed from terms of the size of both, are equal: (..., 1).
+
+    Differences of up to four units in the last place are rounding errors.
+    """
+    terms = values if others is None else torch.cat([values, others], dim=-1)
+    rounding = 4 * torch.finfo(values.dtype).eps * terms.abs().amax(-1, keepdim=True)
+    return values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True) <= rounding
 
 
 def _mean_of_others(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ebft.errors import NonFiniteLossError
-from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten
+from ebft.rewards import alignment_rewards, cfm_loss, diversity_rewards, unbiased_cfm_loss, whiten, whitening_tolerance
 
 CROSS_ENTROPY = {"perplexity": "ce_loss", "perplexity_all": "ce_loss_all"}
 CURVE = "curve"  # prefix of the names of points of curves: curve/NAME/POSITION
@@ -24,13 +24,20 @@ _MAX_EXPONENT = 700.0  # exp() of larger float64 values overflows
 
 
 def feature_scores(
-    phi: Tensor, phi_ref: Tensor, *, alignment_coef: float, diversity_coef: float, pass_at: Iterable[int]
+    phi: Tensor,
+    phi_ref: Tensor,
+    *,
+    alignment_coef: float,
+    diversity_coef: float,
+    pass_at: Iterable[int],
+    computed_in: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Compute the feature-matching metrics of groups (M, N, D') and references (M, D'), by name: (M,) each.
 
     Embeddings are normalised but not whitened, so that different models are comparable; only `cfm_loss_whitened`
-    whitens each group with its own samples. `cfm_loss` is the unbiased estimate and is omitted for N = 1. `X_pass@k` is
-    the expected maximum over k samples. Raises NonFiniteLossError for NaN or infinite embeddings.
+    whitens each group with its own samples, with the tolerance of the dtype `computed_in`. `cfm_loss` is the unbiased
+    estimate and is omitted for N = 1. `X_pass@k` is the expected maximum over k samples. Raises NonFiniteLossError
+    for NaN or infinite embeddings.
     """
     if not (torch.isfinite(phi).all() and torch.isfinite(phi_ref).all()):
         raise NonFiniteLossError(
@@ -43,7 +50,7 @@ def feature_scores(
         "alignment": alignment.mean(-1),
         "diversity": diversity.mean(-1),
         "cfm_loss_plugin": cfm_loss(phi, phi_ref),
-        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref)),
+        "cfm_loss_whitened": cfm_loss(*whiten(phi, phi_ref, tol=whitening_tolerance(computed_in))),
     }
     if phi.shape[1] > 1:
         values["cfm_loss"] = unbiased_cfm_loss(phi, phi_ref)

@@ -7,8 +7,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ebft.over_trainer.held_out_rows import held_out_batches
 from ebft.preferences.over_trl import with_reference
-from ebft.preferences.over_trl.metrics import held_out_batches
 from tests.golden.runs import ROWS
 from tests.ranks import run_module
 from tests.run.crash import config_of, result, run_processes, write_inputs

@@ -409,3 +409,17 @@ def test_looking_at_a_step_does_not_change_training(tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     assert losses(looks=True) == losses(looks=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_whitening": True}, {"advantage_estimator": "group_norm"}])
+def test_equal_rollouts_do_not_move_the_policy(changes, tmp_path):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)  # all probability is on one token
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    options = {"n_samples_per_prompt": 4, "weight_decay": 0.0, "max_steps": 3, "ce_coef": 0.0, "adam_epsilon": 1e-12}
+    trainer = make(tmp_path, model, **options, **changes)
+    trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs and all(entry["grad_norm"] == 0 and entry["ebft/diversity"] > 0.1 for entry in logs)

@@ -1,6 +1,7 @@
 """Runs of the structured trainers: what their options change, what is logged, evaluated, resumed and refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,51 @@ def test_groups_without_a_signal_are_skipped(chat_tokenizer, tmp_path):
     assert "skipped_zero_adv_batches" not in run(skip=False)
 
 
+class SameForAll:
+    """Equal completions within each group."""
+
+    def generate(self, prompts, max_tokens):
+        return [Completion([5 + len(prompt) % 50, 9, 7], None) for prompt in prompts]
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
+def test_equal_completions_do_not_move_the_policy(estimator, chat_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: SameForAll())
+    policy = lora(chat_model(chat_tokenizer))
+    before = copy.deepcopy(policy.state_dict())
+    options = {"weight_decay": 0.0, "use_whitening": True, "adam_epsilon": 1e-12, "advantage_estimator": estimator}
+    trainer = make(policy, chat_tokenizer, tmp_path, rows(multi_turn=False), **options)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] == 0
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "aggregation", "expected"),
+    [
+        ([[1, 0], [0, 1]], [0.3, 0.3], "sum_then_normalize", True),
+        ([[1, 0], [0, 1]], [0.3, 0.3], "normalize_then_sum", False),
+        ([[0.1, 0.2], [0.3, 0]], [1, 1], "sum_then_normalize", True),
+        ([[0.1, 0.2], [0.3, 1e-5]], [1, 1], "sum_then_normalize", False),
+        ([[0.7], [None]], [1], "sum_then_normalize", True),
+        ([[0.7], [0.7000001]], [1], "sum_then_normalize", False),
+        ([[0.7, 1], [0.7, None]], [1, 1], "sum_then_normalize", False),
+        ([[0.7, 1], [0.7, None]], [1, 1], "normalize_then_sum", True),
+    ],
+)
+def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation, expected):
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(process_index=0),
+        _group_size=lambda: 4,
+        rewards=torch.tensor(
+            [[float("nan") if x is None else x for x in row] for row in rewards] * 2, dtype=torch.float32
+        ),
+        reward_weights=torch.tensor(weights, dtype=torch.float32),
+        multi_objective_aggregation=aggregation,
+    )
+    assert RolloutGRPOTrainer._without_signal(trainer, [{}] * 4).tolist() == [expected] * 4
+
+
 def test_cross_entropy_is_a_signal_of_its_own(chat_tokenizer, tmp_path):
     policy = lora(chat_model(chat_tokenizer))
     before = copy.deepcopy(policy.state_dict())
@@ -175,17 +221,15 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
     assert logs["completions/clipped_ratio"] == 0 and logs["grad_norm"] > 0
 
 
-def test_held_out_means_do_not_depend_on_the_batch_size(chat_tokenizer, tmp_path):
-    from tests.structured.short_run import Trainer  # samples by prompt alone
+@pytest.mark.parametrize("method", ["ebft", "grpo", "gdpo"])
+def test_held_out_metrics_do_not_depend_on_the_batch_size(method, tmp_path):
+    from tests.structured.short_run import check_held_out, held_out
 
-    dataset, found = rows(multi_turn=False), {}
-    for size in (4, 8, 12, 20):
-        args = arguments(tmp_path, per_device_eval_batch_size=size)
-        trainer = Trainer(chat_model(chat_tokenizer), args, train_dataset=dataset, processing_class=chat_tokenizer)
-        found[size] = trainer.evaluate(dataset.select(range(5)))
-    for size in (8, 12, 20):
-        for name in ("eval_alignment", "eval_cfm_loss", "eval_ce_loss", "eval_diversity"):
-            assert found[size][name] == pytest.approx(found[4][name], abs=1e-4), (size, name)
+    found = {size: held_out(tmp_path, method, size) for size in (4, 8, 12, 20)}
+    for size, (metrics, expected) in found.items():
+        check_held_out(metrics, expected)
+        for name, value in metrics.items():
+            assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), (size, name)
 
 
 def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):

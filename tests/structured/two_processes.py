@@ -24,7 +24,7 @@ from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.server_rollouts import ServerRollouts
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.rollouts.test_sampling_check import Server
-from tests.structured.short_run import FromThePrompt
+from tests.structured.short_run import FromThePrompt, check_held_out, held_out
 from tests.structured.trainers import USER, arguments
 
 TOKENIZER = make_chat_tokenizer()
@@ -210,6 +210,18 @@ def one_process_samples_its_failed_prompts_again(folder, rank):
     assert logged == [0, 1], logged
 
 
+def held_out_rows_count_once(folder, rank):
+    """Five groups of four completions do not fill the batches of two processes."""
+    for method in ("ebft", "grpo", "gdpo"):
+        by_size = []
+        for size in (4, 8):
+            metrics, expected = held_out(folder / "held-out", method, size)
+            check_held_out(metrics, expected)
+            by_size.append(metrics)
+        for name, value in by_size[0].items():
+            assert abs(by_size[1][name] - value) <= 1e-4 * max(1.0, abs(value)), (method, name)
+
+
 def main(folder):
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
@@ -218,6 +230,7 @@ def main(folder):
         a_sharded_adapter_is_sent_whole_and_can_be_exchanged,
         one_process_replays_its_own_groups,
         one_process_samples_its_failed_prompts_again,
+        held_out_rows_count_once,
     ):
         check(Path(folder), rank)
         distributed.barrier()

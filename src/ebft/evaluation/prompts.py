@@ -78,7 +78,8 @@ class PromptMeasure:
             return phi[None, :-1], phi[None, -1]
 
         whole = embedded(None)
-        self.scores.add_all(feature_scores(*whole, **coefficients, pass_at=self.task.settings.pass_at), [document])
+        options = {"pass_at": self.task.settings.pass_at, "computed_in": network.computed_in}
+        self.scores.add_all(feature_scores(*whole, **coefficients, **options), [document])
         self.scores.keep_samples(*whole, **coefficients)
         # Powers of two only: other lengths would each be covered by a single reference.
         for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:

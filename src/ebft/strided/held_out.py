@@ -106,6 +106,7 @@ class HeldOutMeasure:
             alignment_coef=self.alignment_coef,
             diversity_coef=self.diversity_coef,
             pass_at=self.pass_at,
+            computed_in=self.network.computed_in,
         )
         self.scores.add_all(whole, blocks)
         if not self.curves:

@@ -29,7 +29,7 @@ from ebft.monitor.throughput import Throughput
 from ebft.over_trainer import OverTrainer
 from ebft.prefix.policy import check_supported, prepare
 from ebft.prefix.sampling import Truncation
-from ebft.rewards import compute_advantages, match_features
+from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
 from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
@@ -117,7 +117,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         noise = self._noise if is_training_step else DocumentNoise(args.seed)
         rollouts = self._sample(model, documents, layout, noise, single_pass)
         phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
-        match = match_features(phi, phi_ref, args)
+        match = self._match(phi, phi_ref, rollouts.tokens)
         advantages = compute_advantages(
             match.rewards,
             args.advantage_estimator,
@@ -172,6 +172,11 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             return embed_blocks(
                 self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
             )
+
+    def _match(self, phi: Tensor, phi_ref: Tensor, tokens: Tensor) -> FeatureMatch:
+        """Return the rewards of the rollouts, equal for equal ones, and their terms."""
+        computed_in = self.feature_network.computed_in
+        return match_features(phi, phi_ref, self.args, computed_in=computed_in, first=first_equal(tokens))
 
     def _score(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor

@@ -146,10 +146,22 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         return inputs
 
     def _without_signal(self, rows: list[Row]) -> Tensor:
-        """Return which of this process's completions (B,) are in a group whose rewards are all equal."""
+        """Return which of this process's completions (B,) are in a group whose rewards are all equal.
+
+        These are the weighted totals, up to rounding, or, if they are normalised first, those of every function.
+        Completions without a reward do not count.
+        """
         first, n = self.accelerator.process_index * len(rows), self._group_size()
-        groups = self.rewards[first : first + len(rows)].nan_to_num(0.0).view(-1, n, self.rewards.shape[-1])
-        return (groups == groups[:, :1]).all(-1).all(-1).repeat_interleave(n)
+        values = self.rewards[first : first + len(rows)]  # (B, functions)
+        rounding = 0.0
+        if self.multi_objective_aggregation == "sum_then_normalize" and values.shape[1] > 1:
+            weighted = values * self.reward_weights.to(values)
+            values = weighted.nansum(-1, keepdim=True).masked_fill(values.isnan().all(-1, keepdim=True), math.nan)
+            sizes = weighted.abs().nansum(-1).view(-1, n).amax(-1, keepdim=True)  # (groups, 1)
+            rounding = torch.finfo(values.dtype).eps * weighted.shape[1] * sizes
+        groups = values.view(-1, n, values.shape[1])
+        highest, lowest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
+        return (highest - lowest <= rounding).all(-1).repeat_interleave(n)
 
     def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.model.training:

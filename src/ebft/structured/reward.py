@@ -85,9 +85,19 @@ class FeatureMatchingReward:
         reference is missing, ValueError if the lists are inconsistent, and NonFiniteLossError if a reward is not
         finite.
         """
-        groups = self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns)
-        embeddings = torch.stack([self._embedded(conversation, samples) for conversation, samples in groups])
-        self.last = match_features(embeddings[:, :-1], embeddings[:, -1], self.options)
+        embedded, first = [], []
+        for conversation, samples in self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns):
+            prompt, ids = self._continued(conversation, samples)
+            embedded.append(embed_continuations(self.network, prompt, ids))
+            first.append([ids.index(sample) for sample in ids[:-1]])
+        embeddings = torch.stack(embedded)
+        self.last = match_features(
+            embeddings[:, :-1],
+            embeddings[:, -1],
+            self.options,
+            computed_in=self.network.computed_in,
+            first=torch.tensor(first, device=embeddings.device),
+        )
         if not torch.isfinite(self.last.rewards).all():
             raise NonFiniteLossError(
                 "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
@@ -98,11 +108,11 @@ class FeatureMatchingReward:
                 log_metric(name, value)
         return self.last.rewards.flatten().tolist()
 
-    def _embedded(self, conversation: Conversation, samples: list[list[int]]) -> Tensor:
-        """Return the embeddings (n + 1, D) of the samples of a prompt and of their reference."""
+    def _continued(self, conversation: Conversation, samples: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """Return the prompt that all sequences start with, and how the samples and then the reference go on."""
         follows = conversation.generation_prompt_ids if self.follows_generation_prompt else conversation.prompt_ids
         prompt, continued = conversation.compared(follows, [list(ids) for ids in samples])
-        return embed_continuations(self.network, prompt, [without_end(ids, self.end_ids) for ids in continued])
+        return prompt, [without_end(ids, self.end_ids) for ids in continued]
 
     def _groups(
         self, prompts, completion_ids, ground_truth, remaining_turns, columns
@@ -181,7 +191,7 @@ def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable
     return {*renderer.end_ids(), *declared, *stop_token_ids}
 
 
-def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Tensor]:
+def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: torch.dtype) -> dict[str, Tensor]:
     """Return the held-out feature-matching metrics of every group, repeated for its samples: (M * N,) each.
 
     Features are normalised but not whitened, as in strided mode (`ebft.scores.feature_scores`).
@@ -193,5 +203,6 @@ def held_out_values(match: FeatureMatch, options: RewardOptions) -> dict[str, Te
         alignment_coef=options.alignment_coef,
         diversity_coef=options.diversity_coef,
         pass_at=sorted({1, n}),
+        computed_in=computed_in,
     )
     return {name: value.repeat_interleave(n) for name, value in values.items()}

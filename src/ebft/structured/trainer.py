@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trl.trainer.utils import pad
@@ -136,17 +135,16 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         self._held_out_prefix = metric_key_prefix
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = len(dataset) * self.num_generations_eval if isinstance(dataset, Dataset) else None
-        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in HELD_OUT}
+        self._held_out = {name: HeldOutMeans(self.accelerator, rows=None) for name in HELD_OUT}
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         rewards = super().after_rewards(rows, rewards)
         if not self.model.training:
             self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
-            values = held_out_values(self.feature_reward.last, self.feature_reward.options)
-            self._held_out["features"].add(values, torch.ones(len(rows)))
+            reward = self.feature_reward
+            values = held_out_values(reward.last, reward.options, reward.network.computed_in)
+            self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.copies))
         return rewards
 
     # Cross-entropy
@@ -187,8 +185,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
             return loss
         (nll, counts), (nll_all, counts_all) = self._nll_sums(model, inputs)
         if not self.model.training:
-            self._held_out["cross-entropy"].add({"ce_loss": nll / counts.clamp_min(1)}, counts)
-            self._held_out["all tokens"].add({"ce_loss_all": nll_all / counts_all.clamp_min(1)}, counts_all)
+            of_row, of_all = nll / counts.clamp_min(1), nll_all / counts_all.clamp_min(1)
+            self._held_out["cross-entropy"].add({"ce_loss": of_row}, counts / self.copies)
+            self._held_out["all tokens"].add({"ce_loss_all": of_all}, counts_all / self.copies)
             return loss
         self._reference_nll.add("ce_loss", nll.detach().sum(), counts.sum())
         # DDP averages over the processes, whereas these losses are to be summed.

@@ -5,6 +5,7 @@ installed release.
 """
 
 from ebft.structured.over_trl.grouped_batches import ROW, by_group
+from ebft.structured.over_trl.held_out import CountsRowsOnce
 from ebft.structured.over_trl.hooks import HasHooks
 from ebft.structured.over_trl.names import NamesPrivates
 from ebft.structured.over_trl.resuming import ResumesGeneration
@@ -14,5 +15,5 @@ __all__ = ["COMPLETIONS", "LOGPROBS", "ROW", "OverTRL", "by_group"]
 COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
 
 
-class OverTRL(HasHooks, ResumesGeneration, NamesPrivates):
-    """GRPOTrainer whose steps have hooks, and which continues exactly from a checkpoint."""
+class OverTRL(HasHooks, CountsRowsOnce, ResumesGeneration, NamesPrivates):
+    """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues exactly from a checkpoint."""
