@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.thinking import TAGS, join_thinking, split_thinking, thinking_spans, token_mask
+from ebft.data.thinking import TAGS, join_thinking, split_thinking, thinking_spans, token_mask, token_ranges
 from ebft.errors import DataError
 
 
@@ -56,6 +56,20 @@ def test_tokens_of_a_block(tokenizer):
 def test_a_token_that_only_touches_a_block_is_in_it(tokenizer):
     ids = tokenizer(" argparse", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert token_mask(tokenizer, " argparse", [(1, 2)]) == [start < 2 and end > 1 for start, end in ids]
+
+
+def test_ranges_of_tokens(tokenizer):
+    """Those of the mask of each range alone, without tokens of an earlier range."""
+    text = "é print(1) <think>¿so?</think>\n\nFour 🙂.  argparse"
+    cuts = [0, 2, 7, 9, 14, 20, 31, 33, 38, 40, len(text)]
+    for spans in (list(zip(cuts, cuts[1:])), list(zip(cuts[::2], cuts[1::2])), [(1, 3), (len(text) - 2, len(text))]):
+        taken, expected = 0, []
+        for span in spans:
+            on = [place for place, own in enumerate(token_mask(tokenizer, text, [span])) if own and place >= taken]
+            expected += [[on[0], on[-1] + 1]] if on else []
+            taken = max([taken, *(place + 1 for place in on)])
+        assert token_ranges(tokenizer, text, spans) == expected and len(expected) > 1
+    assert token_ranges(tokenizer, "", [(0, 1)]) == []
 
 
 def test_tokens_of_spaces_alone_without_offsets():

@@ -5,6 +5,8 @@ only a closing tag, the block begins at the start: the chat templates of some mo
 prompt.
 """
 
+from bisect import bisect_left, bisect_right
+
 from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import DataError
@@ -42,6 +44,26 @@ def join_thinking(thinking: str, answer: str) -> str:
 
 def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> list[bool]:
     """For each token of `text`, without special tokens, whether it overlaps one of the character ranges."""
+    tokens = _token_characters(tokenizer, text)
+    return [any(begin < last and end > first for first, last in spans) for begin, end in tokens]
+
+
+def token_ranges(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> list[list[int]]:
+    """The tokens [start, end) of `text` that overlap each character range; the ranges are in order and not empty.
+
+    A token of two ranges is part of the first. Ranges without a token of their own are left out.
+    """
+    begins, ends = zip(*_token_characters(tokenizer, text)) if text else ((), ())
+    found: list[list[int]] = []
+    for first, last in spans:
+        start = max(bisect_right(ends, first), found[-1][1] if found else 0)
+        stop = bisect_left(begins, last)
+        found += [[start, stop]] if start < stop else []
+    return found
+
+
+def _token_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
+    """The character range of each token of `text`, without special tokens."""
     if not tokenizer.is_fast:
         raise DataError(
             f"{type(tokenizer).__name__} does not support offset mapping, so the tokens of thinking blocks and "
@@ -49,13 +71,12 @@ def token_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[
             "ebft.mask_thinking_ce, train_on_eos and roles_to_train."
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask, before = [], 0
+    found, before = [], 0
     for start, end in encoded["offset_mapping"]:
         # Some tokenizers exclude spaces from the range of a token, so that a token of only spaces has an empty range.
-        begin = start if start < end else before
-        mask.append(any(begin < last and end > first for first, last in spans))
+        found.append((start if start < end else before, end))
         before = end
-    return mask
+    return found
 
 
 def _blocks(text: str) -> list[tuple[int, int, str]]:

@@ -12,7 +12,7 @@ from ebft.data.conversation import Renderer
 from ebft.data.joined import adds_space
 from ebft.data.messages import Message, replies
 from ebft.data.special_tokens import special_texts
-from ebft.data.thinking import thinking_spans, token_mask
+from ebft.data.thinking import thinking_spans, token_mask, token_ranges
 from ebft.data.transforms.rows import encode, segments_row, without_labels
 from ebft.data.transforms.turn_checks import TurnChecks
 from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
@@ -23,13 +23,14 @@ from ebft.errors import DataError
 def chat_transform(
     cfg: Any,
     entry: Any,
-    read: Callable[[dict[str, Any]], list[Message]],
+    read: Callable[[Any], list[Message]],
     with_reply: Callable[[Message], Message] | None = None,
     labels: TurnLabels | None = None,
 ) -> tuple[Callable, dict]:
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
-    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn. `labels`
+    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
+    `turn_spans` are the token ranges of all turns that are trained on, without ends of turns that are not. `labels`
     are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
     `with_reply` is applied first, as in the prompts of structured mode.
     `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
@@ -97,7 +98,12 @@ def _row(
     segments = [(encode(tokenizer, piece.text, special=False), bool(piece.spans)) for piece in pieces]
     row = segments_row(segments, train_on_inputs)
     masked: list[bool] = []
+    turn_spans: list[list[int]] = []
     for piece, (ids, _) in zip(pieces, segments):
+        if piece.is_turn:
+            is_whole = piece.spans == [(0, len(piece.text))]
+            own = [[0, len(ids)]] if is_whole else token_ranges(tokenizer, piece.text, piece.spans)
+            turn_spans += [[len(masked) + start, len(masked) + end] for start, end in own if start < end]
         off = [False] * len(ids)
         if not train_on_inputs and piece.spans not in ([], [(0, len(piece.text))]):
             off = [not learned for learned in token_mask(tokenizer, piece.text, piece.spans)]
@@ -105,7 +111,7 @@ def _row(
             thought = token_mask(tokenizer, piece.text, thinking_spans(piece.text))
             off = [left or right for left, right in zip(off, thought, strict=True)]
         masked += off
-    return without_labels(row, masked) if any(masked) else row
+    return {**(without_labels(row, masked) if any(masked) else row), "turn_spans": turn_spans}
 
 
 def _row_of_whole(
@@ -121,9 +127,10 @@ def _row_of_whole(
             "the tokens of turns cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
         )
     text = "".join(piece.text for piece in pieces)
-    learned, thoughts, done = [], [], 0
+    learned, turns, thoughts, done = [], [], [], 0
     for piece in pieces:
         learned += [(done + first, done + last) for first, last in piece.spans]
+        turns += [(done + first, done + last) for first, last in piece.spans if piece.is_turn and first < last]
         found = thinking_spans(piece.text) if mask_thinking and piece.is_reply else []
         thoughts += [(done + first, done + last) for first, last in found]
         done += len(piece.text)
@@ -133,7 +140,8 @@ def _row_of_whole(
     off = [False] * len(ids) if train_on_inputs else [not on for on in token_mask(tokenizer, text, learned)]
     if thoughts:
         off = [left or right for left, right in zip(off, token_mask(tokenizer, text, thoughts), strict=True)]
-    return without_labels(segments_row([(ids[:first], True), (ids[first:], True)], True), off)
+    row = without_labels(segments_row([(ids[:first], True), (ids[first:], True)], True), off)
+    return {**row, "turn_spans": token_ranges(tokenizer, text, turns)}
 
 
 def _render(
