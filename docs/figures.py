@@ -27,11 +27,10 @@ TEXT, PROMPT, REFERENCE, ROLLOUTS = "#e8eaf6", "#b0bec5", "#a5d6a7", ("#ffcc80",
 
 def place(lengths: list[int], prompts: list[int], samples: int, **options: int) -> tuple[Documents, StridedLayout]:
     """The layout of documents of these lengths, placed by the trainer's own code."""
-    documents = Documents(
-        tokens=torch.arange(sum(lengths)),
-        lengths=torch.tensor(lengths),
-        prompt_length=torch.tensor(prompts),
-        ce_mask=torch.ones(sum(lengths), dtype=torch.bool),
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = torch.zeros_like(positions)
+    documents = Documents.from_inputs(
+        {"input_ids": ids, "position_ids": positions, "prompt_length": torch.tensor(prompts)}
     )
     return documents, StridedLayout.place(documents, n_samples_per_prompt=samples, **{**BLOCKS, **options})
 

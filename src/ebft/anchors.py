@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,3 +29,19 @@ def count_blocks(length, first, stride: int, generate_max_len: int):
     if isinstance(room, Tensor):
         return torch.where(room >= 0, room.div(stride, rounding_mode="floor") + 1, 0)
     return room // stride + 1 if room >= 0 else 0
+
+
+def count_row_blocks(length: int, prompt_length: int, turns: Sequence[Sequence[int]] | None, options: Any) -> int:
+    """Return the number of blocks of a row that is cut at `length` tokens, with the `options` of the blocks.
+
+    Blocks are in its `turns`, (start, end) pairs of token positions, or if there are none, from `prompt_length` on.
+    """
+    return sum(
+        count_blocks(
+            min(end, length),
+            first_anchor(start, options.context_length, options.min_completion_prefix),
+            options.stride,
+            options.generate_max_len,
+        )
+        for start, end in turns or [(prompt_length, length)]
+    )

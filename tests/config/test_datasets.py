@@ -55,7 +55,7 @@ def test_other_names(entry, given, key, value):
         ({"message_field_training_detail": "x"}, "detail is not supported: use message_field_training"),
         ({"type": "completion", "roles": {"user": ["a"]}}, "roles has no effect with type: completion.*chat_template"),
         ({"type": "alpaca", "train_on_eos": "all"}, "train_on_eos has no effect with type: alpaca"),
-        ({"type": "ebft_strided_chat", "roles_to_train": ["user"]}, "roles_to_train has no effect with type"),
+        ({"type": "ebft_reasoning.transform_strided", "roles_to_train": ["user"]}, "roles_to_train has no effect with"),
         ({"user_defined": {"field_output": "a"}}, "user_defined has no effect with type: chat_template"),
         ({"type": "ebft_reasoning", "template_thinking_key": "t"}, "thinking_key is not supported with ebft_r"),
     ],
@@ -87,18 +87,32 @@ def test_empty_keys_of_labels_have_one_warning(entry, keys):
         stored = entry(config.model_dump())
     assert config.roles_to_train is None and stored.train_on_eos is None
     (warning,) = [str(warning.message) for warning in found]
-    assert warning.endswith("To train on the last turn only, use type: ebft_strided_chat.")
+    assert warning.endswith("To train on the last turn only, use type: ebft_strided_chat.transform_last_turn.")
     assert all(f"datasets.0.{key}" in warning for key in keys)
 
 
-@pytest.mark.parametrize("method", [PROMPTS, STRIDED])
 @pytest.mark.parametrize(
     "keys", [{"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"}]
 )
 @pytest.mark.filterwarnings("ignore:datasets.type")
-def test_labels_of_sft_have_no_effect_with_other_methods(entry, keys, method):
-    with pytest.warns(UserWarning, match=f"datasets.0.{next(iter(keys))}: no effect with .*determines the turns"):
-        entry(keys, **method)
+def test_labels_have_no_effect_with_prompts_and_with_transforms_of_other_turns(entry, keys):
+    match = f"datasets.0.{next(iter(keys))}: no effect with .*determines the turns"
+    with pytest.warns(UserWarning, match=match):
+        entry(keys, **PROMPTS)
+    for method in ({}, STRIDED):
+        with warnings.catch_warnings(), pytest.warns(UserWarning, match=match):
+            entry({"type": "ebft_chat_multiturn.transform_last_turn", **keys}, **method)
+        with warnings.catch_warnings(), pytest.warns(UserWarning, match="^roles_to_train: no effect with type: ebft_r"):
+            entry({"type": "ebft_reasoning.transform_strided"}, roles_to_train=["user"], **method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entry(keys, **STRIDED)
+        entry({"type": "ebft_strided_chat", **keys}, **STRIDED)
+
+
+def test_ends_of_turns_that_are_not_trained_on_in_strided_mode(entry):
+    with pytest.warns(UserWarning, match="datasets.0.train_on_eos: all has the effect of turn in strided mode"):
+        entry({"train_on_eos": "all"}, **STRIDED)
 
 
 @pytest.mark.parametrize(

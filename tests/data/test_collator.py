@@ -24,6 +24,16 @@ def test_without_prompt_length_for_plain_models():
     assert set(DocumentCollator(0, with_prompt_length=False)(ROWS)) == {"input_ids", "attention_mask", "labels"}
 
 
+def test_turns_are_padded_with_zeros():
+    rows = [{**ROWS[0], "turn_spans": [[0, 1], [2, 3]]}, {**ROWS[1], "turn_spans": [[0, 1]]}, ROWS[1]]
+    batch = DocumentCollator(0)(rows)
+    assert batch["turn_spans"].tolist() == [[[0, 1], [2, 3]], [[0, 1], [0, 0]], [[0, 0], [0, 0]]]
+    packed = DocumentCollator(0)([{"documents": rows[:2]}, {"documents": rows[2:]}])
+    assert all(packed[name].equal(batch[name]) for name in batch)
+    assert "turn_spans" not in DocumentCollator(0)([{**row, "turn_spans": []} for row in ROWS])
+    assert "turn_spans" not in DocumentCollator(0, with_prompt_length=False)(rows)
+
+
 def test_rows_with_tokens_only_train_on_every_token():
     batch = DocumentCollator(0)([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "attention_mask": [1, 0]}])
     assert batch["labels"].tolist() == [[1, 2], [3, -100]]

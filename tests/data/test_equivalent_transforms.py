@@ -79,17 +79,18 @@ def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
     path = write_jsonl([make(number) for number in range(10)])
     rows = {method: load(path, type, chatml, method, val_set_size=3, seed=1) for method in METHODS}
     assert rows["plain"] == rows["strided"] and rows["structured"] == rows["grpo"]
-    if "all_turns" in type or type.startswith("chat_template"):
-        return  # a row of every turn there, one row with every turn trained on here
     train, held_out = rows["structured"]
-    assert len(train) == 7 and len(held_out) == 3
+    turns = 2 if "all_turns" in type else 1
+    assert len(train) == 7 * turns and len(held_out) == 3 * turns
     assert same(rows["plain"][0], train) and same(rows["plain"][1], held_out)
 
 
-def test_every_turn_is_trained_on_in_both_kinds_of_rows(write_jsonl, chatml):
+@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat"])
+@pytest.mark.parametrize("method", ["plain", "strided"])
+def test_every_turn_is_trained_on_in_both_kinds_of_rows(write_jsonl, chatml, type, method):
     path = write_jsonl([chat(number) for number in range(4)])
-    prompts = load(path, "chat_template", chatml, "grpo", val_set_size=2)
-    tokens = load(path, "chat_template", chatml, "plain", val_set_size=2)
+    prompts = load(path, type, chatml, "grpo", val_set_size=2)
+    tokens = load(path, type, chatml, method, val_set_size=2)
     assert [len(part) for part in prompts] == [4, 4] and [len(part) for part in tokens] == [2, 2]
     for of_prompts, of_tokens in zip(prompts, tokens):
         last = {tuple(prompt) for prompt, _ in of_tokens}

@@ -29,6 +29,7 @@ def cut(config, *rows):
             "input_ids": list(range(length)),
             "labels": [-100] * prompt + list(range(length))[prompt:],
             "prompt_length": prompt,
+            "turn_spans": [],
             "document": 0,
         }
         for length, prompt in rows
@@ -99,7 +100,8 @@ def test_plain_fine_tuning_needs_one_token_to_predict(make_config, row, kept, co
 def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels, prompt_length, kept, counts):
     config = make_config("unused", sequence_len=6, rl=None, ebft=None)
     labels = [label or -100 for label in labels]
-    row = {"input_ids": [7] * len(labels), "labels": labels, "prompt_length": prompt_length, "document": 0}
+    row = {"input_ids": [7] * len(labels), "labels": labels, "prompt_length": prompt_length}
+    row |= {"turn_spans": [], "document": 0}
     found = RowCounts()
     rows = cut_and_drop(Dataset.from_list([row], features=FEATURES), config.sequence_len, None, found)
     assert {reason: count for reason, count in found.items() if count} == counts
@@ -133,7 +135,42 @@ def test_rule_is_the_layouts(config):
     for length in range(1, 14):
         for prompt in range(length):
             room = first_anchor(prompt, 4, 2) + 3 <= length
-            assert fits_one_block(length, prompt, config.ebft) == room
+            row = {"input_ids": [1] * length, "prompt_length": prompt, "turn_spans": []}
+            assert fits_one_block(row, config.ebft) == room
+            assert fits_one_block({**row, "prompt_length": 0, "turn_spans": [[prompt, length]]}, config.ebft) == room
+
+
+@pytest.mark.parametrize(
+    ("turns", "length", "kept", "counts"),
+    [
+        ([(1, 7), (9, 12)], 12, (12, 9, [[1, 7], [9, 12]]), {}),  # the second is too short: its anchor is at 11
+        ([(1, 6), (8, 12)], 12, None, {TOO_SHORT: 1}),  # anchors at 4 and 10, each with 2 tokens of its turn
+        ([(1, 2), (4, 9)], 9, (9, 4, [[1, 2], [4, 9]]), {}),  # an anchor at 6
+        ([(1, 7), (9, 20)], 20, (12, 9, [[1, 7], [9, 12]]), {TRUNCATED: 1}),
+        ([(1, 8), (10, 12), (14, 20)], 20, (12, 10, [[1, 8], [10, 12]]), {TRUNCATED: 1}),
+        ([(1, 8), (14, 20)], 20, (8, 1, [[1, 8]]), {TRUNCATED: 1}),  # not the user's turn at the end
+        ([(1, 6), (9, 20)], 20, None, {PROMPT_TOO_LONG: 1}),
+        ([(13, 20)], 20, None, {PROMPT_TOO_LONG: 1}),
+    ],
+)
+@pytest.mark.parametrize("mask_thinking", [False, True])
+def test_turns_of_strided_rows(config, turns, length, kept, counts, mask_thinking):
+    """A row needs a turn with room for a block; turns are cut with the row, and masked ones stay."""
+    config.ebft.mask_thinking_ce = mask_thinking
+    labels = [7 if any(a <= i < b for a, b in turns) and not mask_thinking else -100 for i in range(length)]
+    labels[-1] = 7  # a row without any label has no reference
+    row = {"input_ids": [7] * length, "labels": labels, "prompt_length": turns[-1][0], "turn_spans": turns}
+    found = RowCounts()
+    rows = cut_and_drop(Dataset.from_list([{**row, "document": 0}], features=FEATURES), 12, config.ebft, found)
+    assert {reason: count for reason, count in found.items() if count} == counts
+    shown = [(len(row["input_ids"]), row["prompt_length"], row["turn_spans"]) for row in rows]
+    assert shown == ([] if kept is None else [kept])
+
+
+def test_windows_of_a_text_that_is_one_turn(config):
+    row = {"input_ids": [7] * 20, "labels": [7] * 20, "prompt_length": 0, "turn_spans": [[0, 20]], "document": 0}
+    rows = cut_and_drop(Dataset.from_list([row], features=FEATURES), 12, config.ebft, RowCounts())
+    assert rows["turn_spans"][:] == [[[0, 12]], [[0, 8]]]
 
 
 def test_the_longest_document_of_every_kind_of_rows():

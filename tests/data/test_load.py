@@ -14,7 +14,7 @@ def test_text_rows_are_windows_that_lose_no_text(make_config, write_jsonl, token
     config = make_config(path, shuffle_merged_datasets=False)
     train, evaluation = load_datasets(config, tokenizer)
     assert evaluation is None
-    assert train.column_names == ["input_ids", "labels", "prompt_length"]
+    assert train.column_names == ["input_ids", "labels", "prompt_length", "turn_spans"]
     whole = tokenizer(TEXT * 6)["input_ids"]
     joined = [token for row in train for token in row["input_ids"]]
     assert joined == whole[: len(joined)] and len(whole) - len(joined) < 16

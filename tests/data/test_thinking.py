@@ -59,6 +59,20 @@ def test_a_token_that_only_touches_a_block_is_in_it(tokenizer):
     assert Tokens(tokenizer, " argparse").mask([(1, 2)]) == [start < 2 and end > 1 for start, end in ids]
 
 
+def test_ranges_of_tokens(tokenizer):
+    """Those of the mask of each range alone, without tokens of an earlier range."""
+    text = "é print(1) <think>¿so?</think>\n\nFour 🙂.  argparse"
+    cuts = [0, 2, 7, 9, 14, 20, 31, 33, 38, 40, len(text)]
+    for spans in (list(zip(cuts, cuts[1:])), list(zip(cuts[::2], cuts[1::2])), [(1, 3), (len(text) - 2, len(text))]):
+        taken, expected = 0, []
+        for span in spans:
+            on = [place for place, own in enumerate(Tokens(tokenizer, text).mask([span])) if own and place >= taken]
+            expected += [[on[0], on[-1] + 1]] if on else []
+            taken = max([taken, *(place + 1 for place in on)])
+        assert Tokens(tokenizer, text).ranges_of(spans) == expected and len(expected) > 1
+    assert Tokens(tokenizer, "").ranges_of([(0, 1)]) == []
+
+
 def test_tokens_of_spaces_alone_without_offsets():
     """Byte-level tokenizers that trim offsets leave a token of spaces with none of its characters."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -40,7 +40,8 @@ def simple(result, map_kwargs='{"remove_columns": "__all__"}'):
 def test_own_transform(run_own, tokenizer):
     ids = 'tokenizer(example["a"])["input_ids"]'
     rows = run_own(simple(f'{{"input_ids": {ids}, "labels": {ids}, "prompt_length": 1}}'))
-    assert rows.column_names == ["input_ids", "labels", "prompt_length", "document"]
+    assert rows.column_names == ["input_ids", "labels", "prompt_length", "turn_spans", "document"]
+    assert rows["turn_spans"][:] == [[], []]
     assert rows[1]["input_ids"] == tokenizer("y")["input_ids"] and rows[1]["prompt_length"] == 1
 
 
@@ -58,6 +59,11 @@ def test_config_reads_as_attributes_and_as_a_mapping(run_own, read):
 @pytest.mark.parametrize(("labels", "prompt"), [([-100, 5, 6], 1), ([4, -100, 6], 0), ([-100] * 3, 0)])
 def test_prompt_that_only_the_labels_tell(run_own, labels, prompt):
     assert run_own(simple(f'{{"input_ids": [4, 5, 6], "labels": {labels}}}'))[0]["prompt_length"] == prompt
+
+
+def test_turns_of_an_own_transform(run_own):
+    fields = '"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "turn_spans": [(0, 1), (2, 4)]'
+    assert run_own(simple(f"{{{fields}}}"))[0]["turn_spans"] == [[0, 1], [2, 4]]
 
 
 def test_padding_is_taken_off(run_own):
@@ -123,6 +129,21 @@ def test_sigterm_ends_the_processes_of_a_transform_whatever_this_process_does_wi
             "prompt_length must be a non-negative integer, got -1",
         ),
         ('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}', "must be ones followed by zeros"),
+        *(
+            (
+                f'{{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "turn_spans": {spans}}}',
+                rf"pairs .* row's 3 tokens.*{got}",
+            )
+            for spans, got in (
+                ("[[0, 4]]", r"got \[\[0, 4\]\]"),
+                ("[[1, 3], [0, 1]]", "in order and without overlaps"),
+                ("[[0, 2], [1, 3]]", "without overlaps"),
+                ("[[2, 2]]", "got"),
+                ("[1, 2]", "got"),
+                ("[['a', 'b']]", "got"),
+                ("3", "got 3"),
+            )
+        ),
         ("[1, 2]", "the transform returned list; it must return a dict of fields"),
         ('example["b"]', r"row 0: KeyError: 'b' \(.*, line 4: .*\). The row has the columns a"),
     ],

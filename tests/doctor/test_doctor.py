@@ -195,6 +195,17 @@ def needs_of(path, overrides=(), longest=100):
     return needs(config, AutoConfig.from_pretrained(config.base_model), rows)
 
 
+def test_the_tokens_of_a_step_on_several_turns(tmp_path):
+    """Blocks of turns only: 8 tokens every 8, after context_length and in turns of 20, 7 and 30 tokens."""
+    config = load_config(write_inputs("strided_full", tmp_path), ["micro_batch_size=1", "ebft.context_length=4"])
+    blocks = {"stride": 8, "generate_max_len": 8, "min_completion_prefix": 0, "n_samples_per_prompt": 3}
+    for name, value in blocks.items():
+        setattr(config.ebft, name, value)
+    row = {"input_ids": [1] * 100, "prompt_length": 60, "turn_spans": [[10, 30], [40, 47], [60, 90]]}
+    tokens = LongestRows([row], (), 100).step_tokens(config)
+    assert tokens.loss == 100 + (2 + 0 + 3) * 3 * 8
+
+
 def test_the_estimate_of_a_full_model(tmp_path):
     path = write_inputs("strided_full", tmp_path)
     weights = 4 * 156_736
@@ -288,6 +299,9 @@ def test_savings_leave_out_what_is_set_already(tmp_path):
     prompts = replace(needs.rows, data=[row])
     found = savings(replace(needs, rows=prompts), "loss and backward")
     assert not any("sequence_len" in line for line in found), "no block fits after the prompt"
+    row["turn_spans"] = [[2, needs.rows.longest // 4], [needs.rows.longest // 2, needs.rows.longest]]
+    found = savings(replace(needs, rows=replace(needs.rows, data=[row])), "loss and backward")
+    assert any("sequence_len" in line for line in found), "an earlier turn has room"
     nine = savings(needs_of(path, ["micro_batch_size=9"]), "loss and backward")
     assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 (same step) (saves about" in nine[0]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft import evaluate, load_config
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.evaluation.models import load_subject
-from tests.evaluation.independent import cfm, cross_entropy, read
+from tests.evaluation.independent import cfm, cross_entropy, nll, read
 
 
 def load(models, name):
@@ -57,6 +57,33 @@ def test_cross_entropy_in_every_mode(kind, write_config, models, rows):
         assert metrics["perplexity_all"] == pytest.approx(math.exp(everything), rel=1e-3)
     values = [result["metrics"]["ce_loss"] for result in found]
     assert len({round(value, 3) for value in values}) == 3
+
+
+@pytest.mark.parametrize("kind", ["strided", "plain"])
+def test_several_turns_of_a_row(kind, write_config, models, rows, tmp_path):
+    """Labels of every turn are scored, and every turn has its blocks, in SFT as in strided mode."""
+    chats = [
+        [(row["input"], False), (row["output"], True), ("\nand then:", False), (other["output"], True), (" x y", False)]
+        for row, other in zip(read(rows / "pairs.jsonl"), read(rows / "pairs.jsonl")[1:])
+    ]
+    lines = [{"segments": [{"text": text, "label": on} for text, on in chat]} for chat in chats]
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = [{"path": str(tmp_path / "turns.jsonl"), "type": "input_output"}]
+    options = {"stride": 3, "context_length": 3, "generate_max_len": 4, "n_samples_per_prompt": 3}
+    ebft = {**options, "mode": "strided"} if kind == "strided" else options
+    path = write_config(kind, test_datasets=source, ebft=ebft)
+    (found,) = measured(path, ["base"], models, "eval_batch_size=3", "evaluation.per_document=true")
+    tokenizer, model, losses, blocks = AutoTokenizer.from_pretrained(models / "base"), load(models, "base"), [], []
+    for chat in chats:
+        ids, spans = [], []
+        for text, on in chat:
+            start = len(ids)
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+            spans += [(start, len(ids))] if on else []
+        losses += [nll(model, ids)[i - 1] for start, end in spans for i in range(start, end)]
+        blocks.append(sum(len(range(max(start, 3), end - 3, 3)) for start, end in spans))
+    assert found["metrics"]["ce_loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-4)
+    assert found["per_document"]["cfm_loss"]["weight"] == blocks and min(blocks) > 2
 
 
 @pytest.mark.slow

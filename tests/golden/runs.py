@@ -92,7 +92,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "strided_accumulation": (
         "chats",
-        "ebft_strided_chat.transform",
+        "ebft_strided_chat.transform_last_turn",
         changed(STRIDED, gradient_accumulation_steps=3, micro_batch_size=2, ebft={"advantage_estimator": "group_norm"}),
     ),
     "structured_single_turn": ("pairs", "ebft_opencode.transform", changed(STRUCTURED, **LORA)),

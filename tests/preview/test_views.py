@@ -57,6 +57,19 @@ def test_a_document_with_a_prompt(tokenizer):
     assert facts["in the cross-entropy"] == "5 of 9 tokens" and "ebft.ce_coef" not in facts
 
 
+def test_a_document_with_turns(tokenizer):
+    """Anchors at 1 + 1 -> 2 and 5 + 1; the turn 9-10 is too short."""
+    given = {**row(tokenizer, "abcdefghijkl", ""), "labels": ids(tokenizer, "abcdefghijkl"), "prompt_length": 9}
+    view = StridedView(options(), tokenizer)
+    [part] = view({**given, "turn_spans": [[1, 5], [5, 8], [9, 11]]}).parts
+    assert learned(part) == "_bcdefgh_jk_" and [block.anchor for block in part.blocks] == [2, 6]
+    facts = dict(part.facts)
+    assert facts["turns"] == "1-4 (1 block), 5-7 (1 block), 9-10 (0 blocks)"
+    assert facts["prompt"] == "1 tokens" and facts["in the cross-entropy"] == "9 of 12 tokens"
+    [part] = view({**given, "turn_spans": [[9, 12]]}).parts
+    assert "turns" not in dict(part.facts) and dict(part.facts)["prompt"] == "9 tokens"
+
+
 def test_raw_text_starts_at_the_context_length_and_its_first_token_is_not_predicted(tokenizer):
     [part] = StridedView(options(), tokenizer)(row(tokenizer, "", "abcdef")).parts
     assert learned(part) == "_bcdef" and [token.anchor for token in part.tokens if token.anchor] == [2, 4]

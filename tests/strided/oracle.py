@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import torch
 
 
-def anchors_of(length, prompt_length, o):
-    start = max(prompt_length + o.min_completion_prefix, o.context_length) if prompt_length else o.context_length
+def anchors_of(length, prompt, o):
+    """`prompt` is the length of the prompt, or a list of turns (start, end), each with its own anchors."""
     found = []
-    while start + o.generate_max_len <= length:
-        found.append(start)
-        start += o.stride
+    for begin, end in prompt if isinstance(prompt, list) else [(prompt, length)]:
+        anchor = max(begin + o.min_completion_prefix, o.context_length) if begin else o.context_length
+        while anchor + o.generate_max_len <= end:
+            found.append(anchor)
+            anchor += o.stride
     return found
 
 
@@ -105,14 +107,14 @@ def advantages_of(x, ys, alignment, diversity, rewards, o):
 
 
 def oracle_step(model, rows, rollouts, o):
-    """Everything a step computes, from rows = [(ids, prompt_length, ce_targets)] and rollouts (B, N, NB, G).
+    """Everything a step computes, from rows = [(ids, prompt, ce_targets)] and rollouts (B, N, NB, G).
 
     Returns a namespace of lists by (row, block); `loss` carries the gradient.
     """
     out = SimpleNamespace(anchors=[], logps={}, alignment={}, diversity={}, rewards={}, advantages={}, cfm={})
     rl_terms, ce_terms = [], []
-    for r, (ids, prompt_length, targets) in enumerate(rows):
-        out.anchors.append(anchors_of(len(ids), prompt_length, o))
+    for r, (ids, prompt, targets) in enumerate(rows):
+        out.anchors.append(anchors_of(len(ids), prompt, o))
         for b, a in enumerate(out.anchors[-1]):
             sequences = [torch.cat([ids[:a], rollouts[r, j, b]]) for j in range(o.n_samples_per_prompt)]
             x = torch.stack([block_feature(model, seq, a, o) for seq in sequences])

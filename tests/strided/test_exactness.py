@@ -50,6 +50,28 @@ def unequal_batch(seed=0):
     return inputs, rows
 
 
+TURNS = {"stride": 3}
+
+
+def chat_batch(seed=0):
+    """Rows with several turns, adjacent, too short for a block and before the end; one with a prompt; a text."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, prompts = [31, 22, 26, 13], [19, 7, 18, 0]
+    turns = [[(3, 11), (14, 17), (19, 31)], [], [(2, 9), (9, 15), (18, 24)], []]
+    masked = [{4, 5, 20}, {0, 1, 2, 3, 4, 5, 6, 9}, {10}, set()]  # labels outside of turns are not trained on either
+    input_ids = torch.randint(3, VOCAB, (4, 31), generator=generator)
+    mask = torch.arange(31) < torch.tensor(lengths)[:, None]
+    labels, rows = input_ids.masked_fill(~mask, -100), []
+    for r, length in enumerate(lengths):
+        labels[r, list(masked[r])] = -100
+        inside = [i for start, end in turns[r] or [(max(prompts[r], 1), length)] for i in range(start, end)]
+        rows.append((input_ids[r, :length], turns[r] or prompts[r], [i for i in inside if i not in masked[r]]))
+    inputs = {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels}
+    inputs["prompt_length"] = torch.tensor(prompts)
+    inputs["turn_spans"] = torch.tensor([own + [(0, 0)] * (3 - len(own)) for own in turns])
+    return inputs, rows
+
+
 def with_lora(model, seed=1, target_modules="all-linear"):
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=target_modules, task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
@@ -217,6 +239,48 @@ def test_option(name, adapter, tmp_path):
         trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     inputs, rows = unequal_batch(2)
     compare(trainer, plain, inputs, rows)
+
+
+TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
+            "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS_OF)
+def test_turns(name, tmp_path):
+    model = with_lora(tiny_model("llama", seed=5))
+    plain = copy.deepcopy(model)
+    trainer = make_trainer(model, tmp_path, **{**TURNS, **OPTIONS[name]})
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    compare(trainer, plain, *chat_batch(2))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
+def test_turns_with_full_fine_tuning(family, tmp_path):
+    model = tiny_model(family, seed=5)
+    plain = copy.deepcopy(model)
+    out = compare(make_trainer(model, tmp_path, **TURNS), plain, *chat_batch(3))
+    anchors = [row[mask].tolist() for row, mask in zip(out.anchors, out.block_mask)]
+    assert anchors == [[5, 21, 24, 27], [9, 12, 15, 18], [4, 11, 20], [4, 7]]  # written out by hand
+
+
+def test_turns_of_packed_and_of_left_padded_rows(tmp_path):
+    """Positions of turns are those within the document."""
+    inputs, rows = chat_batch(4)
+    lengths = [len(ids) for ids, _, _ in rows]
+    padding = [31 - length for length in lengths]
+    left = {name: torch.stack([row.roll(pad) for row, pad in zip(inputs[name], padding)])
+            for name in ("input_ids", "attention_mask", "labels")}  # fmt: skip
+    flat = {name: torch.cat([row[:length] for row, length in zip(inputs[name], lengths)])[None]
+            for name in ("input_ids", "labels")}  # fmt: skip
+    flat["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    found = []
+    for changed in (inputs, {**inputs, **left}, {**flat, **{k: inputs[k] for k in ("prompt_length", "turn_spans")}}):
+        trainer = make_trainer(tiny_model("llama"), tmp_path, **TURNS)
+        found.append(trainer.compute_loss(trainer.model, changed, return_outputs=True)[1])
+    for other in found[1:]:
+        for name, value in vars(found[0]).items():
+            torch.testing.assert_close(value, getattr(other, name), msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"])

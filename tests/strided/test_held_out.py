@@ -26,6 +26,10 @@ OPTIONS = {
 }
 LAYERS = [0.25, 0.75]
 ROWS = [row for row in documents() if len(row["input_ids"]) > 15][:5]
+CHATS = [
+    {"input_ids": [*range(3, 33)], "prompt_length": 21, "turn_spans": [(4, 12), (14, 17), (21, 30)]},
+    {"input_ids": [*range(40, 20, -1)], "prompt_length": 3, "turn_spans": [(3, 15)]},
+]
 
 
 def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
@@ -34,21 +38,23 @@ def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
     return held_out_metrics(model, network, batches, block_options=OPTIONS, seed=seed, tokens_per_pass=tokens_per_pass)
 
 
-def test_every_metric_by_the_oracle():
+@pytest.mark.parametrize("rows", [ROWS, CHATS + ROWS[:1]], ids=["texts", "chats"])
+def test_every_metric_by_the_oracle(rows):
     model = with_lora(tiny_model("llama"))
     plain = copy.deepcopy(model).eval()
-    found = metrics_of(model, ROWS, 2)
+    found = metrics_of(model, rows, 2)
     o = SimpleNamespace(feature_layers=LAYERS, embed_method="last_token", **OPTIONS)
     noise = DocumentNoise(2)
     sums = {"alignment": [], "diversity": [], "cfm_loss": [], "cfm_loss_plugin": [], "ce_loss": []}
-    for row in ROWS:
+    for row in rows:
         single = Documents.from_inputs(DocumentCollator(0)([row]))
         layout = StridedLayout.place(single, **OPTIONS)
         with torch.no_grad():
             drawn = noise.draw(single, layout, 0)
             rollouts = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn).tokens
         ids, prompt = torch.tensor(row["input_ids"]), row["prompt_length"]
-        for b, a in enumerate(anchors_of(len(ids), prompt, o)):
+        turns = row.get("turn_spans", [(prompt, len(ids))])
+        for b, a in enumerate(anchors_of(len(ids), turns, o)):
             x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[b, j]]), a, o) for j in range(3)])
             y = block_feature(plain, ids[: a + 4], a, o)
             pairs = [x[j] @ x[k] for j in range(3) for k in range(3) if j != k]
@@ -58,7 +64,7 @@ def test_every_metric_by_the_oracle():
             sums["cfm_loss_plugin"].append((x.mean(0) - y).square().sum())
         with torch.no_grad():
             logp = plain_logits(plain, ids).log_softmax(-1)
-        sums["ce_loss"] += [-logp[i - 1, ids[i]] for i in range(max(prompt, 1), len(ids))]
+        sums["ce_loss"] += [-logp[i - 1, ids[i]] for start, end in turns for i in range(max(start, 1), end)]
     for name, values in sums.items():
         assert found[name] == pytest.approx(torch.stack(values).mean().item(), abs=1e-4), name
     assert found["perplexity"] == pytest.approx(torch.tensor(found["ce_loss"]).exp().item(), rel=1e-5)

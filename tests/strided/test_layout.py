@@ -38,6 +38,42 @@ def test_anchors_by_hand():
     assert layout.reference_index().tolist() == [[3, 4], [7, 8], [11, 12], [16, 17], [20, 21], [33, 34], [37, 38]]
 
 
+def test_anchors_of_turns_by_hand():
+    ids = torch.arange(1, 20).repeat(3, 1)
+    spans = torch.tensor([[[2, 7], [9, 11], [12, 19]], [[5, 12], [12, 15], [0, 0]], [[0, 0]] * 3])
+    inputs = {"input_ids": ids, "turn_spans": spans, "prompt_length": torch.tensor([12, 12, 14])}
+    documents = Documents.from_inputs(inputs)
+    layout = StridedLayout.place(documents, **OPTIONS)
+    # From 3 to 5 and 13 to 17, but not from 10 to 9; from 6 to 10 and 13 to 13; from 15 to 17.
+    assert layout.anchors == [[3, 13, 17], [6, 10, 13], [15]]
+    assert layout.block_mask().tolist() == [[True] * 3, [True] * 3, [True, False, False]]
+    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
+    counted = [sum(own) for own in documents.ce_mask.view(3, 19).int().tolist()]
+    assert counted == [5 + 2 + 7, 7 + 3, 5]
+    parts = split(documents, layout, 8)
+    assert [part.documents.turns.tolist() for part in parts[:2]] == [spans[:1].tolist(), spans[:2].tolist()]
+    with pytest.raises(ValueError, match=r"turns \[\[\[17, 18\], \[0, 0\]\]\], first anchors \[18, 3\]"):
+        few = {"input_ids": ids[:1], "turn_spans": torch.tensor([[[17, 18], [0, 0]]])}
+        StridedLayout.place(Documents.from_inputs(few), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("spans", "match"),
+    [
+        ([[[2, 4]]], r"shape \(2, turns, 2\), got shape \(1, 1, 2\)"),
+        ([[2, 4], [0, 0]], r"got shape \(2, 2\)"),
+        ([[[2, 4]], [[2, 10]]], "document 1 are .*2, 10.*, but it has 9 tokens"),
+        ([[[2, 4]], [[4, 4]]], "document 1"),
+        ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0 .* without overlaps"),
+        ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0 .* followed only by \(0, 0\)"),
+        ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0 .* in order"),
+    ],
+)
+def test_wrong_turns(spans, match):
+    with pytest.raises(ValueError, match=match):
+        Documents.from_inputs({"input_ids": torch.ones(2, 9, dtype=torch.long), "turn_spans": torch.tensor(spans)})
+
+
 def test_the_last_anchor_just_fits():
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})

@@ -316,10 +316,12 @@ def test_several_evaluation_sets(tmp_path):
 
 def test_rows_too_short_for_a_block_are_dropped_and_counted(tmp_path):
     rows = [{"input_ids": [3] * n} for n in (40, 10, 30)] + [{"input_ids": [3] * 40, "prompt_length": 37}]
-    for dataset in (rows, Dataset.from_list([{"prompt_length": 0, **row} for row in rows])):
-        with pytest.warns(UserWarning, match="train_dataset: dropped 2 of 4 rows"):
+    rows += [{"input_ids": [3] * 29, "prompt_length": 27, "turn_spans": turns} for turns in ([[1, 20]], [[25, 27]])]
+    empty = {"prompt_length": 0, "turn_spans": []}
+    for dataset in (rows, Dataset.from_list([{**empty, **row} for row in rows])):
+        with pytest.warns(UserWarning, match="train_dataset: dropped 3 of 6 rows"):
             trainer = make(tmp_path, train=dataset)
-        assert [len(row["input_ids"]) for row in trainer.train_dataset] == [40, 30]
+        assert [len(row["input_ids"]) for row in trainer.train_dataset] == [40, 30, 29]
     with pytest.raises(ValueError, match="no row that is long enough for a block: it has 1 rows of at most 10 tokens"):
         make(tmp_path, train=rows[1:2])
     with pytest.raises(ValueError, match=r"row of 129 tokens, which exceeds .*max_position_embeddings \(128\)"):

@@ -96,20 +96,20 @@ class ShapeKeys(Section):
     )
     roles_to_train: list[NotBlank] | None = Field(
         None,
-        description="SFT: roles whose turns are trained on. If unset, the key roles_to_train of the config. Can be "
-        "empty with message_field_training, if only marked turns are trained on.",
+        description="SFT and strided mode: roles whose turns are trained on. If unset, the key roles_to_train of the "
+        "config. Can be empty with message_field_training, if only marked turns are trained on.",
     )
     train_on_eos: EOS | None = Field(
         None,
-        description="SFT: ends of turns that are trained on, which is all that the chat template writes after the "
-        "content. turn (default): of the turns that are trained on; all: of all turns; last: of the last turn that is "
-        "trained on; none.",
+        description="SFT and strided mode: ends of turns that are trained on, which is all that the chat template "
+        "writes after the content. turn (default): of the turns that are trained on; all: of all turns (SFT only); "
+        "last: of the last turn that is trained on; none.",
     )
     train_on_eot: EOS | None = Field(None, description="The same as train_on_eos.")
     message_field_training: NotBlank | None = Field(
         None,
-        description="SFT: key of messages with true or false (or 1 or 0), whether the turn is trained on. For turns "
-        "without it, their role decides.",
+        description="SFT and strided mode: key of messages with true or false (or 1 or 0), whether the turn is trained "
+        "on. For turns without it, their role decides.",
     )
     field_thinking: NotBlank = Field(THINKING, description="Key of messages with the thinking before the content.")
     template_thinking_key: NotBlank = Field(THINKING, description="Key with which thinking is passed to the template.")

@@ -15,11 +15,12 @@ class DocumentCollator:
     """Pads the rows of a batch to the longest one; a packed row (`documents`) is replaced with the rows in it.
 
     Rows contain `input_ids`, and optionally `labels` (default: all tokens, or those that TRL's `completion_mask`
-    selects), `attention_mask` (default: all ones) and `prompt_length`; rows of several documents also `position_ids`,
-    or the documents' `seq_lengths`. The batch contains long tensors `input_ids`, `attention_mask`, `labels` (B, S),
-    `prompt_length` (B,) if any row has one (otherwise the strided trainer derives it from the labels) and unless
-    `with_prompt_length` is false, since plain causal models do not accept it, and `position_ids` (B, S) if any row has
-    them.
+    selects), `attention_mask` (default: all ones), `prompt_length` and `turn_spans`, a list of (start, end) pairs; rows
+    of several documents also `position_ids`, or the documents' `seq_lengths`. The batch contains long tensors
+    `input_ids`, `attention_mask`, `labels` (B, S), `prompt_length` (B,) if any row has one (otherwise the strided
+    trainer derives it from the labels), `turn_spans` (B, turns, 2), padded with zeros, if any row has some, and
+    `position_ids` (B, S) if any row has them. With `with_prompt_length` false, `prompt_length` and `turn_spans` are
+    left out, since plain causal models do not accept them.
     """
 
     pad_token_id: int
@@ -59,6 +60,9 @@ class DocumentCollator:
         if self.with_prompt_length and any(length is not None for length in given):
             lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
             batch["prompt_length"] = torch.tensor(lengths)
+        turns = [torch.as_tensor(row.get("turn_spans") or [], dtype=torch.long).reshape(-1, 2) for row in rows]
+        if self.with_prompt_length and any(map(len, turns)):
+            batch["turn_spans"] = _padded(turns, 0)
         return batch
 
 

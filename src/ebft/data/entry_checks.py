@@ -23,8 +23,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
         (*_CHATS, "nemo_gym"),
     ),
     **dict.fromkeys(("field_system", "system_prompt"), (*_CHATS, "alpaca_chat")),
-    # SFT replaces the second with the first.
-    **dict.fromkeys((*LABELS, "field_tools"), ("chat_template", "ebft_chat_multiturn")),
+    # SFT and strided mode replace the last with the first.
+    **dict.fromkeys((*LABELS, "field_tools"), ("chat_template", "ebft_strided_chat", "ebft_chat_multiturn")),
     "field_messages": (*_CHATS, "nemo_gym"),
     "user_defined": ("user_defined",),
 }
@@ -93,15 +93,18 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
         if entry.preprocess_shards is not None:
             yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
     required = config.required_rows
-    if required.kind == "tokens" and required.block is None:
+    if required.kind == "tokens":
         yield from _empty_labels(config)
+        yield from _labels_of_one_turn(config)
+        if required.block is not None:
+            yield from _ends_between_turns(config)
         return
     found = [f"{where}.{key}" for where, entry in entries_of(config) for key in LABELS if _is_set(entry, key)]
     found += ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
     if found:
         yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
     tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
-    if tools and required.kind != "tokens":
+    if tools:
         yield f"{', '.join(tools)}: no effect with {required.method}, which renders chats without tools of rows."
 
 
@@ -111,7 +114,30 @@ def _empty_labels(config: DataSettings) -> Iterator[str]:
             keys = ", ".join(f"{where}.{key}" for key in entry.empty_labels)
             yield (
                 f"{keys}: empty, so the default applies, which trains on every assistant turn and its end. To train on "
-                "the last turn only, use type: ebft_strided_chat."
+                "the last turn only, use type: ebft_strided_chat.transform_last_turn."
+            )
+
+
+def _labels_of_one_turn(config: DataSettings) -> Iterator[str]:
+    fixed = [f"ebft_strided_chat.transform_{turns}" for turns in ("last_turn", "all_turns")]
+    fixed.append("ebft_reasoning.transform_strided")
+    of_all = ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
+    for where, entry in entries_of(config):
+        found = of_all + [f"{where}.{key}" for key in (*LABELS, "field_tools") if _is_set(entry, key)]
+        if found and entry.type in fixed:
+            yield (
+                f"{', '.join(found)}: no effect with type: {entry.type}, which determines the turns that are trained "
+                "on. Use type: ebft_strided_chat.transform."
+            )
+
+
+def _ends_between_turns(config: DataSettings) -> Iterator[str]:
+    """The loss of strided mode is restricted to turns, as the anchors are."""
+    for where, entry in entries_of(config):
+        if entry.train_on_eos == "all":
+            yield (
+                f"{where}.train_on_eos: all has the effect of turn in strided mode, whose cross-entropy is restricted "
+                "to the turns that are trained on."
             )
 
 

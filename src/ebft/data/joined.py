@@ -34,8 +34,7 @@ class Tokens:
         if not self.tokenizer.is_fast:
             raise DataError(
                 f"{type(self.tokenizer).__name__} does not support offset mapping, so the tokens of parts of a text "
-                "cannot be found. Use a fast tokenizer (one with a tokenizer.json), or remove ebft.mask_thinking_ce, "
-                "train_on_eos and roles_to_train."
+                "cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
             )
         encoded = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ranges, before = [], 0
@@ -51,6 +50,18 @@ class Tokens:
         starts = [first for first, _ in spans]
         reach = [0, *accumulate((last for _, last in spans), max)]  # of the first spans
         return [reach[bisect_left(starts, end)] > begin for begin, end in self.ranges]
+
+    def ranges_of(self, spans: Spans) -> list[list[int]]:
+        """The tokens [start, stop) that overlap each character range; the ranges are in order and not empty.
+
+        A token of two ranges is part of the first. Ranges without a token of their own are left out.
+        """
+        begins, found = [begin for begin, _ in self.ranges], []
+        for first, last in spans:
+            start = max(self.before(first), found[-1][1] if found else 0)
+            stop = bisect_left(begins, last)
+            found += [[start, stop]] if start < stop else []
+        return found
 
     def before(self, character: int) -> int:
         """The number of tokens before the one that has the character at this index or reaches beyond it."""

@@ -22,7 +22,7 @@ Rows = Literal["tokens", "prompts", "comparisons", "steps", "preferences", "labe
 BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
     "ebft_pretrain": {"transform": "tokens"},
     "ebft_strided_structured": {"transform": "tokens", "transform_prompts": "prompts"},
-    "ebft_strided_chat": {"transform": "tokens"},
+    "ebft_strided_chat": {"transform": "tokens", "transform_last_turn": "tokens", "transform_all_turns": "tokens"},
     "ebft_opencode": {"transform": "prompts", "transform_strided": "tokens"},
     "ebft_chat_multiturn": {
         "transform": "prompts",
@@ -62,10 +62,12 @@ EQUIVALENT_TRANSFORMS: dict[str, str] = {
     "ebft_strided_structured.transform_prompts": "ebft_strided_structured.transform",
     "ebft_opencode.transform": "ebft_opencode.transform_strided",
     "ebft_opencode.transform_strided": "ebft_opencode.transform",
-    "ebft_strided_chat.transform": "ebft_chat_multiturn.transform_last_turn",
-    "ebft_chat_multiturn.transform_last_turn": "ebft_strided_chat.transform",
+    "ebft_strided_chat.transform": "ebft_chat_multiturn.transform_all_turns",
+    "ebft_strided_chat.transform_last_turn": "ebft_chat_multiturn.transform_last_turn",
+    "ebft_strided_chat.transform_all_turns": "ebft_chat_multiturn.transform_all_turns",
     "ebft_chat_multiturn.transform": "chat_template.transform",
-    "ebft_chat_multiturn.transform_all_turns": "chat_template.transform",
+    "ebft_chat_multiturn.transform_last_turn": "ebft_strided_chat.transform_last_turn",
+    "ebft_chat_multiturn.transform_all_turns": "ebft_strided_chat.transform_all_turns",
     "chat_template.transform": "ebft_chat_multiturn.transform_all_turns",
     "alpaca.transform": "alpaca.transform_prompts",
     "alpaca.transform_prompts": "alpaca.transform",
@@ -135,7 +137,7 @@ class PreferenceColumns(Section):
         return self
 
 
-# Keys of the turns that SFT trains on; an empty one of the first three can be meant as in axolotl.
+# Keys of the turns that SFT and strided mode train on; an empty one of the first three can be meant as in axolotl.
 LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
 
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
@@ -350,7 +352,8 @@ class DataKeys(Section):
     train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")
     roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
-        description="SFT: roles of chats whose turns are trained on, unless the dataset sets them. Default: assistant.",
+        description="SFT and strided mode: roles of chats whose turns are trained on, unless the dataset sets them. "
+        "Default: assistant.",
     )
 
 

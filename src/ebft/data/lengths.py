@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ebft.anchors import first_anchor
+from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
@@ -59,10 +59,9 @@ SPLIT = "cut into windows of sequence_len"
 _NO_CONTENTS = ("document", "reason")  # where a row comes from, and whether it was truncated
 
 
-def fits_one_block(length: int, prompt_length: int, ebft: Any) -> bool:
-    """Whether a row of `length` tokens has room for one anchor and its reference: a_0 + generate_max_len <= L."""
-    first = first_anchor(prompt_length, ebft.context_length, ebft.min_completion_prefix)
-    return first + ebft.generate_max_len <= length
+def fits_one_block(row: dict[str, Any], ebft: Any) -> bool:
+    """Whether a turn of a row has room for one anchor and its reference: a_0 + generate_max_len <= end of the turn."""
+    return count_row_blocks(len(row["input_ids"]), row["prompt_length"], row["turn_spans"], ebft) > 0
 
 
 def cut_and_drop(
@@ -108,11 +107,9 @@ class _Cutter:
                     out[field].append(row[field])
         return out
 
-    def fits(self, length: int, prompt_length: int) -> bool:
+    def fits(self, row: dict[str, Any]) -> bool:
         """Strided mode needs room for one block, cross-entropy a token that has a successor."""
-        if self.block is None:
-            return length > 1
-        return fits_one_block(length, prompt_length, self.block)
+        return len(row["input_ids"]) > 1 if self.block is None else fits_one_block(row, self.block)
 
     def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
@@ -127,7 +124,7 @@ class _Cutter:
             if self.strategy is None and prompt_length == 0:
                 return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
-        if not self.fits(len(cut["input_ids"]), prompt_length):
+        if not self.fits(cut):
             return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
         if self.needs_labels and not _learns(cut["labels"]):
             return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else NO_REFERENCE)
@@ -142,7 +139,7 @@ class _Cutter:
         kept = []
         for start in range(0, len(row["input_ids"]), self.sequence_len):
             window = _window(row, start, start + self.sequence_len)
-            if self.fits(len(window["input_ids"]), 0) and _learns(window["labels"]):
+            if self.fits(window) and _learns(window["labels"]):
                 kept.append(window)
             else:
                 self._count(row, self.tail)
@@ -165,13 +162,23 @@ def _learns(labels: list[int]) -> bool:
 def _up_to_last_turn(row: dict[str, Any]) -> dict[str, Any]:
     """The row up to the end of the last turn with labels, which begins at its new `prompt_length`."""
     labels = row["labels"]
-    last = max(place for place, label in enumerate(labels) if label != IGNORE)
-    start = next((place for place in range(last, 0, -1) if labels[place - 1] == IGNORE), 0)
-    return {**_window(row, 0, last + 1), "prompt_length": start}
+    stop = max((place for place, label in enumerate(labels) if label != IGNORE), default=-1) + 1
+    if row["turn_spans"]:  # whose last tokens may be masked
+        start, end = row["turn_spans"][-1]
+        return {**_window(row, 0, max(stop, end)), "prompt_length": start}
+    start = next((place for place in range(stop - 1, 0, -1) if labels[place - 1] == IGNORE), 0)
+    return {**_window(row, 0, stop), "prompt_length": start}
 
 
 def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    return {**row, "input_ids": row["input_ids"][start:stop], "labels": row["labels"][start:stop]}
+    """The tokens [start, stop) of a row, with the parts of its turns among them."""
+    turns = [[max(first, start) - start, min(last, stop) - start] for first, last in row["turn_spans"]]
+    return {
+        **row,
+        "input_ids": row["input_ids"][start:stop],
+        "labels": row["labels"][start:stop],
+        "turn_spans": [[first, last] for first, last in turns if first < last],
+    }
 
 
 def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:

@@ -47,9 +47,9 @@ def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `input_ids` and `labels` (lists of ints of the same length, at most `sequence_len`, unpadded; labels are
-    -100 for tokens that are not trained on) and `prompt_length` (0 for text without a prompt). `val_set_size` holds out
-    whole documents, so the windows of one document stay together. Raises DataError if a source cannot be read or no
-    usable rows are left.
+    -100 for tokens that are not trained on), `prompt_length` (0 for text without a prompt) and `turn_spans` ((start,
+    end) pairs of the trained turns; if empty, `prompt_length` to the end). `val_set_size` holds out whole documents, so
+    the windows of one document stay together. Raises DataError if a source cannot be read or no usable rows are left.
     """
     train, evaluation, reports = load_sections(config, token_rows(config, tokenizer), hint(config))
     evaluation = None if evaluation is None else evaluation.remove_columns("document")

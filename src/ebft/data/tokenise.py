@@ -18,6 +18,7 @@ FEATURES = Features(
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "prompt_length": Value("int32"),
+        "turn_spans": List(List(Value("int32"))),
         "document": Value("int64"),
     }
 )
@@ -26,7 +27,7 @@ FEATURES = Features(
 def tokenise(
     raw: Dataset, entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
 ) -> Dataset:
-    """Rows of `input_ids`, `labels`, `prompt_length` and `document`, the number of the raw row.
+    """Rows of `input_ids`, `labels`, `prompt_length`, `turn_spans` and `document`, the number of the raw row.
 
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
@@ -64,7 +65,32 @@ def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> 
     prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
         raise DataError(f"{where}: prompt_length must be a non-negative integer, got {prompt_length!r}.")
-    return {"input_ids": input_ids[:length], "labels": labels[:length], "prompt_length": prompt_length}
+    return {
+        "input_ids": input_ids[:length],
+        "labels": labels[:length],
+        "prompt_length": prompt_length,
+        "turn_spans": _turn_spans(row.get("turn_spans"), length, where),
+    }
+
+
+def _turn_spans(values: Any, length: int, where: str) -> list[list[int]]:
+    """The (start, end) pairs of a row of `length` tokens. Raises DataError unless they are in order and within it."""
+    values = values.tolist() if hasattr(values, "tolist") else [] if values is None else values
+    try:
+        pairs = [[start, end] for start, end in values]
+    except (TypeError, ValueError):
+        pairs = [["", ""]]
+    places = [place for pair in pairs for place in pair]
+    if (
+        not set(map(type, places)) <= {int}
+        or any(start >= end for start, end in pairs)
+        or [0, *places, length] != sorted([0, *places, length])
+    ):
+        raise DataError(
+            f"{where}: turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order "
+            f"and without overlaps, got {str(values)[:60]}."
+        )
+    return pairs
 
 
 def _check_range(ids: list[int], field: str, vocabulary: int, where: str) -> None:

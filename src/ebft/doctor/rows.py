@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ebft.anchors import count_blocks, first_anchor
+from ebft.anchors import count_row_blocks
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import TRUNCATED, token_counts
@@ -193,9 +193,8 @@ def _longest_reply(config: RunConfig, reference: int) -> int:
 
 def _num_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
     """Return the blocks of a document that is cut at `sequence_len` tokens."""
-    ebft = config.ebft
-    first = first_anchor(document["prompt_length"], ebft.context_length, ebft.min_completion_prefix)
-    return count_blocks(min(_tokens(document), sequence_len), first, ebft.stride, ebft.generate_max_len)
+    length = min(_tokens(document), sequence_len)
+    return count_row_blocks(length, document["prompt_length"], document.get("turn_spans"), config.ebft)
 
 
 def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:

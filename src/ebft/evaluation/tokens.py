@@ -29,7 +29,7 @@ BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion
 
 
 def measure_tokens(task: Task, subject: Subject) -> Scores:
-    """Return the scores of a model on rows of `input_ids`, `labels` and `prompt_length`.
+    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`.
 
     Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
     """
@@ -54,9 +54,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
     collate = DocumentCollator(task.tokenizer.pad_token_id)
     scores = Scores() if measure is None else measure.scores
     for rows, documents in task.batches():
-        short = [
-            measure is None or not fits_one_block(len(row["input_ids"]), row["prompt_length"], ebft) for row in rows
-        ]
+        short = [measure is None or not fits_one_block(row, ebft) for row in rows]
         if not all(short):
             measure.add(
                 collate([row for row, is_short in zip(rows, short) if not is_short]),

@@ -37,7 +37,7 @@ class StridedView:
                     title,
                     documents.tokens[start:stop].tolist(),
                     documents.ce_mask[start:stop].tolist(),
-                    int(documents.prompt_length[number]),
+                    [turn for turn in documents.turns[number].tolist() if turn[1]],
                     layout.anchors[number],
                     references[number],
                 )
@@ -46,7 +46,13 @@ class StridedView:
         return RowView([replace(part, roles=own) for part, own in zip(parts, roles, strict=True)])
 
     def _part(
-        self, title: str, ids: list[int], learned: list[bool], prompt: int, anchors: list[int], references: torch.Tensor
+        self,
+        title: str,
+        ids: list[int],
+        learned: list[bool],
+        turns: list[list[int]],
+        anchors: list[int],
+        references: torch.Tensor,
     ) -> Part:
         """One document; `references` are the tokens of its blocks (blocks, generate_max_len)."""
         tokens = self.texts.tokens(ids, learned, anchors)
@@ -58,17 +64,23 @@ class StridedView:
             )
             for anchor, reference in zip(anchors, references)
         ]
-        return Part(title, tokens, [*self._facts(prompt, anchors), counted(tokens), *self._idle()], blocks)
+        return Part(title, tokens, [*self._facts(turns, anchors), counted(tokens), *self._idle()], blocks)
 
-    def _facts(self, prompt: int, anchors: list[int]) -> list[tuple[str, str]]:
-        options = self.options
+    def _facts(self, turns: list[list[int]], anchors: list[int]) -> list[tuple[str, str]]:
+        options, prompt = self.options, turns[0][0]
         sampled = len(anchors) * options.n_samples_per_prompt * options.generate_max_len
         return [
             ("prompt", f"{prompt:,} tokens" if prompt else "none"),
+            *([("turns", ", ".join(self._of_turn(turn, anchors) for turn in turns))] if len(turns) > 1 else []),
             ("first anchor", f"{anchors[0]}" if anchors else "none: too short for a block"),
             ("blocks", f"{len(anchors):,}, stride {options.stride}, {options.generate_max_len} tokens each"),
             ("sampled", f"{sampled:,} tokens: {options.n_samples_per_prompt} rollouts per anchor"),
         ]
+
+    def _of_turn(self, turn: list[int], anchors: list[int]) -> str:
+        start, end = turn
+        count = sum(start <= anchor < end for anchor in anchors)
+        return f"{start}-{end - 1} ({count} block{'s' * (count != 1)})"
 
     def _idle(self) -> list[tuple[str, str]]:
         return [] if self.options.ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]

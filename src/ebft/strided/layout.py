@@ -1,6 +1,6 @@
 """Layout of documents and blocks: documents are concatenated without padding, followed by all rollouts.
 
-B   documents of the batch    S  tokens of all documents together
+B   documents of the batch    S  tokens of all documents together    K  turns of a document
 M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB  blocks of the longest document
 """
 
@@ -21,22 +21,28 @@ IGNORE_INDEX = -100
 class Documents:
     """A batch of concatenated documents, without padding.
 
-    tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt;
+    tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt; turns (B, K, 2) long:
+    start and end of each turn that contains blocks, in the order of the document, (0, 0) for documents with fewer;
     ce_mask (S,) bool: tokens predicted by the cross-entropy term (never the first of a document).
     """
 
     tokens: Tensor
     lengths: Tensor
     prompt_length: Tensor
+    turns: Tensor
     ce_mask: Tensor
 
     @classmethod
     def from_inputs(cls, inputs: dict[str, Tensor]) -> Documents:
-        """Read `input_ids` (rows, tokens) with optional `attention_mask`, `labels`, `prompt_length`, `position_ids`.
+        """Read `input_ids` (rows, tokens) and optionally the other inputs.
 
-        A row is a single document, padded on either side. With `position_ids`, a row may contain several documents; a
-        new one starts wherever the positions return to 0. `prompt_length` has one value per document; without it, a
-        leading run of masked labels (-100) is the prompt. Raises ValueError for inconsistent inputs.
+        These are `attention_mask`, `labels` and `position_ids` (rows, tokens), `prompt_length` (B,), `turn_spans`
+        (B, K, 2). A row is a single document, padded on either side. With `position_ids`, a row may contain several
+        documents; a new one starts wherever the positions return to 0. `prompt_length` has one value per document;
+        without it, a leading run of masked labels (-100) is the prompt. Blocks and cross-entropy are restricted to the
+        turns: their start and end positions within the document, filled up with (0, 0) in documents with fewer turns. A
+        document without any is a single turn, from `prompt_length` to its end. Raises ValueError for inconsistent
+        inputs.
         """
         input_ids = inputs["input_ids"].long()
         if input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -74,8 +80,10 @@ class Documents:
                 f"prompt_length must contain one non-negative value per document, got {prompt_length.tolist()} "
                 f"for {len(lengths)} documents"
             )
-        ce_mask = target & (position >= prompt_length[document]) & (position > 0)
-        return cls(input_ids[real], lengths, prompt_length, ce_mask)
+        turns = _turns(inputs.get("turn_spans"), prompt_length, lengths)
+        starts, ends = turns[document].unbind(-1)  # (S, K)
+        in_turn = ((position[:, None] >= starts) & (position[:, None] < ends)).any(1)
+        return cls(input_ids[real], lengths, prompt_length, turns, target & in_turn & (position > 0))
 
     @cached_property
     def positions(self) -> Tensor:
@@ -84,7 +92,7 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return the same documents on another device."""
-        fields = (self.tokens, self.lengths, self.prompt_length, self.ce_mask)
+        fields = (self.tokens, self.lengths, self.prompt_length, self.turns, self.ce_mask)
         return Documents(*(values.to(device) for values in fields))
 
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
@@ -93,7 +101,8 @@ class Documents:
         tokens = slice(ends[first], ends[stop])
         ce_mask = self.ce_mask[tokens].clone()
         ce_mask[:scored] = False
-        return Documents(self.tokens[tokens], self.lengths[first:stop], self.prompt_length[first:stop], ce_mask)
+        per_document = (values[first:stop] for values in (self.lengths, self.prompt_length, self.turns))
+        return Documents(self.tokens[tokens], *per_document, ce_mask)
 
 
 def _positions(lengths: Tensor) -> Tensor:
@@ -125,6 +134,34 @@ def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths:
     return torch.where(leading < lengths, leading, 0)
 
 
+def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tensor:
+    """Return the given turns, checked, or a single one for documents without any: (B, K, 2)."""
+    whole = torch.stack([prompt_length, lengths], dim=-1)[:, None]
+    if given is None:
+        return whole
+    if given.dim() != 3 or given.shape[0] != len(lengths) or given.shape[2] != 2:
+        raise ValueError(
+            f"turn_spans must contain (start, end) pairs for each document, of shape ({len(lengths)}, turns, 2), got "
+            f"shape {tuple(given.shape)}. Fill up documents with fewer turns with (0, 0)"
+        )
+    turns = given.to(device=lengths.device, dtype=torch.long)
+    starts, ends = turns.unbind(-1)
+    empty = (starts == 0) & (ends == 0)
+    within = empty | ((starts >= 0) & (starts < ends) & (ends <= lengths[:, None]))
+    in_order = empty[:, 1:] | (~empty[:, :-1] & (starts[:, 1:] >= ends[:, :-1]))
+    wrong = ~within.all(1) | ~in_order.all(1)
+    if wrong.any():
+        document = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"turn_spans of document {document} are {turns[document].tolist()}, but it has {int(lengths[document])} "
+            "tokens: they must be (start, end) pairs within the document, in order, without overlaps, followed only by "
+            "(0, 0)"
+        )
+    if turns.shape[1] == 0:
+        return whole
+    return torch.cat([torch.where(empty.all(1)[:, None, None], whole, turns[:, :1]), turns[:, 1:]], dim=1)
+
+
 @dataclass(frozen=True)
 class StridedLayout:
     """The blocks of a batch, ordered by document and then by anchor.
@@ -153,20 +190,28 @@ class StridedLayout:
         min_completion_prefix: int = 0,
         merge_rollouts: bool | None = None,
     ) -> StridedLayout:
-        """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= length`, per document.
+        """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= end`, per turn.
 
-        `merge_rollouts` None: on CPU only. Raises ValueError if every document is too short for a block.
+        `a_0` follows the start of the turn, and `end` is its end: no reference reaches into the text after the turn.
+        `merge_rollouts` None: on CPU only. Raises ValueError if every turn is too short for a block.
         """
-        lengths, prompts = documents.lengths.tolist(), documents.prompt_length.tolist()
-        first = [first_anchor(prompt, context_length, min_completion_prefix) for prompt in prompts]
-        blocks = [count_blocks(length, a, stride, generate_max_len) for length, a in zip(lengths, first)]
-        if not any(blocks):
+        lengths, turns = documents.lengths.tolist(), documents.turns.tolist()
+        first = [[first_anchor(start, context_length, min_completion_prefix) for start, _ in row] for row in turns]
+        anchors = [
+            [
+                a + b * stride
+                for a, (_, end) in zip(of_turns, row)
+                for b in range(count_blocks(end, a, stride, generate_max_len))
+            ]
+            for of_turns, row in zip(first, turns)
+        ]
+        if not any(anchors):
+            several = f", turns {turns}" if documents.turns.shape[1] > 1 else ""
             raise ValueError(
-                f"every document of the batch is too short for a block: lengths {lengths}, first anchors {first}, "
-                f"generate_max_len {generate_max_len}. Remove rows this short, or reduce "
-                "context_length, min_completion_prefix or generate_max_len"
+                f"every document of the batch is too short for a block: lengths {lengths}{several}, first anchors "
+                f"{[a for of_turns in first for a in of_turns]}, generate_max_len {generate_max_len}. Remove rows this "
+                "short, or reduce context_length, min_completion_prefix or generate_max_len"
             )
-        anchors = [[a + b * stride for b in range(count)] for a, count in zip(first, blocks)]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
         device = documents.tokens.device
@@ -251,7 +296,6 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
 def generated_token_count(documents: Documents, **block_options) -> int:
     """Return the number of tokens a batch will generate; 0 if every document is too short for a block."""
     n, g = block_options["n_samples_per_prompt"], block_options["generate_max_len"]
-    first = first_anchor(
-        documents.prompt_length, block_options["context_length"], block_options["min_completion_prefix"]
-    )
-    return int(count_blocks(documents.lengths, first, block_options["stride"], g).sum()) * n * g
+    starts, ends = documents.turns.unbind(-1)
+    first = first_anchor(starts, block_options["context_length"], block_options["min_completion_prefix"])
+    return int(count_blocks(ends, first, block_options["stride"], g).sum()) * n * g

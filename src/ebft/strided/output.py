@@ -90,7 +90,7 @@ class StridedOutput:
             yield {
                 "step": step,
                 "document": texts([ids.tolist()])[0],
-                "prompt_tokens": documents.prompt_length[number].item(),
+                "prompt_tokens": documents.turns[number, 0, 0].item(),  # before the first turn with blocks
                 "blocks": [
                     {
                         "anchor": anchor,

@@ -45,9 +45,9 @@ from ebft.strided.validation import check_arguments, check_grad_norms, usable_ro
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     """Trainer for strided EBFT of a causal LM (Jelassi et al. 2026, section 2 and appendix F).
 
-    Rows of `train_dataset` contain `input_ids` and optionally `labels` and `prompt_length`; the default collator pads
-    them. The feature network is the model with its adapter disabled, or else a frozen copy created here (on
-    `args.feature_device`). The loss is normalised by the number of tokens of the whole optimizer step, over all
+    Rows of `train_dataset` contain `input_ids` and optionally `labels`, `prompt_length` and `turn_spans`; the default
+    collator pads them. The feature network is the model with its adapter disabled, or else a frozen copy created here
+    (on `args.feature_device`). The loss is normalised by the number of tokens of the whole optimizer step, over all
     micro-batches and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config`
     adds a new adapter to it. Raises ModelError for architectures that strided EBFT does not support.
     `scored_rollouts.hooks` are called in each training step with its rollouts and their rewards (B, N, NB).

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ebft.anchors import count_blocks, first_anchor
+from ebft.anchors import count_row_blocks
 from ebft.config import rules
 from ebft.data.collator import DocumentCollator
 from ebft.data.lengths import token_counts
@@ -74,20 +76,20 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "input_ids" not in columns:
         raise DataError(
-            f"{name} has no column input_ids (columns: {columns}); labels and prompt_length are optional. Tokenise the "
-            "dataset first, or define it under `datasets:` in a config for `ebft train`"
+            f"{name} has no column input_ids (columns: {columns}); labels, prompt_length and turn_spans are optional. "
+            "Tokenise the dataset first, or define it under `datasets:` in a config for `ebft train`"
         )
     sizes = _sizes(dataset)
     if sizes is None:
         return dataset
     limit = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
-    longest = max((length for row in sizes for length, _ in row), default=0)
+    longest = max((length for row in sizes for length, *_ in row), default=0)
     if limit is not None and longest > limit:
         raise DataError(
             f"{name} has a row of {longest} tokens, which exceeds the model's max_position_embeddings ({limit}). "
             f"Truncate rows to at most {limit} tokens"
         )
-    usable = [i for i, row in enumerate(sizes) if any(_blocks(length, prompt, args) for length, prompt in row)]
+    usable = [i for i, row in enumerate(sizes) if any(count_row_blocks(*size, args) for size in row)]
     if not usable:
         raise DataError(
             f"{name} has no row that is long enough for a block: it has {len(sizes)} rows of at most {longest} tokens, "
@@ -103,28 +105,31 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
 
 
-def _blocks(length: int, prompt_length: int, args: Any) -> int:
-    first = first_anchor(prompt_length, args.context_length, args.min_completion_prefix)
-    return count_blocks(length, first, args.stride, args.generate_max_len)
+# Tokens, prompt tokens and turns of a document.
+_Size = tuple[int, int, list[list[int]]]
 
 
-def _sizes(dataset: Any) -> list[list[tuple[int, int]]] | None:
-    """Return (tokens, prompt tokens) of every document of every row, or None unless `dataset` is a Dataset or list."""
+def _sizes(dataset: Any) -> list[list[_Size]] | None:
+    """Return the size of every document of every row, or None unless `dataset` is a Dataset or list."""
     if not isinstance(dataset, (list, Dataset)):
         return None
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
     plain = "prompt_length" in columns or "labels" not in columns
     if not plain or columns & {"attention_mask", "position_ids", "seq_lengths"}:
         return [_documents(row) for row in dataset]  # parsed as in training, one row at a time
-    if "prompt_length" not in columns:
-        return [[(length, 0)] for length in token_counts(dataset)]
-    prompts = [row.get("prompt_length") for row in dataset] if isinstance(dataset, list) else dataset["prompt_length"]
-    return [[(length, prompt or 0)] for length, prompt in zip(token_counts(dataset), prompts)]
+
+    def column(name: str) -> Iterable[Any]:
+        if name not in columns:
+            return repeat(None)
+        return [row.get(name) for row in dataset] if isinstance(dataset, list) else dataset[name]
+
+    sizes = zip(token_counts(dataset), column("prompt_length"), column("turn_spans"))
+    return [[(length, prompt or 0, turns or [])] for length, prompt, turns in sizes]
 
 
-def _documents(row: dict[str, Any]) -> list[tuple[int, int]]:
+def _documents(row: dict[str, Any]) -> list[_Size]:
     batch = DocumentCollator(0)([row])
     if not batch["attention_mask"].any():
         return []
     documents = Documents.from_inputs(batch)
-    return list(zip(documents.lengths.tolist(), documents.prompt_length.tolist()))
+    return list(zip(*(values.tolist() for values in (documents.lengths, documents.prompt_length, documents.turns))))

@@ -48,9 +48,9 @@ def test_labels_of_a_chat():
         *["<s>", "[", "▁b", "▁", "]", "(▁c)", "(▁)", "(</s>)"],
         *["[", "▁Hi", "▁", "]", "(▁b)", "(▁c)", "(▁)", "(</s>)"],
     ]
-    assert row["prompt_length"] == 12
+    assert row["prompt_length"] == 12 and row["turn_spans"] == [[5, 8], [12, 16]]
     row = row_of(tokenizer, {"messages": CHAT}, entry={"train_on_eos": "none"})
-    assert shown(tokenizer, row)[5:8] == ["(▁c)", "▁", "</s>"]
+    assert shown(tokenizer, row)[5:8] == ["(▁c)", "▁", "</s>"] and row["turn_spans"] == [[5, 6], [12, 14]]
     row = row_of(tokenizer, {"messages": CHAT}, train_on_inputs=True)
     assert row["labels"] == row["input_ids"]
 

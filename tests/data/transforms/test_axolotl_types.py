@@ -185,7 +185,8 @@ def test_tools_are_passed_to_the_template(texts, chatml):
     plain = texts("chat_template", {"messages": chat}, chat=True)[0]
     assert shown == f"add: {plain}"
     row = {"messages": chat, "tools": [{"name": "add"}]}
-    assert texts("ebft_strided_chat", row, chat=True)[0] == shown  # as the prompts of structured mode
+    assert texts("ebft_strided_chat", row, chat=True)[0] == shown
+    assert texts("ebft_strided_chat.transform_last_turn", row, chat=True)[0] == shown  # as in structured mode
 
 
 def test_a_last_turn_that_only_calls_a_tool_is_trained_on(texts, chatml):

@@ -121,17 +121,38 @@ CHAT = [
 
 
 def test_chat_reference_is_the_last_assistant_turn(run, tokenizer):
-    out = run("ebft_strided_chat.transform", [{"messages": CHAT}], template=CHATML)
+    out = run("ebft_strided_chat.transform_last_turn", [{"messages": CHAT}], template=CHATML)
     ids, length = out["input_ids"][0], out["prompt_length"][0]
     assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"
     assert tokenizer.decode(ids[:length]).endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
     assert out["labels"][0] == [-100] * length + ids[length:]
+    assert out["turn_spans"][0] == [[length, len(ids)]]
 
 
-def test_chat_template_trains_every_assistant_turn(run, tokenizer):
-    out = run("chat_template", [{"messages": CHAT}], template=CHATML)
-    trained = [label for label in out["labels"][0] if label != -100]
-    assert tokenizer.decode(trained) == "Hello<|im_end|>\nGoodbye<|im_end|>\n"
+@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat", "ebft_chat_multiturn"])
+@pytest.mark.filterwarnings("ignore:datasets.type")
+def test_every_assistant_turn_is_trained_on(run, tokenizer, type):
+    out = run(type, [{"messages": CHAT}], template=CHATML)
+    ids, turns = out["input_ids"][0], out["turn_spans"][0]
+    assert [tokenizer.decode(ids[start:end]) for start, end in turns] == ["Hello<|im_end|>\n", "Goodbye<|im_end|>\n"]
+    inside = [any(start <= place < end for start, end in turns) for place in range(len(ids))]
+    assert out["labels"][0] == [token if on else -100 for token, on in zip(ids, inside)]
+    assert out["prompt_length"][0] == turns[1][0]
+
+
+@pytest.mark.parametrize("type", ["ebft_strided_chat.transform_all_turns", "ebft_chat_multiturn.transform_all_turns"])
+@pytest.mark.filterwarnings("ignore:datasets.type")
+def test_a_row_of_every_answer(run, tokenizer, type):
+    """The rows of a chat that ends with that answer; a chat without an answer is a row without a reference."""
+    greeting = {"role": "assistant", "content": "Yes?"}
+    chats = [CHAT, [greeting, *CHAT[:2]], CHAT[:1], [greeting]]
+    out = run(type, [{"messages": messages} for messages in chats], template=CHATML)
+    alone = [CHAT[:2], CHAT[:4], [greeting, *CHAT[:2]]]
+    wanted = run("ebft_strided_chat.transform_last_turn", [{"messages": chat} for chat in alone], template=CHATML)
+    assert out["document"] == [0, 0, 1, 2, 3]
+    for field in ("input_ids", "labels", "prompt_length", "turn_spans"):
+        assert out[field][:3] == wanted[field]
+    assert set(map(tuple, out["labels"][3:])) <= {(-100,) * len(ids) for ids in out["input_ids"][3:]}
 
 
 @pytest.mark.parametrize("messages", [CHAT[:1], [], [*CHAT[:1], {"role": "assistant", "content": ""}], CHAT[1:2]])
@@ -147,7 +168,8 @@ def test_chat_without_template(run):
 
 
 def test_chat_with_a_template_that_rewrites_history(run, tokenizer):
-    out = run("ebft_strided_chat.transform", [{"messages": CHAT}], template="{{ messages | length }}" + CHATML)
+    template = "{{ messages | length }}" + CHATML
+    out = run("ebft_strided_chat.transform_last_turn", [{"messages": CHAT}], template=template)
     ids, length = out["input_ids"][0], out["prompt_length"][0]
     assert tokenizer.decode(ids).startswith("4<|im_start|>")
     assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"

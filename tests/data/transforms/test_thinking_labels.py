@@ -13,7 +13,7 @@ CHAT = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": REPLY},
 ]
-STRIDED_CHATS = ["ebft_strided_chat.transform", "ebft_reasoning.transform_strided"]
+STRIDED_CHATS = ["ebft_strided_chat.transform_last_turn", "ebft_reasoning.transform_strided"]
 
 
 @pytest.fixture

@@ -57,6 +57,9 @@ def trained(tokenizer):
         words = [tokenizer.convert_ids_to_tokens(token) for token in row["input_ids"]]
         assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"]))
         shown = [word if label == -100 else f"[{word}]" for word, label in zip(words, row["labels"])]
+        if config.method.samples_blocks:  # where the anchors can be
+            for start, end in reversed(row["turn_spans"]):
+                shown[start:end] = ["(", *shown[start:end], ")"]
         return " ".join(word for word in shown if word != "<|im_start|>").replace("<|im_end|>", "END")
 
     return run
@@ -195,10 +198,33 @@ def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
 
 
 @pytest.mark.filterwarnings("ignore:datasets.0.train_on_eos")
-def test_strided_mode_trains_on_whole_turns(trained):
-    strided = {"rl": "ebft", "ebft": {"mode": "strided"}}
-    shown = trained(CHAT, {"train_on_eos": "none"}, **strided)
-    assert shown == f"{PROMPT} [Hello] [END] user Bye END assistant [Goodbye] [END]"
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({}, f"{PROMPT} ( [Hello] [END] ) user Bye END assistant ( [Goodbye] [END] )"),
+        ({"train_on_eos": "none"}, f"{PROMPT} ( [Hello] ) END user Bye END assistant ( [Goodbye] ) END"),
+        ({"train_on_eos": "last"}, f"{PROMPT} ( [Hello] ) END user Bye END assistant ( [Goodbye] [END] )"),
+        (
+            {"train_on_eos": "all"},
+            "system Be brief [END] user Hi [END] assistant ( [Hello] [END] ) user Bye [END] assistant ( [Goodbye] "
+            "[END] )",
+        ),
+        (
+            {"roles_to_train": ["user", "assistant"]},
+            "system Be brief END user ( [Hi] [END] ) assistant ( [Hello] [END] ) user ( [Bye] [END] ) assistant "
+            "( [Goodbye] [END] ) user ( [Hi] [END] )",
+        ),
+    ],
+)
+@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat.transform"])
+def test_turns_of_strided_mode(trained, type, entry, expected):
+    assert trained(CHAT, entry, type, rl="ebft", ebft={"mode": "strided"}) == expected
+
+
+def test_turns_of_strided_mode_include_masked_thinking(trained):
+    chat = [*CHAT[:2], {"role": "assistant", "content": "<think> hm </think> Hello"}, *CHAT[3:5]]
+    shown = trained(chat, rl="ebft", ebft={"mode": "strided", "mask_thinking_ce": True})
+    assert shown == f"{PROMPT} ( <think> hm </think> [Hello] [END] ) user Bye END assistant ( [Goodbye] [END] )"
 
 
 @pytest.mark.parametrize(("name", "header"), [("llama3", ""), ("qwen2_5", "\n")])

@@ -283,9 +283,10 @@ def test_a_prompt_that_depends_on_the_reply(trained):
         trained("{{ messages[-1].content | length }}" + ENDS_TEXT, TALK[:2])
 
 
-def test_the_last_turn_of_strided_mode(trained):
-    strided = {"rl": "ebft", "ebft": {"mode": "strided"}, "type": "ebft_strided_chat"}
-    assert trained(OPENS_THINKING, TALK, **strided) == "<bos><U>Hi<A>Hello<e><U>Bye<A>[Goodbye<e>]"
+@pytest.mark.parametrize(("turns", "first"), [("transform", "[Hello<e>]"), ("transform_last_turn", "Hello<e>")])
+def test_turns_of_strided_mode(trained, turns, first):
+    strided = {"rl": "ebft", "ebft": {"mode": "strided"}, "type": f"ebft_strided_chat.{turns}"}
+    assert trained(OPENS_THINKING, TALK, **strided) == f"<bos><U>Hi<A>{first}<U>Bye<A>[Goodbye<e>]"
 
 
 def test_a_content_with_the_start_and_end_of_a_mark(trained):

@@ -1,10 +1,10 @@
 """Transforms convert raw rows to rows for training; the `type` of a dataset entry names one.
 
 A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn, map_kwargs)`:
-`transform_fn(example, tokenizer=None)` returns the fields `input_ids`, `labels` and optionally `prompt_length` and
-`attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` are passed to
-`datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns. To add a built-in transform,
-add a module with such functions to this folder and their names to `ebft.data.keys.BUILT_IN_TRANSFORMS`.
+`transform_fn(example, tokenizer=None)` returns the fields `input_ids`, `labels` and optionally `prompt_length`,
+`turn_spans` and `attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` are
+passed to `datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns. To add a built-in
+transform, add a module with such functions to this folder and their names to `ebft.data.keys.BUILT_IN_TRANSFORMS`.
 """
 
 import importlib

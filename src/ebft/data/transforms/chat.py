@@ -20,13 +20,14 @@ from ebft.errors import DataError
 def chat_transform(
     cfg: Any,
     entry: Any,
-    read: Callable[[dict[str, Any]], list[Message]],
+    read: Callable[[Any], list[Message]],
     with_reply: Callable[[Message, PreTrainedTokenizerBase], Message] | None = None,
     labels: TurnLabels | None = None,
 ) -> tuple[Callable, dict]:
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
-    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn. `labels`
+    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
+    `turn_spans` are the token ranges of all turns that are trained on, without ends of turns that are not. `labels`
     are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
     `with_reply` is applied first, as in the prompts of structured mode.
     `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
@@ -92,9 +93,10 @@ def _row(
 ) -> dict[str, Any]:
     """The fields of a row. A token is trained on if any of its characters is."""
     tokens = Tokens(tokenizer, "".join(piece.text for piece in pieces))
-    learned, thoughts, done = [], [], 0
+    learned, turns, thoughts, done = [], [], [], 0
     for piece in pieces:
         learned += [(done + first, done + last) for first, last in piece.spans]
+        turns += [(done + first, done + last) for first, last in piece.spans if piece.is_turn and first < last]
         found = thinking_spans(piece.text) if mask_thinking and piece.is_reply else []
         thoughts += [(done + first, done + last) for first, last in found]
         done += len(piece.text)
@@ -103,4 +105,5 @@ def _row(
     off = [False] * len(ids) if train_on_inputs else [not on for on in tokens.mask(learned)]
     if thoughts:
         off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
-    return without_labels(segments_row([(ids[:prompt_length], True), (ids[prompt_length:], True)], True), off)
+    row = without_labels(segments_row([(ids[:prompt_length], True), (ids[prompt_length:], True)], True), off)
+    return {**row, "turn_spans": tokens.ranges_of(turns)}

@@ -1,10 +1,10 @@
-"""Texts in segments, without a template: `{segments}` -> `{input_ids, labels, prompt_length}`.
+"""Texts in segments, without a template: `{segments}` -> `{input_ids, labels, prompt_length, turn_spans}`.
 
 A segment is `{text, label}`; those with `label: true` are trained on. Each is tokenised on its own, and no special
 tokens are added, so that the segments contain all of them.
 """
 
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from ebft.data.transforms.rows import encode, first_present, segments_row
@@ -26,6 +26,8 @@ def transform(cfg, dataset, **kwargs):
             for label, group in groupby((segment for segment in segments if segment[0]), key=lambda segment: segment[1])
         ]
         row = segments_row(joined or [([], True)], train_on_inputs)
+        ends = list(accumulate(len(ids) for ids, _ in joined))
+        row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
         if joined and not joined[-1][1] and len(joined) > 1:
             row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
         return row

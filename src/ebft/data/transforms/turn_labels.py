@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     text: str
     spans: list[tuple[int, int]]
     is_reply: bool  # of the assistant
+    is_turn: bool = False  # that is trained on
 
 
 class Part(NamedTuple):
@@ -89,7 +90,7 @@ def labelled(parts: list[Part], messages: list[Message], end: str, eos: EOS, tem
             is_reply = messages[turn]["role"] == "assistant"
             start_of = (lambda _: 0) if is_reply and turn > 0 else partial(_start_of, messages[turn])
             own_end = end if part.end is None else part.end
-            found.append(Piece(text, [_content(text, start_of, own_end, with_end)], is_reply))
+            found.append(Piece(text, [_content(text, start_of, own_end, with_end)], is_reply, is_turn=True))
     return found
 
 
