@@ -7,6 +7,7 @@ from datasets import Dataset, Features, List, Value
 
 from ebft.config.schema import RunConfig
 from ebft.data.added_keys import without_added_keys
+from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from tests.structured.conftest import make_chat_tokenizer
@@ -38,7 +39,7 @@ def texts(tmp_path):
         if kind == "parquet":
             Dataset.from_list(rows).to_parquet(path)
         else:
-            path.write_text("\n".join(map(json.dumps, rows)))
+            path.write_text(json.dumps(rows, indent=2) if kind == "json" else "\n".join(map(json.dumps, rows)))
         entry |= {"path": str(path), "type": "chat_template"}
         config = RunConfig.from_dict({"base_model": "x", "datasets": [entry]})
         tokenizer = make_chat_tokenizer()
@@ -85,9 +86,22 @@ def transform(cfg, **kwargs):
     assert texts == ["{'city': 'Oslo', 'days': 3}", "{'to': 'a'}", "{'nested': {'deep': [{'x': 1}, {'y': 2}]}}"]
 
 
-def test_nulls_of_json_are_those_of_the_data(texts):
-    rows = [chat(city=None, days=3), chat(to="a")]
-    assert '"arguments": {"city": null, "days": 3}' in texts(rows, "jsonl")[0]
+@pytest.mark.parametrize("others", [[], [chat(to="a")], [chat(a=1)]], ids=["alone", "other keys", "the same keys"])
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_values_of_json_are_those_of_the_file(texts, kind, others):
+    arguments = {"a": None, "b": {"c": [None, 0.1234567890123456, 2**70]}, "d": [1, 2.5], "e": "12", "f": [], "g": {}}
+    parameters = {"x": {"default": None, "const": None}, "y": {"enum": ["1", None, 1]}}
+    rows = [chat(**arguments) | {"tools": [tool(**parameters)]}, *others]
+    text = texts(rows, kind)[0]
+    assert f'"arguments": {json.dumps(arguments)}' in text
+    assert f'"parameters": {json.dumps(parameters)}' in text
+
+
+def test_json_next_to_parquet(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat(a=None)))
+    Dataset.from_list([chat(b=1), chat(c=2)]).to_parquet(tmp_path / "b.parquet")
+    found = read_source(DatasetEntry(path=str(tmp_path), type="chat_template"))["messages"]
+    assert [row[1]["tool_calls"][0]["function"]["arguments"] for row in found] == [{"a": None}, {"b": 1}, {"c": 2}]
 
 
 def test_descriptions_of_tools(texts):
