@@ -6,8 +6,10 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from ebft.config.schema import RunConfig
-from ebft.data.added_keys import without_added_keys
+from ebft.data.added_keys import with_own_calls, without_added_keys
+from ebft.data.conversation import Renderer
 from ebft.data.keys import DatasetEntry
+from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from tests.structured.conftest import make_chat_tokenizer
@@ -116,3 +118,30 @@ def test_other_columns_keep_their_keys():
     features = Features({"a": {"x": Value("int64"), "y": Value("int64")}, "b": List({"z": Value("string")})})
     row = {"a": {"x": 1, "y": None}, "b": [{"z": None}]}
     assert without_added_keys(features, "tools")(row) == row
+
+
+def test_prompts_have_the_keys_and_nulls_of_their_row(tmp_path):
+    calls = [{"a": None, "n": 0.1234567890123456}, {"b": {"c": [None]}}, {"a": 1}]
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "tool")]
+    turns = [[{"role": "assistant", "tool_calls": chat(**own)["messages"][1]["tool_calls"]}, said[2]] for own in calls]
+    rows = [{"messages": [said[0], *turn, said[1], said[0], *turn, said[1]]} for turn in turns]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entry = {"path": str(tmp_path / "rows.jsonl"), "type": "ebft_chat_multiturn"}
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = {"base_model": "x", "datasets": [entry], "rl": "ebft", "shuffle_merged_datasets": False}
+    found, _ = load_prompts(RunConfig.from_dict(config), tokenizer)
+    assert [row["prompt"] for row in found] == [row["messages"][:3] for row in rows]
+    assert [row["remaining_turns"] for row in found] == [row["messages"][4:] for row in rows]
+    renderer = Renderer(tokenizer)
+    text = tokenizer.decode(renderer.prompt_ids(found[0]["prompt"]))
+    assert f'"arguments": {json.dumps(calls[0])}' in text
+
+
+def test_tool_calls_of_arrow_tables_have_their_own_keys():
+    rows = Dataset.from_list([{"prompt": row["messages"], "n": 1} for row in CHATS])
+    assert rows[1]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["city"] is None
+    found = with_own_calls({"a": rows, "b": None})
+    calls = lambda messages: messages[1]["tool_calls"]
+    assert [calls(row["prompt"]) for row in found["a"]] == [calls(row["messages"]) for row in CHATS]
+    assert found["a"].features["n"] == Value("int64") and found["b"] is None

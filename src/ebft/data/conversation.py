@@ -15,7 +15,6 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.added_keys import without_missing
 from ebft.data.joined import adds_space, ids_after
 from ebft.data.special_tokens import end_tokens
 from ebft.data.transforms.rows import continued_ids
@@ -215,11 +214,7 @@ def end_length(lead_ids: list[int], end_ids: Collection[int]) -> int:
 
 def _clean(messages: Iterable[Message]) -> list[Message]:
     """Messages without keys that are None: Arrow adds the keys of all messages, and templates check for presence."""
-    present = ({key: value for key, value in message.items() if value is not None} for message in messages)
-    return [
-        message | {"tool_calls": without_missing(message["tool_calls"])} if "tool_calls" in message else message
-        for message in present
-    ]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _text(content: Any) -> str:

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, concatenate_datasets, load_dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 
-from ebft.data.added_keys import without_added_keys
+from ebft.data.added_keys import as_json
 from ebft.data.diagnose import explain
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.json_files import read_json
@@ -140,17 +140,7 @@ def _read_kinds(files: list[tuple[Path, str]], source: str) -> Dataset:
 def _with_json_columns(parts: list[Dataset]) -> list[Dataset]:
     """The parts with JSON values in each column that has them in any part, so that files of other formats fit."""
     columns = {name for rows in parts for name, kind in rows.features.items() if isinstance(kind, JsonText)}
-    return [_as_json(rows, columns) for rows in parts]
-
-
-def _as_json(rows: Dataset, columns: set[str]) -> Dataset:
-    changed = {name: JsonText() for name in rows.column_names if name in columns}
-    changed = {name: kind for name, kind in changed.items() if rows.features[name] != kind}
-    if not changed:
-        return rows
-    clean = without_added_keys(rows.features, None)
-    encoded = lambda row: {name: kind.encode_example(clean(dict(row))[name]) for name, kind in changed.items()}
-    return rows.map(encoded, features=Features({**rows.features, **changed}))
+    return [as_json(rows, [name for name in rows.column_names if name in columns]) for rows in parts]
 
 
 def _read_texts(paths: list[Path]) -> Dataset:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,29 +50,33 @@ with warnings.catch_warnings(action="ignore"):  # that it is experimental
 
 
 class Types:
-    """The type of each column, found from its values: of Arrow if all are texts, or all numbers of one type, etc."""
+    """The types of columns: of Arrow if all values are texts, booleans, or numbers of one type, and else of JSON."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, type | None] = {}
+    def __init__(self, columns: Iterable[str] = ()) -> None:
+        self._found: dict[str, set[type]] = {name: set() for name in columns}
 
     def add(self, row: dict[str, Any]) -> None:
         """Take the values of a row into account."""
         for name, value in row.items():
-            kind = type(value)
-            known = self._kinds.setdefault(name, None)
-            if value is None or known is dict:
-                continue
-            if kind not in _ARROW or known not in (None, kind) or (kind is int and value not in _INT64):
-                kind = dict
-            self._kinds[name] = kind
+            kinds = self._found.setdefault(name, set())
+            if value is not None:
+                kinds.add(type(value) if type(value) is not int or value in _INT64 else dict)
+
+    def mixed(self) -> Iterator[tuple[str, list[str]]]:
+        """The columns that have values of several types, with their names, except for numbers."""
+        for name, kinds in self._found.items():
+            if len(kinds) > 1 and not kinds <= {int, float, dict}:
+                yield name, sorted(kind.__name__ for kind in kinds)
 
     def features(self) -> dict[str, Any]:
         """The features of the columns, in the order in which they were found."""
-        return {name: _feature(kind) for name, kind in self._kinds.items()}
+        return {name: _feature(kinds) for name, kinds in self._found.items()}
 
 
-def _feature(kind: type | None) -> Any:
-    return JsonText() if kind is dict else Value("string" if kind is None else _ARROW[kind])
+def _feature(kinds: set[type]) -> Any:
+    if len(kinds) < 2 and kinds <= _ARROW.keys():
+        return Value(_ARROW[next(iter(kinds), str)])
+    return JsonText()
 
 
 def stored(values: list[Any], feature: Any) -> list[Any]:
