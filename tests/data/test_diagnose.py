@@ -31,7 +31,6 @@ def read(path):
             '{"n": 1}\n{"m": [{"k": "\\ud83d"}]}',
             r"a.jsonl, line 2: 'm' contains \\ud83d, half of a surrogate",
         ),
-        ("a.jsonl", '{"n": NaN}', "a.jsonl, line 1: NaN is not valid JSON"),
         ("a.csv", "text,n\na,1\nb,2,3\n", "a.csv, line 3: 3 fields, but the header has 2"),
         ("a.csv", "", "a.csv: the file is empty"),
         ("a.parquet", "not parquet", "a.parquet: not a readable Parquet file"),

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.joined import adds_space, ids_after
+from ebft.data.messages import is_context
 from ebft.data.special_tokens import end_tokens
 from ebft.data.transforms.rows import continued_ids
 from ebft.errors import DataError
@@ -198,8 +199,10 @@ class Renderer:
 
 
 def is_reply(message: Message) -> bool:
-    """Whether a message is a reply that the policy is to give; a turn that only calls tools is given to it."""
-    return message.get("role") == "assistant" and not (message.get("content") is None and message.get("tool_calls"))
+    """Whether a message is a reply that the policy is to give; one that only calls tools or has weight 0 is given."""
+    if message.get("role") != "assistant" or is_context(message):
+        return False
+    return not (message.get("content") is None and message.get("tool_calls"))
 
 
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:

@@ -83,7 +83,7 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
     A null is a row without values. Raises DataError with the line of an error, unless the file `is_checked`: known to
     have none.
     """
-    decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
+    decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object)
     is_empty = True
     try:
         with path.open("rb") as file:
@@ -161,10 +161,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in names if names.count(key) > 1)
         raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in an object, so its value is ambiguous")
     return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not valid JSON. Use null, or a number")
 
 
 def _fail(where: str, problem: str, error: Exception | None = None) -> NoReturn:

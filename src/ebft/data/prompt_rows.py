@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasets import Features, Value
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.conversation import Message, Renderer
+from ebft.data.conversation import Message, Renderer, is_reply
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.messages import messages_of
 from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
@@ -44,6 +46,8 @@ class PromptRow:
 
     def __init__(self, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         required = config.required_rows
+        self.tokenizer, self.kwargs = tokenizer, dict(required.chat_template_kwargs or {})
+        self.omissions = Omissions(config.chat_template or "of the tokenizer")
         self.renderer = Renderer(tokenizer, required.chat_template_kwargs)
         self.sequence_len = config.sequence_len
         self.needs_reference = required.needs_reference
@@ -60,6 +64,8 @@ class PromptRow:
         fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
+        if isinstance(fields["prompt"], list):
+            self._check_rendering(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)
         # Only rows that are kept determine the kinds and columns.
@@ -69,6 +75,31 @@ class PromptRow:
             "kind": "" if reason else kind,
             "reason": reason,
         }
+
+    def _check_rendering(self, fields: dict[str, Any]) -> None:
+        """Check the messages up to each reply, as they are rendered when the reply is compared or sampled."""
+        for name in ("prompt", "remaining_turns"):
+            if name in fields:
+                key = str(self.tokenizer.chat_template)
+                fields[name] = self.omissions.with_known_roles(fields[name], self._render, key)
+        prompt, reference = fields["prompt"], fields["ground_truth"]
+        if not prompt or self.tokenizer.chat_template is None:
+            return
+        if not self.needs_reference or not reference or not reference.strip():
+            self.omissions.check(prompt, self._render, ())
+            return
+        chat = [*prompt, {"role": "assistant", "content": reference}]
+        self.omissions.check(chat, self._render, {len(prompt)})
+        for message in fields.get("remaining_turns", []):
+            chat.append(message)
+            if is_reply(message):
+                self.omissions.check(chat, self._render, {len(chat) - 1})
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template cannot render these messages: {error}") from error
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
         if "prompt" not in row and "input_ids" in row:

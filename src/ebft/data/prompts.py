@@ -48,7 +48,7 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         check = PromptRow(config, tokenizer)
-        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
+        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
         for kind in sorted(set(rows["kind"]) - {""}):
             sources.setdefault(kind, named(entry))
         _refuse_mixture(sources)

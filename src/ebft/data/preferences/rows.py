@@ -20,6 +20,7 @@ from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
 from ebft.data.special_tokens import special_texts
 from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import continued_ids, encode
 from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
@@ -43,6 +44,7 @@ class PreferenceRow:
         self.kind = config.required_rows.kind
         self.hint = wanted_rows(config.required_rows)
         self.template = config.chat_template or "of the tokenizer"
+        self.omissions = Omissions(self.template)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
@@ -74,7 +76,14 @@ class PreferenceRow:
     def _ids(self, prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
             return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
+        prompt, *completions = (
+            self.omissions.with_known_roles(messages, self._render, str(self.tokenizer.chat_template))
+            for messages in (prompt, *completions)
+        )
         texts = [self._render([*prompt, *completion]) for completion in completions]
+        for text, completion in zip(texts, completions, strict=True):
+            compared = range(len(prompt), len(prompt) + len(completion))
+            self.omissions.check([*prompt, *completion], self._render, compared, text)
         start = self._render(prompt, add_generation_prompt=True)
         if not all(text.startswith(start) for text in texts):
             start = self._shared_start(prompt, completions)

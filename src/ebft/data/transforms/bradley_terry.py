@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ebft.data.messages import Message, content_text, messages_of
+from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import encode, first_present, text_of
 from ebft.errors import DataError
 
@@ -19,7 +20,7 @@ _FIX = "Rename the columns, or use a custom transform that returns chosen_ids an
 
 def chat_template(cfg, **kwargs):
     """Transform for pairs of replies, rendered with the chat template."""
-    template = cfg.chat_template or "of the tokenizer"
+    omissions = Omissions(cfg.chat_template or "of the tokenizer")
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
@@ -27,7 +28,7 @@ def chat_template(cfg, **kwargs):
         chats = {name: _chat(example, name) for name in ("chosen", "rejected")}
         if "prompt" not in example:
             _check_same(chats["chosen"], chats["rejected"])
-        row = {f"{name}_ids": _ids(tokenizer, chat, template) for name, chat in chats.items()}
+        row = {f"{name}_ids": _ids(tokenizer, chat, omissions) for name, chat in chats.items()}
         return {**row, "margin": example["margin"]} if "margin" in example else row
 
     return transform_fn, {"remove_columns": "__all__"}
@@ -75,11 +76,17 @@ def _check_same(chosen: list[Message], rejected: list[Message]) -> None:
         )
 
 
-def _ids(tokenizer: Any, chat: list[Message], template: str) -> list[int]:
+def _ids(tokenizer: Any, chat: list[Message], omissions: Omissions) -> list[int]:
     if not chat:
         return []
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"chat template {template} cannot render these messages: {error}") from error
+
+    def render(messages: list[Message]) -> str:
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"chat template {omissions.template} cannot render these messages: {error}") from error
+
+    chat = omissions.with_known_roles(chat, render, tokenizer.chat_template)
+    text = render(chat)
+    omissions.check(chat, render, {len(chat) - 1}, text)
     return encode(tokenizer, text, special=False)

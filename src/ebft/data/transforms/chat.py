@@ -65,7 +65,9 @@ def chat_transform(
         tools = None if labels is None else tools_of(example, entry)
         render = partial(_render, tokenizer, template=template, tools=tools)
         end, special = known[tokenizer.chat_template]
+        messages = checks.omissions.with_known_roles(messages, render, tokenizer.chat_template)
         found = Places(render, messages, special, template)
+        checks.omissions.check(messages, render, turns, found.text)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
         checks.check(found, parts, tools, partial(_render, tokenizer, template=template, tools=None))
         pieces = labelled(parts, messages, end, eos, template)

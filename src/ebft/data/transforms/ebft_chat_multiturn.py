@@ -2,11 +2,13 @@
 
 `transform` uses the first turn that is an answer, with the rest of the chat as `remaining_turns`;
 `transform_last_turn` uses the last turn; `transform_all_turns` makes one row per turn, each with its full history. A
-chat without an answer is a prompt without a reference.
+chat without an answer is a prompt without a reference. Thinking of references is put into their text, as a `<think>`
+block.
 """
 
 from ebft.data.chats import chat_of
 from ebft.data.messages import Message, answers, before_last_answer, content_text
+from ebft.data.thinking import with_thinking
 
 
 def transform(cfg, dataset, **kwargs):
@@ -19,7 +21,11 @@ def transform(cfg, dataset, **kwargs):
         first = next((index for index in turns if content_text(messages[index]).strip()), None)
         if first is None:
             return {**_row(*before_last_answer(messages)), "remaining_turns": []}
-        return {**_row(messages[:first], messages[first]), "remaining_turns": messages[first + 1 : turns[-1] + 1]}
+        rest = [
+            with_thinking(messages[index]) if index in turns and messages[index].get("content") else messages[index]
+            for index in range(first + 1, turns[-1] + 1)
+        ]
+        return {**_row(messages[:first], messages[first]), "remaining_turns": rest}
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -53,4 +59,4 @@ def _every_turn(messages: list[Message]) -> list[dict]:
 
 
 def _row(prompt: list[Message], reply: Message | None) -> dict:
-    return {"prompt": prompt, "ground_truth": None if reply is None else content_text(reply)}
+    return {"prompt": prompt, "ground_truth": None if reply is None else with_thinking(reply)["content"]}

@@ -9,13 +9,13 @@ from functools import partial
 
 from ebft.data.chats import chat_of
 from ebft.data.messages import Message, before_last_answer, content_text
-from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
+from ebft.data.thinking import join_thinking, split_thinking, with_thinking
 from ebft.data.transforms.chat import chat_transform
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for references including their thinking."""
-    return _transform(dataset, reference=_whole)
+    return _transform(dataset, reference=lambda reply: with_thinking(reply)["content"])
 
 
 def transform_answer_only(cfg, dataset, **kwargs):
@@ -39,7 +39,7 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
 def transform_strided(cfg, dataset, **kwargs):
     """Transform for strided mode, as `ebft_strided_chat` with the thinking in the text of the last turn."""
-    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=_in_content)
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=with_thinking)
 
 
 def _transform(dataset, reference, in_prompt=None):
@@ -50,18 +50,6 @@ def _transform(dataset, reference, in_prompt=None):
         return {"prompt": prompt, "ground_truth": None if reply is None else reference(reply)}
 
     return transform_fn, {"remove_columns": "__all__"}
-
-
-def _whole(reply: Message) -> str:
-    """The reply as one text; thinking that is already in the content is not added again."""
-    content, thinking = content_text(reply), reply.get("reasoning_content")
-    return join_thinking(thinking, content) if thinking and not thinking_spans(content) else content
-
-
-def _in_content(reply: Message) -> Message:
-    """The reply with its thinking in the content, for templates that do not read `reasoning_content`."""
-    kept = {key: value for key, value in reply.items() if key != "reasoning_content"}
-    return {**kept, "content": _whole(reply)}
 
 
 def _apart(reply: Message) -> Message:
