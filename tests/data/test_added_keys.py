@@ -6,7 +6,10 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from ebft.config.schema import RunConfig
-from ebft.data.added_keys import without_added_keys
+from ebft.data.added_keys import with_own_calls, without_added_keys
+from ebft.data.conversation import Renderer
+from ebft.data.keys import DatasetEntry
+from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from tests.structured.conftest import make_chat_tokenizer
@@ -38,7 +41,7 @@ def texts(tmp_path):
         if kind == "parquet":
             Dataset.from_list(rows).to_parquet(path)
         else:
-            path.write_text("\n".join(map(json.dumps, rows)))
+            path.write_text(json.dumps(rows, indent=2) if kind == "json" else "\n".join(map(json.dumps, rows)))
         entry |= {"path": str(path), "type": "chat_template"}
         config = RunConfig.from_dict({"base_model": "x", "datasets": [entry]})
         tokenizer = make_chat_tokenizer()
@@ -85,9 +88,22 @@ def transform(cfg, **kwargs):
     assert texts == ["{'city': 'Oslo', 'days': 3}", "{'to': 'a'}", "{'nested': {'deep': [{'x': 1}, {'y': 2}]}}"]
 
 
-def test_nulls_of_json_are_those_of_the_data(texts):
-    rows = [chat(city=None, days=3), chat(to="a")]
-    assert '"arguments": {"city": null, "days": 3}' in texts(rows, "jsonl")[0]
+@pytest.mark.parametrize("others", [[], [chat(to="a")], [chat(a=1)]], ids=["alone", "other keys", "the same keys"])
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_values_of_json_are_those_of_the_file(texts, kind, others):
+    arguments = {"a": None, "b": {"c": [None, 0.1234567890123456, 2**70]}, "d": [1, 2.5], "e": "12", "f": [], "g": {}}
+    parameters = {"x": {"default": None, "const": None}, "y": {"enum": ["1", None, 1]}}
+    rows = [chat(**arguments) | {"tools": [tool(**parameters)]}, *others]
+    text = texts(rows, kind)[0]
+    assert f'"arguments": {json.dumps(arguments)}' in text
+    assert f'"parameters": {json.dumps(parameters)}' in text
+
+
+def test_json_next_to_parquet(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat(a=None)))
+    Dataset.from_list([chat(b=1), chat(c=2)]).to_parquet(tmp_path / "b.parquet")
+    found = read_source(DatasetEntry(path=str(tmp_path), type="chat_template"))["messages"]
+    assert [row[1]["tool_calls"][0]["function"]["arguments"] for row in found] == [{"a": None}, {"b": 1}, {"c": 2}]
 
 
 def test_descriptions_of_tools(texts):
@@ -102,3 +118,30 @@ def test_other_columns_keep_their_keys():
     features = Features({"a": {"x": Value("int64"), "y": Value("int64")}, "b": List({"z": Value("string")})})
     row = {"a": {"x": 1, "y": None}, "b": [{"z": None}]}
     assert without_added_keys(features, "tools")(row) == row
+
+
+def test_prompts_have_the_keys_and_nulls_of_their_row(tmp_path):
+    calls = [{"a": None, "n": 0.1234567890123456}, {"b": {"c": [None]}}, {"a": 1}]
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "tool")]
+    turns = [[{"role": "assistant", "tool_calls": chat(**own)["messages"][1]["tool_calls"]}, said[2]] for own in calls]
+    rows = [{"messages": [said[0], *turn, said[1], said[0], *turn, said[1]]} for turn in turns]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entry = {"path": str(tmp_path / "rows.jsonl"), "type": "ebft_chat_multiturn"}
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = {"base_model": "x", "datasets": [entry], "rl": "ebft", "shuffle_merged_datasets": False}
+    found, _ = load_prompts(RunConfig.from_dict(config), tokenizer)
+    assert [row["prompt"] for row in found] == [row["messages"][:3] for row in rows]
+    assert [row["remaining_turns"] for row in found] == [row["messages"][4:] for row in rows]
+    renderer = Renderer(tokenizer)
+    text = tokenizer.decode(renderer.prompt_ids(found[0]["prompt"]))
+    assert f'"arguments": {json.dumps(calls[0])}' in text
+
+
+def test_tool_calls_of_arrow_tables_have_their_own_keys():
+    rows = Dataset.from_list([{"prompt": row["messages"], "n": 1} for row in CHATS])
+    assert rows[1]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["city"] is None
+    found = with_own_calls({"a": rows, "b": None})
+    calls = lambda messages: messages[1]["tool_calls"]
+    assert [calls(row["prompt"]) for row in found["a"]] == [calls(row["messages"]) for row in CHATS]
+    assert found["a"].features["n"] == Value("int64") and found["b"] is None

@@ -32,6 +32,7 @@ def entry(**keys):
          {"message_field_role": "r", "message_property_mappings": {"content": "t"}}),
         ({"messages": [{"role": "customer", "content": "Hi"}, {"role": "bot", "content": "Hello"}]},
          {"roles": {"user": ["customer"], "assistant": ["bot", "agent"]}}),
+        ({"messages": [PLAIN[0], {"role": "model", "content": "Hello"}]}, {}),
         ({"messages": [{**PLAIN[0], "extra": None}, {**PLAIN[1], "extra": None}]}, {}),
     ],
 )  # fmt: skip
@@ -49,6 +50,22 @@ def test_other_keys_of_messages_are_kept_and_renamed():
 def test_a_role_that_is_named_differently_replaces_the_usual_one():
     found = chat_of({"messages": SHAREGPT}, entry(roles={"tool": ["gpt"]}))
     assert [message["role"] for message in found] == ["user", "tool"]
+
+
+def test_thinking_in_the_content():
+    chat = [PLAIN[0], {**PLAIN[1], "reasoning": "hm"}]
+    found = chat_of({"messages": chat}, entry(field_thinking="reasoning", template_thinking_key="content"))
+    assert found == [PLAIN[0], {**PLAIN[1], "content": "<think>\nhm\n</think>\n\nHello"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("Hello", "message 0 has the role 'function_call', but its content is not the JSON text of a call"),
+     ("[1]", "message 0 has the role 'function_call', so its content must be JSON text with the keys name")],
+)  # fmt: skip
+def test_calls_of_sharegpt_that_are_none(content, message):
+    with pytest.raises(DataError, match=message):
+        chat_of({"messages": [{"from": "function_call", "value": content}]}, entry())
 
 
 def test_a_mapping_that_does_not_fit():

@@ -20,6 +20,17 @@ def read(path):
         ("a.json", '[{"text": "a"}, 3]', "a.json, row 1: a row must be a JSON object, got 3"),
         ("a.json", "[]", "a.json: the list of rows is empty"),
         ("a.jsonl", "", "a.jsonl: the file is empty"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"m": {"k": 1, "k": 2}}',
+            "a.jsonl, line 2: the key 'k' occurs 2 times in an object",
+        ),
+        ("a.json", '[{"text": "a", "text": "b"}]', "a.json, row 0: the key 'text' occurs 2 times in an object"),
+        (
+            "a.jsonl",
+            '{"n": 1}\n{"m": [{"k": "\\ud83d"}]}',
+            r"a.jsonl, line 2: 'm' contains \\ud83d, half of a surrogate",
+        ),
         ("a.csv", "text,n\na,1\nb,2,3\n", "a.csv, line 3: 3 fields, but the header has 2"),
         ("a.csv", "", "a.csv: the file is empty"),
         ("a.parquet", "not parquet", "a.parquet: not a readable Parquet file"),
@@ -40,3 +51,18 @@ def test_the_broken_file_of_a_folder_is_named(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
     with pytest.raises(DataError, match="broken.jsonl, line 1"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ('\n{"text": "a \\ud83d\\ude00"}\n\n{"text": "b"} {"text": "c"}\nnull\n', ["a \U0001f600", "b", "c", None]),
+        ('[{"text": "a"}, null,\n{"text": "b"}]\n', ["a", None, "b"]),
+        ('["a", "b"]', ["a", "b"]),
+        ('{\n"text": "a"\n}\n', ["a"]),
+        ('\ufeff{"text": "a"}', ["a"]),
+    ],
+)
+def test_shapes_of_json(tmp_path, content, rows):
+    (tmp_path / "a.json").write_text(content)
+    assert read(tmp_path / "a.json")["text"][:] == rows

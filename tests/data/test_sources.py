@@ -50,7 +50,7 @@ def test_strings_of_json_that_look_like_dates_stay_strings(tmp_path, kind):
     (tmp_path / f"rows.{kind}").write_text(json.dumps(rows, indent=1) if kind == "json" else lines)
     (tmp_path / f"more.{kind}").write_text(json.dumps(rows[:1]) if kind == "json" else json.dumps(rows[0]))
     found = read_source(entry(tmp_path, data_files=[f"rows.{kind}", f"more.{kind}"]))
-    assert found.to_list() == [*rows, rows[0]]
+    assert list(found) == [*rows, rows[0]]
 
 
 def test_a_key_named_timestamp_is_left_to_the_reader(tmp_path):

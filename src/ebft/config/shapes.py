@@ -92,7 +92,8 @@ class ShapeKeys(Section):
     roles: dict[NotBlank, Annotated[list[NotBlank], Field(min_length=1)]] | None = Field(
         None,
         description="Roles for the chat template, and their names in the data, for example {user: [human, customer], "
-        "assistant: [gpt]}. human and gpt mean user and assistant unless they are named.",
+        "assistant: [gpt]}. Unless they are named, human means user, gpt and model mean assistant, observation means "
+        "tool, and function_call is an assistant turn with the tool calls in its content.",
     )
     roles_to_train: list[NotBlank] | None = Field(
         None,
@@ -112,7 +113,11 @@ class ShapeKeys(Section):
         "on. For turns without it, their role decides.",
     )
     field_thinking: NotBlank = Field(THINKING, description="Key of messages with the thinking before the content.")
-    template_thinking_key: NotBlank = Field(THINKING, description="Key with which thinking is passed to the template.")
+    template_thinking_key: NotBlank = Field(
+        THINKING,
+        description="Key with which thinking is passed to the template; content writes it into the content, as a "
+        "<think> block.",
+    )
     split_thinking: bool = Field(
         False,
         description="Pass thinking in tags at the start of an assistant's content to the chat template separately, as "

@@ -1,13 +1,15 @@
 """Keys that Arrow adds to tool calls and to descriptions of tools, with the value None.
 
 Arrow gives each mapping of a column the keys of all rows, so that a call would get the arguments of other tools.
-Columns of JSON values (`datasets.Json`) have no such keys, and their nulls are the data's own.
+Columns of JSON values (`JsonText`, `datasets.Json`) have no such keys, and their nulls are the data's own.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
-from datasets import Features
+from datasets import Dataset, Features
+
+from ebft.data.json_values import JsonText
 
 Clean = Callable[[Any], Any]
 Names = Set[str | None]
@@ -20,6 +22,25 @@ def without_added_keys(features: Features, whole: str | None, calls: str | None 
     `calls` is the name of tool calls in the data, if it is another one than that of chat templates.
     """
     return _of_mapping(features, {whole}, {_CALLS, calls}) or (lambda row: row)
+
+
+def as_json(rows: Dataset, columns: Iterable[str]) -> Dataset:
+    """The rows with their `columns` as JSON values, without the keys that were added to tool calls."""
+    changed = {name: JsonText() for name in columns if not isinstance(rows.features[name], JsonText)}
+    if not changed:
+        return rows
+    clean = without_added_keys(rows.features, None)
+    encoded = lambda row: {name: kind.encode_example(clean(dict(row))[name]) for name, kind in changed.items()}
+    return rows.map(encoded, features=Features({**rows.features, **changed}), load_from_cache_file=False)
+
+
+def with_own_calls(rows: Any) -> Any:
+    """A Dataset whose tool calls have the keys of their row alone; another value as it is."""
+    if isinstance(rows, Mapping):
+        return {name: with_own_calls(part) for name, part in rows.items()}
+    if not isinstance(rows, Dataset):
+        return rows
+    return as_json(rows, [name for name, kind in rows.features.items() if _cleaner(kind, {_CALLS}) is not None])
 
 
 def without_missing(value: Any) -> Any:

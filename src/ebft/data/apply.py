@@ -1,9 +1,12 @@
 """Applying a transform to raw rows, with error messages that name the transform and the row."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from __future__ import annotations
 
-from datasets import Dataset, Features
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
@@ -12,8 +15,13 @@ from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.processes import forked_processes
 from ebft.data.transforms import find_transform
+from ebft.data.transforms.omissions import LEFT_OUT, take_left_out
 from ebft.errors import DataError, cause
 
+if TYPE_CHECKING:
+    from ebft.data.report import RowCounts
+
+_NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
 # Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
@@ -50,10 +58,12 @@ def apply_transform(
     check: Check,
     features: Features,
     first_document: int,
+    counts: RowCounts | None = None,
 ) -> Dataset:
     """The result of `check` for each row of the entry's transform, with `document`, the number of the raw row.
 
-    `features` are the columns; numbers start at `first_document`. Raises DataError that names the transform and row.
+    `features` are the columns; numbers start at `first_document`. Rows with thinking that the chat template leaves out
+    are added to `counts`. Raises DataError that names the transform and row.
     """
     transform_fn, map_kwargs = _build(entry, config)
     removed = map_kwargs.pop("remove_columns", [])
@@ -67,16 +77,21 @@ def apply_transform(
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
-        "features": features,
+        "features": Features({**features, _NOTED: Value("bool")}),
         # The cache does not detect changes to a transform's helper functions.
         "load_from_cache_file": False,
         "desc": f"Tokenising {entry.path}",
     }
     try:
         with forked_processes():
-            return raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
+            rows = raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
+    noted = np.unique(np.asarray(rows["document"])[np.asarray(rows[_NOTED], dtype=bool)])
+    if counts is not None and len(noted):
+        counts[LEFT_OUT] += len(noted)
+        counts.note(LEFT_OUT, noted.tolist())
+    return rows.remove_columns(_NOTED)
 
 
 def row_function(
@@ -133,6 +148,7 @@ class _Step:
         return {
             **self.check(self._call(self.clean(dict(example)), where), where),
             "document": self.first_document + index,
+            _NOTED: take_left_out(),
         }
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -144,10 +160,13 @@ class _Step:
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")
         rows = [dict(zip(result, values)) for values in zip(*result.values())]
-        checked = [self.check(row, f"{where}, result {number}") for number, row in enumerate(rows)]
+        noted = take_left_out()
+        checked = []
+        for number, row in enumerate(rows):
+            checked.append(self.check(row, f"{where}, result {number}") | {_NOTED: take_left_out() or noted})
         # If the number of rows changed, the raw row of a result is unknown, and the batch counts as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
-        columns = {field: [row[field] for row in checked] for field in self.fields}
+        columns = {field: [row[field] for row in checked] for field in [*self.fields, _NOTED]}
         return {**columns, "document": [self.first_document + index for index in documents]}
 
     def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:

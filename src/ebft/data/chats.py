@@ -11,12 +11,13 @@ from typing import Any
 from ebft.config.shapes import ShapeKeys
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
-from ebft.data.thinking import split_thinking
+from ebft.data.thinking import join_thinking, split_thinking
 from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
 
 # Other names of roles, unless the dataset uses them differently.
-_ALIASES = {"human": "user", "gpt": "assistant"}
+_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
+_CALL = "function_call"  # the role of messages whose content is the JSON text of tool calls
 _SHAREGPT = {"role": "from", "content": "value"}
 _SYSTEM = "system"  # column of the system message, if the dataset names none
 _FIX = "Set `field_messages` of the entry to its name."
@@ -62,11 +63,34 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         message = {key: value for key, value in message.items() if value is not None or key in contents}
         message = _renamed(message, number, entry.message_property_mappings or {})
         role = message.get("role")
+        if role == _CALL and _CALL not in aliases:
+            return _calling(message, number)
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
         return _with_thinking(message, entry)
 
     return normal
+
+
+def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
+    try:
+        given = json.loads(message.get("content") or "")
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"message {number} has the role {_CALL!r}, but its content is not the JSON text of a call ({error}). "
+            f"Correct it, or name its role in `roles` of the dataset, for example `roles: {{assistant: [{_CALL}]}}`."
+        ) from error
+    calls = given if isinstance(given, list) else [given]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f"message {number} has the role {_CALL!r}, so its content must be JSON text with the keys name and "
+            f"arguments, got {message.get('content')!r:.60}."
+        )
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    rest = {key: value for key, value in message.items() if key != "content"}
+    calls = [{"type": "function", "function": function} for function in functions]
+    return {**rest, "role": "assistant", "tool_calls": calls}
 
 
 def role_names(entry: ShapeKeys) -> dict[str, str]:
@@ -88,7 +112,12 @@ def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dic
 
 
 def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:
-    """The message with its thinking where the chat template expects it."""
+    """The message with its thinking where the chat template expects it; `content` is a block at its start."""
+    if entry.template_thinking_key == "content":
+        thinking, content = message.pop(entry.field_thinking, None), message.get("content")
+        if isinstance(thinking, str) and thinking.strip() and isinstance(content, str | None):
+            message["content"] = join_thinking(thinking, content or "")
+        return message
     if entry.field_thinking != entry.template_thinking_key and entry.field_thinking in message:
         message[entry.template_thinking_key] = message.pop(entry.field_thinking)
     content = message.get("content")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.added_keys import without_missing
 from ebft.data.joined import Tokens, ids_after
-from ebft.data.messages import Message
+from ebft.data.messages import Message, is_context
 from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
 from ebft.data.special_tokens import end_tokens
 from ebft.data.thinking import thinking_spans
@@ -110,6 +110,10 @@ class Renderer:
             chat_template_kwargs=row_kwargs(row),
             reply=_json(row, REPLY) if has_reference else None,
         )
+
+    def template_of(self, row: Mapping[str, Any]) -> ChatTemplate:
+        """The chat template with the arguments and the tools of a row."""
+        return self.template.with_tools(_json(row, TOOLS), row_kwargs(row))
 
     def conversation(
         self,
@@ -263,8 +267,10 @@ class Renderer:
 
 
 def is_reply(message: Message) -> bool:
-    """Whether a message is a reply that the policy is to give; a turn that only calls tools is given to it."""
-    return message.get("role") == "assistant" and not (message.get("content") is None and message.get("tool_calls"))
+    """Whether a message is a reply that the policy is to give; one that only calls tools or has weight 0 is given."""
+    if message.get("role") != "assistant" or is_context(message):
+        return False
+    return not (message.get("content") is None and message.get("tool_calls"))
 
 
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
@@ -287,8 +293,4 @@ def _json(row: Mapping[str, Any], name: str) -> Any:
 
 def _clean(messages: Iterable[Message]) -> list[Message]:
     """Messages without keys that are None: Arrow adds the keys of all messages, and templates check for presence."""
-    present = ({key: value for key, value in message.items() if value is not None} for message in messages)
-    return [
-        message | {"tool_calls": without_missing(message["tool_calls"])} if "tool_calls" in message else message
-        for message in present
-    ]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -1,7 +1,6 @@
 """Local files as datasets: JSON, CSV and Parquet as tables, text and source code with one document per file."""
 
 import hashlib
-import json
 import logging
 import re
 import warnings
@@ -11,8 +10,11 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
 
-from ebft.data.diagnose import check_begins_with_rows, explain
+from ebft.data.added_keys import as_json
+from ebft.data.diagnose import explain
 from ebft.data.file_hash import file_fingerprint
+from ebft.data.json_files import read_json
+from ebft.data.json_values import JsonText
 from ebft.data.splits import DEFAULT_SPLIT
 from ebft.data.text_file import read_text
 from ebft.errors import DataError, cause
@@ -128,11 +130,17 @@ def _read_kinds(files: list[tuple[Path, str]], source: str) -> Dataset:
         by_kind[kind].append(path)
     parts = [_read_texts(paths) if kind == "text" else _read_tables(kind, paths) for kind, paths in by_kind.items()]
     try:
-        return concatenate_datasets(parts)
+        return concatenate_datasets(_with_json_columns(parts))
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{source}: a column has different types in its files ({cause(error)}). Use separate entries of datasets."
         ) from error
+
+
+def _with_json_columns(parts: list[Dataset]) -> list[Dataset]:
+    """The parts with JSON values in each column that has them in any part, so that files of other formats fit."""
+    columns = {name for rows in parts for name, kind in rows.features.items() if isinstance(kind, JsonText)}
+    return [as_json(rows, [name for name in rows.column_names if name in columns]) for rows in parts]
 
 
 def _read_texts(paths: list[Path]) -> Dataset:
@@ -141,14 +149,14 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     options = reader_options(kind, paths)
-    for path in paths if kind == "json" else ():
-        check_begins_with_rows(path)
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
+    if kind == "json":
+        return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
     try:
         rows = load_dataset(kind, contents, data_files=[str(path) for path in paths], split="train", **options)
-        rows.data.validate(full=True)  # the JSON reader accepts bytes that are not UTF-8
-        return _with_dates_as_text(rows, paths) if kind == "json" else rows
+        rows.data.validate(full=True)
+        return rows
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
 
@@ -161,19 +169,3 @@ def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
     return options | ({"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {})
-
-
-def _with_dates_as_text(rows: Dataset, paths: list[Path]) -> Dataset:
-    """Undo the JSON reader's conversion of columns of strings to timestamps: JSON has no dates."""
-    columns = [name for name in rows.column_names if "timestamp[" in str(rows.data.schema.field(name).type)]
-    if columns:
-        found = [row for path in paths for row in _json_rows(read_text(path))]
-        for name in columns:
-            rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
-    return rows
-
-
-def _json_rows(text: str) -> list[dict[str, Any]]:
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]

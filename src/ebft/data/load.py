@@ -69,7 +69,7 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        rows = tokenise(raw, entry, config, tokenizer, first_document)
+        rows = tokenise(raw, entry, config, tokenizer, first_document, counts)
         too_long = config.excess_length_strategy
         kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
         if too_long == "raise" and counts[TOO_LONG]:

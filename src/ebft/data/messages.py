@@ -27,8 +27,25 @@ def _is_message(message: Any) -> bool:
 
 
 def replies(messages: list[Message]) -> list[int]:
-    """Indices of the assistant turns, except a greeting at the start of the chat."""
-    return [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
+    """Indices of the assistant turns, except a greeting at the start of the chat, and those with `weight: 0`."""
+    return [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and index > 0 and not is_context(message)
+    ]
+
+
+def is_context(message: Message) -> bool:
+    """Whether a message has `weight: 0`: it is read, but not trained on. Raises DataError for weights but 0 and 1."""
+    weight = message.get("weight")
+    if weight is None:
+        return False
+    if isinstance(weight, str | list | dict) or weight not in (0, 1):
+        raise DataError(
+            f"the weight of a message ({message['role']}) must be 0 (context, not trained on) or 1, got "
+            f"{weight!r:.60}. To repeat the rows of a dataset, set its `weight`."
+        )
+    return weight == 0
 
 
 def answers(messages: list[Message]) -> list[int]:

@@ -7,12 +7,13 @@ from typing import Any
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.conversation import Renderer
+from ebft.data.conversation import Renderer, is_reply
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
 from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
@@ -51,6 +52,7 @@ class PromptRow:
     ) -> None:
         required = config.required_rows
         self.renderer = Renderer(tokenizer, required.chat_template_kwargs, template=config.chat_template)
+        self.omissions = Omissions(self.renderer.template.name)
         self.of_entry = chat_template_kwargs
         self.sequence_len = config.sequence_len
         self.needs_reference = required.needs_reference
@@ -68,6 +70,8 @@ class PromptRow:
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
+        if isinstance(fields["prompt"], list):
+            self._check_rendering(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)
         # Only rows that are kept determine the kinds and columns.
@@ -85,6 +89,21 @@ class PromptRow:
         found |= {ROW_KWARGS: kwargs} if kwargs else {}
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
         return {name: "" for name in (TOOLS, REPLY, ROW_KWARGS) if name in fields} | texts
+
+    def _check_rendering(self, fields: dict[str, Any]) -> None:
+        """Check that the template renders all messages; those of a role that it does not know get another one."""
+        template = self.renderer.template_of(fields)
+        for name in ("prompt", "remaining_turns"):
+            if name in fields:
+                fields[name] = self.omissions.with_known_roles(fields[name], template)
+        if not fields["prompt"] or template.tokenizer.chat_template is None:
+            return
+        chat, reference = list(fields["prompt"]), fields["ground_truth"]
+        if self.needs_reference and reference and reference.strip():
+            reply = json.loads(fields[REPLY]) if fields.get(REPLY) else {"role": "assistant", "content": reference}
+            chat += [reply, *fields.get("remaining_turns", [])]
+        compared = [index for index in range(len(fields["prompt"]), len(chat)) if is_reply(chat[index])]
+        self.omissions.check(chat[: max(compared, default=len(chat) - 1) + 1], template, compared)
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
         if "prompt" not in row and "input_ids" in row:

@@ -1,14 +1,15 @@
 """Loading prompts with their references from the `datasets:` section, for structured mode and `rl: grpo`."""
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform, named
+from ebft.data.json_values import Types, stored
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
@@ -17,6 +18,7 @@ from ebft.data.report import RowCounts
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once
+_ABSENT: dict[str, list] = {"remaining_turns": []}  # values of rows without a field, where they are not None
 
 
 def load_prompts(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
@@ -47,7 +49,7 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         check = PromptRow(config, tokenizer, entry.chat_template_kwargs)
-        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document)
+        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
         for kind in sorted(set(rows["kind"]) - {""}):
             sources.setdefault(kind, named(entry))
         _refuse_mixture(sources)
@@ -95,37 +97,32 @@ def _columns(*datasets: Dataset | None) -> list[str]:
 
 def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
     """The rows with one column per field, with a type that can represent all of its values."""
+    features = _features(rows, columns)
     return rows.map(
-        _unpack,
+        partial(_unpack, features=features),
         batched=True,
         batch_size=_BATCH,
-        fn_kwargs={"columns": columns},
         remove_columns=rows.column_names,
-        features=_types(rows, columns),
+        features=features,
         load_from_cache_file=False,
         desc="Reading prompts",
     )
 
 
-def _unpack(batch: dict[str, list], columns: list[str]) -> dict[str, list]:
+def _unpack(batch: dict[str, list], features: Features) -> dict[str, list]:
     rows = [json.loads(row) for row in batch["row"]]
-    absent = {"remaining_turns": []}
-    return {name: [row.get(name, absent.get(name)) for row in rows] for name in columns}
+    return {name: stored([row.get(name, _ABSENT.get(name)) for row in rows], kind) for name, kind in features.items()}
 
 
-def _types(rows: Dataset, columns: list[str]) -> Features:
-    """The type of each column over all rows: the first rows may lack some keys of a message, or contain only None."""
-    types = {name: pa.null() for name in columns}
+def _features(rows: Dataset, columns: list[str]) -> Features:
+    """The type of each column over all rows. Nested values stay those of their row: JSON, not mappings of Arrow."""
+    types = Types(columns)
     for batch in rows.iter(batch_size=_BATCH):
-        for name, values in _unpack(batch, columns).items():
-            try:
-                found = [pa.schema([(name, kind)]) for kind in (types[name], pa.array(values).type)]
-                types[name] = pa.unify_schemas(found, promote_options="permissive").field(name).type
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"column {name!r} contains values of different types ({error}). Convert it to one type in all rows "
-                    "(for example text), or remove it with the transform's remove_columns."
-                ) from error
-    if pa.types.is_null(types["ground_truth"]):
-        types["ground_truth"] = pa.string()
-    return Features.from_arrow_schema(pa.schema(list(types.items())))
+        for row in map(json.loads, batch["row"]):
+            types.add(row)
+    for name, kinds in types.mixed():
+        raise DataError(
+            f"column {name!r} contains values of different types ({', '.join(kinds)}). Convert it to one type in all "
+            "rows (for example text), or remove it with the transform's remove_columns."
+        )
+    return Features(types.features())

@@ -1,5 +1,6 @@
 """Files at URLs (`s3://`, `gs://`, `https://`, ...), read with the datasets library."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -8,6 +9,7 @@ from typing import Any
 from datasets import Dataset, DatasetBuilder, load_dataset_builder
 
 from ebft.data.files import KINDS
+from ebft.data.json_files import read_json
 from ebft.data.splits import DEFAULT_SPLIT, take_split
 from ebft.errors import DataError, cause
 
@@ -28,10 +30,16 @@ def read_remote(entry: Any) -> Dataset:
     for split, urls in _files(entry).items():
         builder = _builder(urls, entry)
         try:
+            if (entry.ds_type or _kind(urls[0])) == "json":
+                version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # that of the files is in its name
+                parts[split] = read_json({DEFAULT_SPLIT: urls}, version, DEFAULT_SPLIT)
+                continue
             builder.download_and_prepare()
+            parts[split] = builder.as_dataset(split="train")
+        except DataError as error:
+            raise DataError(f"{', '.join(urls)}: {error}") from error
         except Exception as error:  # of the package of the storage, or of the parser
             raise _unreadable(urls, error) from error
-        parts[split] = builder.as_dataset(split="train")
     return take_split(parts, entry.split, entry.path)
 
 

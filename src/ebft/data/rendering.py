@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.joined import ids_after
 from ebft.data.messages import Message
 from ebft.data.special_tokens import end_tokens, special_texts
+from ebft.data.thinking import THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
@@ -46,8 +47,9 @@ class ChatTemplate:
     def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of a chat. Raises DataError if the template cannot render it.
 
-        Tool calls are passed as the template reads them: the arguments as an object or as JSON text, and the content of
-        turns without one as an empty text, or as None if the template would omit the calls otherwise.
+        Thinking and tool calls are passed as the template reads them: thinking under the key that it knows, arguments
+        as an object or as JSON text, and the content of turns without one as an empty text, or as None if the template
+        would omit the calls otherwise.
         """
         text = self._apply([self._readable(message) for message in messages], add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
@@ -59,6 +61,10 @@ class ChatTemplate:
         if not tools and not kwargs:
             return self
         return ChatTemplate(self.tokenizer, self.name, self.kwargs | (kwargs or {}), tools or self.tools, self.closed)
+
+    def without_tools(self) -> ChatTemplate:
+        """The same template without descriptions of tools."""
+        return ChatTemplate(self.tokenizer, self.name, self.kwargs, None, self.closed)
 
     def reads(self, key: str) -> bool:
         """Whether the template renders the key of an assistant turn, such as `reasoning_content`."""
@@ -117,8 +123,37 @@ class ChatTemplate:
             return {False: "", True: ""}
         return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
 
+    @cached_property
+    def thinking_key(self) -> str | None:
+        """The key of an assistant turn with the thinking that the template renders, None if it renders none."""
+        return next(filter(self.reads, THINKING), None)
+
+    @cached_property
+    def _doubles_thinking(self) -> bool:
+        """Whether the template writes an empty thinking block before the one in a content."""
+        if self.thinking_key is None:
+            return False
+        apart = {"role": "assistant", "content": "?", self.thinking_key: _REPLY}
+        joined = {"role": "assistant", "content": join_thinking(_REPLY, "?")}
+        apart, joined = (self._text([_ASKED, message]).count("<think>") for message in (apart, joined))
+        return joined > apart > 0
+
+    def _with_thinking(self, message: Message) -> Message:
+        """The message with its thinking in a key that the template reads, if there is one."""
+        given = next((key for key in THINKING if message.get(key)), None)
+        if given is not None and self.thinking_key is not None and not self.reads(given):
+            rest = {key: value for key, value in message.items() if key != given}
+            return {**rest, self.thinking_key: message[given]}
+        content = message.get("content")
+        if given is None and isinstance(content, str) and thinking_spans(content) and self._doubles_thinking:
+            thinking, answer = split_thinking(content)
+            return {**message, "content": answer, self.thinking_key: thinking}
+        return message
+
     def _readable(self, message: Message) -> Message:
-        """The message with its tool calls as the template reads them."""
+        """The message with its thinking and its tool calls as the template reads them."""
+        if message.get("role") == "assistant":
+            message = self._with_thinking(message)
         if not isinstance(message.get("tool_calls"), list):
             return message
         convert, no_content = self._reads_calls

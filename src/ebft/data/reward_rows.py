@@ -88,7 +88,7 @@ def _load(
     config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features, hint: str
 ) -> LoadedRows:
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document)
+        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
         reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
         for reason in (*DROPPED, TRUNCATED):
             counts[reason] += int((reasons == reason).sum())

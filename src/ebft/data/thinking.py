@@ -5,6 +5,11 @@ only a closing tag, the block begins at the start: the chat templates of some mo
 prompt.
 """
 
+from typing import Any
+
+from ebft.data.messages import content_text
+
+THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of messages; a chat template reads one of them
 TAGS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -34,6 +39,15 @@ def split_thinking(text: str) -> tuple[str, str]:
 def join_thinking(thinking: str, answer: str) -> str:
     """A reply that starts with its thinking, as a `<think>` block."""
     return f"<think>\n{thinking}\n</think>\n\n{answer}"
+
+
+def with_thinking(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply with the thinking of its keys in its content, unless its content has thinking already."""
+    content, found = content_text(reply), [reply[key] for key in THINKING if isinstance(reply.get(key), str)]
+    kept = {key: value for key, value in reply.items() if key not in THINKING}
+    if not found or thinking_spans(content):
+        return {**kept, "content": content}
+    return {**kept, "content": join_thinking(found[0], content)}
 
 
 def _blocks(text: str) -> list[tuple[int, int, str]]:

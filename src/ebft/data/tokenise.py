@@ -1,8 +1,10 @@
 """Rows of tokens: checks that a transform returned the fields that training on tokens requires."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +14,9 @@ from ebft.data.keys import DataSettings
 from ebft.data.transform_names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
+
+if TYPE_CHECKING:
+    from ebft.data.report import RowCounts
 
 FEATURES = Features(
     {
@@ -25,14 +30,19 @@ FEATURES = Features(
 
 
 def tokenise(
-    raw: Dataset, entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase, first_document: int = 0
+    raw: Dataset,
+    entry: Any,
+    config: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    first_document: int = 0,
+    counts: RowCounts | None = None,
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length`, `turn_spans` and `document`, the number of the raw row.
 
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
-    return apply_transform(raw, entry, config, tokenizer, _check(config, tokenizer), FEATURES, first_document)
+    return apply_transform(raw, entry, config, tokenizer, _check(config, tokenizer), FEATURES, first_document, counts)
 
 
 def tokeniser(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.config import rules
+from ebft.data.added_keys import with_own_calls
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
@@ -92,6 +93,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
+            kwargs |= {name: with_own_calls(kwargs[name])} if name in kwargs else {}
         self.is_interactive: bool = check_interactive(args, reward_funcs, kwargs)
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])

@@ -35,9 +35,8 @@ def warned(*args, **kwargs):
 
 TALK = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TALK += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CALLS = TALK.replace(
-    "<|im_end|>", "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>"
-)
+CALL_TEXT = "<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>"
+CALLS = TALK.replace("<|im_end|>", f"{{% for c in m.tool_calls or [] %}}{CALL_TEXT}{{% endfor %}}<|im_end|>")
 OMITS = TALK.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
 ENDLESS = TALK.replace("<|im_end|>", "")
 
@@ -61,10 +60,11 @@ def test_a_changed_content_is_not_omitted(change):
     assert rows(TALK.replace("{{ m.content }}", change), CHAT)[0].upper() == "HELLO<|IM_END|>\n"
 
 
-def test_omitted_thinking_is_no_omitted_content():
+def test_omitted_thinking():
     drops = TALK.replace("m.content }}", "m.content.split('</think>')[-1] }}")
     chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>Hello"}]
-    assert rows(drops, chat) == ["Hello<|im_end|>\n"]
+    with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\), which is in its content"):
+        rows(drops, chat)
 
 
 def test_omitted_calls():
@@ -74,8 +74,8 @@ def test_omitted_calls():
         rows(TALK, [CHAT[0], {**CALLING[1], "content": "Let me add"}])
     strict = CALLS + "{{ raise_exception('unknown') if messages[-1].tool_calls and "
     strict += "messages[-1].tool_calls[0].function.name != 'add' }}"
-    assert rows(strict, CALLING) == ["<call>add</call><|im_end|>\n"]
-    assert rows(CALLS, CALLING) == ["<call>add</call><|im_end|>\n"]
+    assert rows(strict, CALLING) == ['<call>add{"a": 1}</call><|im_end|>\n']
+    assert rows(CALLS, CALLING) == ['<call>add{"a": 1}</call><|im_end|>\n']
 
 
 def test_ignored_descriptions_of_tools_have_one_warning():

@@ -173,7 +173,8 @@ def test_thinking_in_the_content(trained):
     assert trained(LAST_THINKS, THOUGHT) == (
         "<s>user\nHi<e>\n<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n<s>assistant\n[<think>\nb\n</think>\n\nGoodbye<e>\n]"
     )
-    assert trained(OPENS_THINKING, THOUGHT) == "<bos><U>Hi<A>[Hello<e>]<U>Bye<A>[Goodbye<e>]"
+    with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\)"):
+        trained(OPENS_THINKING, THOUGHT)
 
 
 def test_thinking_is_masked(trained):

@@ -41,7 +41,7 @@ def preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
             warned.add(style)
             _warn_of_markers(tokenizer, entry.type)
         check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)
-        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document)
+        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
         reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
         for reason in DROPPED:
             counts[reason] += int((reasons == reason).sum())

@@ -20,6 +20,7 @@ from ebft.data.lengths import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import TOOLS, ChatTemplate, row_kwargs
 from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import continued_ids
 from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
@@ -49,6 +50,7 @@ class PreferenceRow:
         self.hint = wanted_rows(config.required_rows)
         kwargs = {**(config.required_rows.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         self.template = ChatTemplate(tokenizer, config.chat_template, kwargs)
+        self.omissions = Omissions(self.template.name)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
@@ -81,8 +83,13 @@ class PreferenceRow:
         if isinstance(prompt, str):
             return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
         template = self.template.with_tools(row.get(TOOLS), row_kwargs(row))
+        prompt, *completions = (
+            self.omissions.with_known_roles(messages, template) for messages in (prompt, *completions)
+        )
         chats = [[*prompt, *completion] for completion in completions]
         texts = [Tokens(self.tokenizer, template(chat)) for chat in chats]
+        for tokens, chat in zip(texts, chats, strict=True):
+            self.omissions.check(chat, template, range(len(prompt), len(chat)), tokens.text)
         start = template(prompt, add_generation_prompt=True)
         if not all(tokens.text.startswith(start) for tokens in texts):
             start = self._shared_start(template, chats, len(prompt))

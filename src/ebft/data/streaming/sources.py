@@ -5,8 +5,8 @@ from typing import Any
 
 from datasets import IterableDataset, load_dataset
 
-from ebft.data.diagnose import check_begins_with_rows
 from ebft.data.files import files_by_split, kinds_of, reader_options
+from ebft.data.json_files import json_rows
 from ebft.data.locate import locate
 from ebft.data.remote import is_url, remote_builders
 from ebft.data.sources import named_files, names_a_format, saved_parts, saved_to_disk
@@ -50,7 +50,7 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
         )
     paths = [path for path, _ in files]
     for path in paths if found == ["json"] else ():
-        check_begins_with_rows(path)
+        next(json_rows(path))  # raises for a file that does not begin with a row
     options = reader_options(found[0], paths)
     try:
         return load_dataset(

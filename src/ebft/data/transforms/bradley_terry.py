@@ -12,6 +12,7 @@ from ebft.data.chats import tools_of
 from ebft.data.joined import Tokens
 from ebft.data.messages import Message, content_text, messages_of
 from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
 
@@ -20,6 +21,7 @@ _FIX = "Rename the columns, or use a custom transform that returns chosen_ids an
 
 def chat_template(cfg, dataset, **kwargs):
     """Transform for pairs of replies, rendered with the chat template."""
+    omissions = Omissions(cfg.chat_template or "of the tokenizer")
 
     def transform_fn(example, tokenizer=None):
         given = row_kwargs(example, dataset.chat_template_kwargs, cfg.chat_template_kwargs)
@@ -27,7 +29,7 @@ def chat_template(cfg, dataset, **kwargs):
         chats = {name: _chat(example, name) for name in ("chosen", "rejected")}
         if "prompt" not in example:
             _check_same(chats["chosen"], chats["rejected"])
-        row = {f"{name}_ids": _ids(template, chat) for name, chat in chats.items()}
+        row = {f"{name}_ids": _ids(template, chat, omissions) for name, chat in chats.items()}
         return {**row, "margin": example["margin"]} if "margin" in example else row
 
     return transform_fn, {"remove_columns": "__all__"}
@@ -75,5 +77,10 @@ def _check_same(chosen: list[Message], rejected: list[Message]) -> None:
         )
 
 
-def _ids(template: ChatTemplate, chat: list[Message]) -> list[int]:
-    return Tokens(template.tokenizer, template(chat)).ids if chat else []
+def _ids(template: ChatTemplate, chat: list[Message], omissions: Omissions) -> list[int]:
+    if not chat:
+        return []
+    chat = omissions.with_known_roles(chat, template)
+    tokens = Tokens(template.tokenizer, template(chat))
+    omissions.check(chat, template, {len(chat) - 1}, tokens.text)
+    return tokens.ids

@@ -60,14 +60,14 @@ def chat_transform(
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         if tokenizer.chat_template not in known:
             known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)
-        tools = tools_of(example, entry)
         kwargs = row_kwargs(example, entry.chat_template_kwargs)
-        without_tools = known[tokenizer.chat_template].with_tools(None, kwargs)
-        render = without_tools.with_tools(tools)
+        render = known[tokenizer.chat_template].with_tools(tools_of(example, entry), kwargs)
         end = render.end_of_turn
+        messages = checks.omissions.with_known_roles(messages, render)
         found = Places(render, messages, render.special, template)
+        checks.omissions.check(messages, render, turns, found.text)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
-        checks.check(found, parts, tools, without_tools)
+        checks.check(found, parts)
         pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 

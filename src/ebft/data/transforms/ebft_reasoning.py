@@ -11,13 +11,13 @@ from typing import Any
 from ebft.data.chats import chat_of, reply_column, template_columns
 from ebft.data.messages import Message, before_last_answer, content_text
 from ebft.data.rendering import ChatTemplate
-from ebft.data.thinking import join_thinking, split_thinking, thinking_spans
+from ebft.data.thinking import THINKING, split_thinking, with_thinking
 from ebft.data.transforms.chat import chat_transform
 
 
 def transform(cfg, dataset, **kwargs):
     """Transform for references including their thinking."""
-    return _transform(dataset, lambda reply, tokenizer: _rendered(reply, tokenizer, dataset))
+    return _transform(dataset, _rendered)
 
 
 def transform_answer_only(cfg, dataset, **kwargs):
@@ -32,13 +32,12 @@ def transform_split_thinking(cfg, dataset, **kwargs):
 
     The reference keeps its thinking, in `<think>` tags regardless of its original tags.
     """
-    return _transform(dataset, lambda reply, tokenizer: _rendered(_apart(reply), tokenizer, dataset), in_prompt=_apart)
+    return _transform(dataset, lambda reply, tokenizer: _rendered(_apart(reply), tokenizer), in_prompt=_apart)
 
 
 def transform_strided(cfg, dataset, **kwargs):
     """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn."""
-    with_reply = partial(_rendered, entry=dataset)
-    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=with_reply)
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=_rendered)
 
 
 def _transform(dataset, reference, in_prompt=None):
@@ -50,24 +49,15 @@ def _transform(dataset, reference, in_prompt=None):
         if reply is None:
             return row
         reply = reference(reply, tokenizer)
-        return {**row, "ground_truth": _whole(reply), **reply_column(reply)}
+        return {**row, "ground_truth": with_thinking(reply)["content"], **reply_column(reply)}
 
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def _rendered(reply: Message, tokenizer: Any, entry: Any) -> Message:
+def _rendered(reply: Message, tokenizer: Any) -> Message:
     """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
-    key = entry.template_thinking_key
-    if reply.get(key) and ChatTemplate(tokenizer).reads(key):
-        return reply
-    kept = {name: value for name, value in reply.items() if name != "reasoning_content"}
-    return {**kept, "content": _whole(reply)}
-
-
-def _whole(reply: Message) -> str:
-    """The reply as one text; thinking that is already in the content is not added again."""
-    content, thinking = content_text(reply), reply.get("reasoning_content")
-    return join_thinking(thinking, content) if thinking and not thinking_spans(content) else content
+    has_key = any(reply.get(key) for key in THINKING)
+    return reply if has_key and ChatTemplate(tokenizer).thinking_key else with_thinking(reply)
 
 
 def _apart(reply: Message) -> Message:

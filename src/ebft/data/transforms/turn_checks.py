@@ -1,55 +1,30 @@
-"""Checks that a chat template renders what is trained on: contents, calls and descriptions of tools, ends of turns."""
+"""Checks that a chat template renders the texts of messages and the ends of turns."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 from ebft.data.messages import Message
 from ebft.data.thinking import split_thinking
+from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.turn_labels import Part
 from ebft.data.transforms.turn_places import Places
-from ebft.errors import DataError
 
 
 class TurnChecks:
-    """Raises DataError for turns that the template omits.
-
-    Warns once each of descriptions of tools, of texts beside calls, and of ends of turns that it omits.
-    """
+    """Raises DataError for texts that the template omits, and warns once of ends of turns that it omits."""
 
     def __init__(self, template: str, with_ends: bool) -> None:
         self.template, self.with_ends = template, with_ends
-        self._tools_checked = False
+        self.omissions = Omissions(template)
         self._warned = False
-        self._warned_of_text = False
 
-    def check(self, found: Places, parts: list[Part], tools: list[Any] | None, render: Callable[..., str]) -> None:
-        """Check the parts of a chat with the descriptions of `tools`; `render` renders chats without tools."""
+    def check(self, found: Places, parts: list[Part]) -> None:
+        """Check the ends of the parts of a chat that are trained on."""
         for part in parts:
             if part.turn is not None:
-                self._check_turn(found, part.text, part.turn)
-        if tools and not self._tools_checked:
-            self._tools_checked = True
-            if render(found.messages) == found.text:
-                warnings.warn(
-                    f"chat template {self.template} ignores the descriptions of tools of the rows, so they are not in "
-                    "the prompts. Use a chat_template that renders tools.",
-                    stacklevel=2,
-                )
+                self._check_end(found.messages[part.turn], part.text)
 
-    def _check_turn(self, found: Places, text: str, index: int) -> None:
-        message = found.messages[index]
+    def _check_end(self, message: Message, text: str) -> None:
         calls, answer = message.get("tool_calls"), _answer(message)
-        says = not answer or answer in text or found.shows_content(index)
-        if not (found.shows_calls(index) if calls else says):
-            raise DataError(found.omission(index))
-        if calls and not says and not self._warned_of_text:
-            self._warned_of_text = True
-            warnings.warn(
-                f"chat template {self.template} leaves out the text of turns that also call tools (for example "
-                f"{answer!r:.60}), so it is not trained on. Use a chat_template that renders both.",
-                stacklevel=2,
-            )
         ends = not answer or calls or not text.rstrip().endswith(answer)
         if message["role"] == "assistant" and self.with_ends and not ends and not self._warned:
             self._warned = True

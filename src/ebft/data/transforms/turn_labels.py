@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ebft.config.shapes import EOS
 from ebft.data.chats import role_names
-from ebft.data.messages import Message, replies
+from ebft.data.messages import Message, is_context, replies
 from ebft.data.transforms.turn_places import Place, Places
 from ebft.errors import DataError
 
@@ -47,7 +47,7 @@ class TurnLabels(NamedTuple):
         mark = None if self.training_key is None else message.get(self.training_key)
         if mark is None:
             role = message["role"]
-            return role in self.roles and (is_reply or role != "assistant")
+            return role in self.roles and (is_reply or role != "assistant") and not is_context(message)
         if mark not in (True, False):  # 1 and 0 are equal to them
             raise DataError(f"{self.training_key!r} (message_field_training) must be true or false, got {mark!r:.60}.")
         return bool(mark)

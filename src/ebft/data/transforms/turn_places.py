@@ -52,23 +52,6 @@ class Places:
             ends = found.start() if found else stop
         return Place(start, ends, stop)
 
-    def shows_content(self, index: int) -> bool:
-        """Whether the rendering depends on the content of a message."""
-        return self._depends_on(index, [{**self.messages[index], "content": mark} for mark in _MARKS])
-
-    def shows_calls(self, index: int) -> bool:
-        """Whether the rendering depends on the tool calls of a message."""
-        message = self.messages[index]
-        calls = [[_marked_call(call, mark, with_names=True) for call in message["tool_calls"]] for mark in _MARKS]
-        return self._depends_on(index, [{**message, "tool_calls": changed} for changed in calls])
-
-    def _depends_on(self, index: int, variants: list[Message]) -> bool:
-        before, after = self.messages[:index], self.messages[index + 1 :]
-        try:
-            return len({self.render([*before, message, *after]) for message in variants}) > 1
-        except DataError:  # the template reads what it refuses
-            return True
-
     def omission(self, index: int) -> str:
         """The message of the error for a turn that the template omits."""
         what = "tool calls" if self.messages[index].get("tool_calls") else "content"

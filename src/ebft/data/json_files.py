@@ -1,0 +1,171 @@
+"""JSON and JSON Lines files as datasets, in which every value is the one that the file contains.
+
+The files are read twice: for the types of the columns, and to write the rows to the cache of `datasets`, from which
+they are read as they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+from datasets import ArrowBasedBuilder, BuilderConfig, Dataset, DatasetInfo, Features, SplitGenerator, Value, Version
+from datasets.builder import Key
+
+from ebft.data.json_values import Types, stored
+from ebft.data.text_file import read_text
+from ebft.errors import DataError
+
+_BATCH = 1000  # rows that are converted at once
+_BOM = b"\xef\xbb\xbf"
+_BETWEEN = re.compile(r"[\s,]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ADVICE = "Correct the file or leave it out."
+
+
+@dataclass
+class JsonFilesConfig(BuilderConfig):
+    """The files of each split."""
+
+    files: dict[str, list[str]] | None = None
+
+
+class JsonFiles(ArrowBasedBuilder):
+    """Builder of a dataset with the rows of JSON files."""
+
+    BUILDER_CONFIG_CLASS = JsonFilesConfig
+    VERSION = Version("1.0.0")  # part of the folder in the cache
+
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo()
+
+    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
+        types, splits = Types(), []
+        for split, found in dl_manager.download_and_extract(self.config.files).items():
+            paths = list(dl_manager.iter_files(found))
+            for path in paths:
+                for row in json_rows(Path(path)):
+                    types.add(row)
+            splits.append(SplitGenerator(name=split, gen_kwargs={"paths": paths}))
+        # A table has at least one column.
+        self.info.features = Features(types.features() or {"text": Value("string")})
+        return splits
+
+    def _generate_tables(self, paths: list[str]) -> Iterator[tuple[Key, pa.Table]]:
+        features = self.info.features
+        for number, path in enumerate(paths):
+            rows, start = json_rows(Path(path), is_checked=True), 0
+            while batch := list(islice(rows, _BATCH)):
+                columns = {name: stored([row.get(name) for row in batch], kind) for name, kind in features.items()}
+                yield Key(number, start), pa.table(columns, schema=features.arrow_schema)
+                start += len(batch)
+
+
+def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
+    """A split of JSON files, given those of each split; `version` changes with their contents.
+
+    Raises DataError with the file and the line of an error.
+    """
+    builder = JsonFiles(hash=version, files=files)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
+    """The rows of a file: objects, one per line or over several lines, or a list of objects or of texts.
+
+    A null is a row without values. Raises DataError with the line of an error, unless the file `is_checked`: known to
+    have none.
+    """
+    decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object)
+    is_empty = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.removeprefix(_BOM) if number == 1 else line
+                if not line.strip():
+                    continue
+                if is_empty and line.strip() == b"null":
+                    _fail(f"{path}, line {number}", "a row must be a JSON object, got null")
+                if is_empty and (line.lstrip()[:1] == b"[" or line.strip() == b"{"):
+                    yield from _rows_of_whole(path, decoder, is_checked)
+                    return
+                is_empty = False
+                for row, text in _values(line.decode(), 0, decoder, path, number):
+                    yield row if is_checked else _checked(row, text, f"{path}, line {number}")
+    except UnicodeDecodeError:
+        read_text(path)  # raises
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    if is_empty:
+        raise DataError(f"{path}: the file is empty. {_ADVICE}")
+
+
+def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a file that is not read by lines; those of a list are converted one at a time."""
+    text = read_text(path).removeprefix("\ufeff")
+    is_list = text.lstrip().startswith("[")
+    number = -1
+    for number, (row, part) in enumerate(_values(text, text.index("[") + 1 if is_list else 0, decoder, path, None)):
+        row = {"text": row} if is_list and isinstance(row, str) else row
+        yield row if is_checked else _checked(row, part, f"{path}, row {number}")
+    if number < 0:
+        raise DataError(f"{path}: the list of rows is empty. {_ADVICE}")
+
+
+def _values(text: str, at: int, decoder: json.JSONDecoder, path: Path, line: int | None) -> Iterator[tuple[Any, str]]:
+    """Each value of a text, from a character on, with its own text; `line` is the number of a text of one line."""
+    number = 0
+    while (at := _BETWEEN.match(text, at).end()) < len(text) and text[at] != "]":
+        where = f"{path}, row {number}" if line is None else f"{path}, line {line}"
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            read_text(path)  # raises if it is not text
+            where = f"{path}, line {error.lineno if line is None else line}"
+            shown = "" if line is None else f": {_short(text.strip())}"
+            _fail(where, f"not valid JSON ({error.msg} at column {error.colno}){shown}", error)
+        except RecursionError as error:
+            _fail(where, "nested too deeply", error)
+        except ValueError as error:
+            _fail(where, str(error), error)
+        yield {} if value is None else value, text[at:end]
+        at, number = end, number + 1
+
+
+def _checked(row: Any, text: str, where: str) -> dict[str, Any]:
+    """The row, given its text. Raises DataError if it is not an object, or contains a text that is none."""
+    if not isinstance(row, dict):
+        _fail(where, f"a row must be a JSON object, got {_short(text.strip())}")
+    for key, value in row.items() if _SURROGATE.search(text) else ():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            problem = f"{key!r} contains {half}, half of a surrogate pair, which is not a character without the other"
+            _fail(where, f"{problem} half. Write both halves, or remove it", error)
+    return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in an object, so its value is ambiguous")
+    return found
+
+
+def _fail(where: str, problem: str, error: Exception | None = None) -> NoReturn:
+    raise DataError(f"{where}: {problem}. {_ADVICE}") from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,283 @@
+"""What a chat template leaves out of a conversation: contents, thinking, and tool calls of its messages.
+
+Each text of a message is looked for in the rendering; if it is not there as it is, the conversation is rendered once
+more with a mark in place of every text. A text without its mark is left out if the rendering does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from ebft.data.messages import Message
+from ebft.data.rendering import ChatTemplate
+from ebft.data.thinking import TAGS, THINKING, split_thinking, thinking_spans
+from ebft.errors import DataError
+
+Render = ChatTemplate
+
+LEFT_OUT = "with thinking of earlier turns, which the chat template leaves out"  # a count of the report of data
+ROLES = ("system", "user", "assistant", "tool")
+_MARKS = ("AEBFTA", "ZEBFTZ")  # without a common start or end
+_CERTAIN = 20  # characters of a text that is not in the rendering by chance
+
+
+class Text(NamedTuple):
+    """A text of a message: what it is, the text, and the message with another one in its place."""
+
+    what: str  # content, thinking, or tool call
+    field: str
+    text: str
+    replaced: Callable[[Message, str], Message]
+
+
+class Omissions:
+    """Raises DataError for texts that a template leaves out; counts the rows with such thinking of earlier turns.
+
+    Warns once of descriptions of tools, and of texts beside calls, that it leaves out.
+    """
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+        self._warned_of_text, self._checked_tools = False, False
+        self._roles: dict[str, bool] = {}  # whether the template renders the role developer, by template
+
+    def check(self, messages: list[Message], render: Render, trained: Collection[int], text: str | None = None) -> None:
+        """Check a conversation whose turns `trained` are trained on or compared; `text` is its rendering.
+
+        Thinking of other turns, and thinking that the template renders in the last turn only, is counted.
+        """
+        text = render(messages) if text is None else text
+        if render.tools and not self._checked_tools:
+            self._checked_tools = True
+            if render.without_tools()(messages) == text:
+                warnings.warn(
+                    f"chat template {self.template} ignores the descriptions of tools of the rows, so they are not in "
+                    "the prompts. Use a chat_template that renders tools.",
+                    stacklevel=2,
+                )
+        if _shows_all(text, messages):
+            return
+        for index, part in _unmarked(messages, render):
+            if not _depends_on(messages, index, part, render):
+                self._left_out(messages, index, part, render, index in trained)
+
+    def with_known_roles(self, messages: list[Message], render: Render) -> list[Message]:
+        """The messages with `developer` as `system`, if the template does not render it."""
+        if all(message["role"] != "developer" for message in messages):
+            return messages
+        key = str(render.tokenizer.chat_template)
+        if key not in self._roles:
+            self._roles[key] = _renders_role("developer", render)
+            if not self._roles[key]:
+                warnings.warn(
+                    f"chat template {self.template} does not render the role developer; its messages are rendered as "
+                    "system messages.",
+                    stacklevel=2,
+                )
+        if self._roles[key]:
+            return messages
+        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+    def _left_out(self, messages: list[Message], index: int, part: Text, render: Render, is_trained: bool) -> None:
+        message = messages[index]
+        if part.what == "thinking":
+            is_last = index == len(messages) - 1
+            if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
+                _LEFT_OUT.add()
+                return
+            raise DataError(self._thinking(messages, index, part, render))
+        if part.what == "content" and message.get("tool_calls"):
+            if not self._warned_of_text:
+                self._warned_of_text = True
+                warnings.warn(
+                    f"chat template {self.template} leaves out the text of turns that also call tools (for example "
+                    f"{part.text!r:.60}), so the model does not see it. Use a chat_template that renders both.",
+                    stacklevel=2,
+                )
+            return
+        raise DataError(self._omission(index, message["role"], part.what, is_trained))
+
+    def _omission(self, index: int, role: str, what: str, is_trained: bool) -> str:
+        what = "tool calls" if what == "tool call" else what
+        fix = "Use another chat_template"
+        if role not in ROLES:
+            fix = (
+                f"Name the role of the template that it corresponds to in `roles` of the dataset, for example "
+                f"`roles: {{assistant: [{role}]}}`, or use another chat_template"
+            )
+        use = "so it cannot be trained on" if is_trained else "so it would be missing from the prompt"
+        return f"chat template {self.template} omits the {what} of message {index} ({role}), {use}. {fix}."
+
+    def _thinking(self, messages: list[Message], index: int, part: Text, render: Render) -> str:
+        message = messages[index]
+        omits = f"chat template {self.template} omits the thinking of message {index} ({message['role']})"
+        if part.field == "content":
+            return (
+                f"{omits}, which is in its content between tags. Use a chat_template that keeps it, such as the file "
+                "of a training template of TRL, or remove the thinking from the data (with prompts and references: "
+                "type: ebft_reasoning.transform_answer_only)."
+            )
+        read = next((key for key in THINKING if _reads(key, messages, index, render)), None)
+        fix = f"Set `template_thinking_key: {read}`" if read else "Set `template_thinking_key: content`"
+        fix += f" and `field_thinking: {part.field}`" if part.field != THINKING[0] else ""
+        fix += " of the dataset" if read else " of the dataset to write it into the content as a <think> block"
+        return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
+
+
+class _LeftOut:
+    """Whether thinking of an earlier turn was left out of the rows that were checked since `take` was called."""
+
+    def __init__(self) -> None:
+        self._found = False
+
+    def add(self) -> None:
+        self._found = True
+
+    def take(self) -> bool:
+        found, self._found = self._found, False
+        return found
+
+
+_LEFT_OUT = _LeftOut()
+take_left_out = _LEFT_OUT.take
+
+
+def texts_of(message: Message) -> Iterator[Text]:
+    """The texts of a message that a template has to render."""
+    for key in THINKING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            yield Text("thinking", key, message[key].strip(), _at(key))
+    content = message.get("content")
+    if isinstance(content, str):
+        yield from _texts_of_content(content, message["role"] == "assistant")
+    elif isinstance(content, list):
+        for number, item in enumerate(content):
+            if isinstance(item, dict) and isinstance(item.get("text"), str) and item["text"].strip():
+                yield Text("content", "content", item["text"].strip(), _in_part(number))
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        yield from _texts_of_call(number, call)
+
+
+def _texts_of_content(content: str, is_reply: bool) -> Iterator[Text]:
+    for number, (what, start, end) in enumerate(_spans(content, is_reply)):
+        if start < end:
+            yield Text(what, "content", content[start:end], _in_content(number))
+
+
+def _spans(content: str, is_reply: bool) -> list[tuple[str, int, int]]:
+    """The ranges of the content, which are alternately text and thinking without tags; both can be empty."""
+    done, found = 0, []
+    for start, end in thinking_spans(content) if is_reply else ():
+        opening = next((tag for tag, _ in TAGS if content.startswith(tag, start)), "")
+        thought = split_thinking(content[start:end])[0]
+        first = content.find(thought, start + len(opening))
+        found += [("content", *_stripped(content, done, start)), ("thinking", first, first + len(thought))]
+        done = end
+    return [*found, ("content", *_stripped(content, done, len(content)))]
+
+
+def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
+    """The range without white space at its ends."""
+    inner = text[start:end].lstrip()
+    return end - len(inner), end - len(inner) + len(inner.rstrip())
+
+
+def _texts_of_call(number: int, call: Any) -> Iterator[Text]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return
+    if isinstance(function.get("name"), str) and function["name"]:
+        yield Text("tool call", "name", function["name"], _in_call(number, "name", lambda mark, _: mark))
+    arguments = function.get("arguments")
+    if arguments and str(arguments).strip() not in ("{}", "null"):
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        yield Text("tool call", "arguments", text, _in_call(number, "arguments", _marked_arguments))
+
+
+def _marked_arguments(mark: str, arguments: Any) -> Any:
+    return json.dumps({mark: mark}) if isinstance(arguments, str) else {mark: mark}
+
+
+def _at(key: str) -> Callable[[Message, str], Message]:
+    return lambda message, mark: {**message, key: mark}
+
+
+def _in_content(number: int) -> Callable[[Message, str], Message]:
+    def replaced(message: Message, mark: str) -> Message:
+        content = message["content"]
+        _, start, end = _spans(content, message["role"] == "assistant")[number]
+        return {**message, "content": content[:start] + mark + content[end:]}
+
+    return replaced
+
+
+def _in_part(number: int) -> Callable[[Message, str], Message]:
+    def replaced(message: Message, mark: str) -> Message:
+        parts = message["content"]
+        return {**message, "content": [*parts[:number], {**parts[number], "text": mark}, *parts[number + 1 :]]}
+
+    return replaced
+
+
+def _in_call(number: int, key: str, marked: Callable[[str, Any], Any]) -> Callable[[Message, str], Message]:
+    def replaced(message: Message, mark: str) -> Message:
+        calls = list(message["tool_calls"])
+        function = calls[number].get("function", calls[number])
+        function = {**function, key: marked(mark, function[key])}
+        calls[number] = {**calls[number], "function": function} if "function" in calls[number] else function
+        return {**message, "tool_calls": calls}
+
+    return replaced
+
+
+def _shows_all(rendered: str, messages: list[Message]) -> bool:
+    """Whether all texts are in the rendering as they are and in order, and long enough not to be there by chance."""
+    at = 0
+    for message in messages:
+        for part in texts_of(message):
+            found = rendered.find(part.text, at) if len(part.text) >= _CERTAIN else -1
+            if found < 0:
+                return False
+            at = found + len(part.text)
+    return True
+
+
+def _unmarked(messages: list[Message], render: Render) -> list[tuple[int, Text]]:
+    """The texts whose marks are not in the rendering with marks; all of them if the template refuses the marks."""
+    found, marked = [], []
+    for index, message in enumerate(messages):
+        changed = message
+        for part in texts_of(message):
+            mark = f"EBFT{len(found)}EBFT"
+            changed = part.replaced(changed, mark)
+            found.append((index, part, mark))
+        marked.append(changed)
+    try:
+        text = render(marked)
+    except DataError:
+        text = ""
+    return [(index, part) for index, part, mark in found if mark not in text]
+
+
+def _depends_on(messages: list[Message], index: int, part: Text, render: Render) -> bool:
+    """Whether the rendering depends on a text, which is so if the template refuses a mark."""
+    chats = [[*messages[:index], part.replaced(messages[index], mark), *messages[index + 1 :]] for mark in _MARKS]
+    try:
+        return len({render(chat) for chat in chats}) > 1
+    except DataError:
+        return True
+
+
+def _reads(key: str, messages: list[Message], index: int, render: Render) -> bool:
+    message = {name: value for name, value in messages[index].items() if name not in THINKING}
+    return _depends_on([*messages[:index], {**message, key: ""}], index, Text("thinking", key, "", _at(key)), render)
+
+
+def _renders_role(role: str, render: Render) -> bool:
+    try:
+        return _MARKS[0] in render([{"role": role, "content": _MARKS[0]}, {"role": "user", "content": "?"}])
+    except DataError:
+        return False
