@@ -6,11 +6,12 @@ from functools import cache
 from typing import NamedTuple
 
 from ebft.config.schema import RunConfig
-from ebft.data.apply import row_function
+from ebft.data.apply import ConfigView
 from ebft.data.conversation import Renderer
 from ebft.data.preferences.rows import PreferenceRow
 from ebft.data.prompt_rows import PromptRow
 from ebft.data.tokenise import tokeniser
+from ebft.data.transforms import find_transform
 from tests.data.rendering.expected import Chat, tokenizer_of
 
 
@@ -101,22 +102,30 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         assert not wrong, f"labels that are not the tokens: {wrong}"
         return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
-        row = row_function(entry, config, tokenizer, PreferenceRow(config, tokenizer))(raw, 0)
+        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
         if row["reason"]:
             return Dropped(row["reason"])
         names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
         start = len(row["prompt_ids"])
         return [Found([*row["prompt_ids"], *row[key]], [(start, start + len(row[key]))]) for key in names]
     if method == "reward_model":
-        row = row_function(entry, config, tokenizer, lambda row, where: dict(row))(raw, 0)
+        row = transformed(config, tokenizer, raw)
         texts = [row["chosen_ids"], row["rejected_ids"]]
         return [Found(ids, []) for ids in texts] if all(texts) else Dropped("no reply")
-    return _references(config, tokenizer, entry, raw, all_turns=method == "multiturn")
+    return _references(config, tokenizer, raw, all_turns=method == "multiturn")
 
 
-def _references(config, tokenizer, entry, raw, all_turns) -> list[Found] | Dropped:
+def transformed(config, tokenizer, raw):
+    """What the transform makes of a row; all other columns are removed, as loading does."""
+    entry = config.datasets[0]
+    transform_fn, arguments = find_transform(entry.type)(ConfigView(config), dataset=entry)
+    assert arguments["remove_columns"] == "__all__"
+    return transform_fn(dict(raw), tokenizer=tokenizer)
+
+
+def _references(config, tokenizer, raw, all_turns) -> list[Found] | Dropped:
     """The prompt and the references of structured mode."""
-    packed = row_function(entry, config, tokenizer, PromptRow(config, tokenizer))(raw, 0)
+    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
     if packed["reason"]:
         return Dropped(packed["reason"])
     talk = conversation(tokenizer, json.loads(packed["row"]))
