@@ -47,9 +47,9 @@ class ChatTemplate:
     def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of a chat. Raises DataError if the template cannot render it.
 
-        Thinking and tool calls are passed as the template reads them: thinking under the key that it knows, arguments
-        as an object or as JSON text, and the content of turns without one as an empty text, or as None if the template
-        would omit the calls otherwise.
+        Messages are passed as the template reads them: contents as text or as a list of parts, thinking under the key
+        that it knows, arguments of tool calls as an object or as JSON text, and the content of turns that only call
+        tools as an empty text, or as None if the template would omit the calls otherwise.
         """
         text = self._apply([self._readable(message) for message in messages], add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
@@ -124,6 +124,15 @@ class ChatTemplate:
         return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
 
     @cached_property
+    def _reads_content(self) -> Callable[[Any], Any] | None:
+        """How the template reads contents: as texts only, as lists of parts only, or (None) as they are."""
+        shows = lambda content: self._text([{"role": "user", "content": content}])
+        text, parts = shows(_REPLY), shows([{"type": "text", "text": _REPLY}])
+        if _REPLY in text:
+            return _joined if _REPLY not in parts or "'text'" in parts else None
+        return _in_parts if _REPLY in parts else None
+
+    @cached_property
     def thinking_key(self) -> str | None:
         """The key of an assistant turn with the thinking that the template renders, None if it renders none."""
         return next(filter(self.reads, THINKING), None)
@@ -151,7 +160,9 @@ class ChatTemplate:
         return message
 
     def _readable(self, message: Message) -> Message:
-        """The message with its thinking and its tool calls as the template reads them."""
+        """The message as the template reads it."""
+        if self._reads_content is not None and "content" in message:
+            message = {**message, "content": self._reads_content(message["content"])}
         if message.get("role") == "assistant":
             message = self._with_thinking(message)
         if not isinstance(message.get("tool_calls"), list):
@@ -200,6 +211,18 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content that consists of parts with text."""
+    if not isinstance(content, list) or not content:
+        return content
+    is_text = all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
+    return "".join(part["text"] for part in content) if is_text else content
+
+
+def _in_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:

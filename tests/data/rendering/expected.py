@@ -315,13 +315,17 @@ def variants(chat):
     yield chat
     for form in ("reasoning_content", "thinking", "content"):
         yield chat._replace(messages=[_thinking_as(message, form) for message in chat.messages])
-    parsed = [_with_objects(message) for message in chat.messages]
-    yield chat._replace(messages=parsed)
+    parsed = parsed_arguments(chat).messages
+    yield parsed_arguments(chat)
     yield chat._replace(messages=[_with_strings(message) for message in chat.messages])
     yield chat._replace(messages=[_without_empty_content(message) for message in parsed])
     yield chat._replace(messages=[_without_empty_content(_with_strings(message)) for message in chat.messages])
     yield chat._replace(messages=[_joined(message) for message in chat.messages])
     yield chat._replace(messages=[_in_parts(message) for message in chat.messages])
+
+
+def parsed_arguments(chat):
+    return chat._replace(messages=[_with_objects(message) for message in chat.messages])
 
 
 def _thinking_as(message, form):
@@ -419,7 +423,8 @@ def expected(name, chat) -> Expectation:
             lost = [f"(the template refuses it: {error})"]
         if number == 0:
             first_lost = lost
-            if not lost:  # there is no reason to render another conversation
+            # Arguments that are JSON text are equivalent to objects; else there is no reason for another conversation.
+            if not lost and parsed_arguments(chat) == chat:
                 break
     return Expectation(found, first_lost, any(without_tools))
 

@@ -23,14 +23,18 @@ MEANT = (
         "Gemma 4 writes the text of a calling turn after the result of the call",
     ),
     ("*", "*gemma*", "text_and_call", "labels", "so that the text is not next to the call, and follows the result"),
+    ("*", "trl/gptoss", "two_calls", "error", "the template renders only the first call of a turn"),
+    ("*", "trl/diffusion_gemma", "*", "labels", "<|tool_response> ends a turn with calls, and <|turn>model is written"),
+    ("*", "trl/llava_next", "*", "labels", "the space that the template writes after </s> ends the turn"),
+    ("reasoning", "*", "earlier_thinking", "text", "thinking of earlier turns is left out, and counted in the report"),
     (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
 )
 
 
 def meant(method, name, kind, outcome):
     return any(
-        what == outcome and of_kind == kind and fnmatch(name, names) and (methods == "*" or method in methods.split())
-        for methods, names, of_kind, what, _ in MEANT
+        what == outcome and (methods == "*" or method in methods.split()) and fnmatch(name, names) and fnmatch(kind, of)
+        for methods, names, of, what, _ in MEANT
     )
 
 
@@ -66,7 +70,7 @@ def faults(method, name, kind):
         wrong = [f"rejected: {line}" for line in compared(name, other, found[1], expected(name, other), any_labels)]
     if right.leaves_out_tools and "tool" not in warned and not wrong:
         wrong = ["leaves out the descriptions of tools without a warning"]
-    return wrong
+    return [] if meant(method, name, kind, "text") else wrong
 
 
 def compared(name, chat, found, right, any_labels):

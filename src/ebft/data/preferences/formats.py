@@ -44,7 +44,10 @@ def _reader(name: str | PreferenceColumns, entry: Any, is_labelled: bool) -> Cal
         return partial(_labelled_columns if is_labelled else _columns, name)
     if name == "passthrough":
         columns = ("prompt", "completion", "label") if is_labelled else ("prompt", "chosen", "rejected")
-        return lambda example: {key: chats.column(example, key) for key in columns}
+        return lambda example: {
+            **{key: chats.column(example, key) for key in columns},
+            **template_columns(example, entry),
+        }
     module, _, function = name.rpartition(".")
     if module == "chat_template":
         return partial(_chat if function == "default" else _whole_chats, entry)
