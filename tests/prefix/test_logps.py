@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 from ebft.prefix import logp_gradients, logps, softmax
 from ebft.prefix.logps import Head, Linear
 from ebft.prefix.sampling import Truncation
+from ebft.prefix.softmax import Softmax
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
 
@@ -130,6 +131,16 @@ def test_entropies_of_truncated_distributions(options, with_gradient, frozen, ch
     total = ((whole.gather(-1, targets[:, None])[:, 0] + 0.5 * expected) * weight).sum()
     for ours, theirs in zip(grads, torch.autograd.grad(total, wanted), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=str)
+def test_entropies_under_autocast_are_in_float32(options):
+    logits = 3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Softmax(logits, 0.7, Truncation(**options)).entropy()
+    whole = truncated(logits.double() / 0.7, logits.argmax(-1, keepdim=True), **options)
+    expected = -(whole.exp() * whole.clamp_min(-1e9)).sum(-1, keepdim=True)
+    torch.testing.assert_close(found, expected.float())
 
 
 def test_a_truncation_that_keeps_every_token_is_none():

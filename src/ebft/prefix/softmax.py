@@ -49,7 +49,9 @@ class Softmax:
 
     def entropy(self) -> Tensor:
         """Return the entropy in nats: (R, 1)."""
-        return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)
+        # Autocast would round to bfloat16, in which the score of an excluded token is minus infinity.
+        with torch.autocast(self._scores.device.type, enabled=False):
+            return self._log_sum - torch.linalg.vecdot(self.probabilities, self._scores).unsqueeze(-1)
 
     def grad_of_entropy(self) -> Tensor:
         """Return the gradients (R, V) of the entropy with respect to logits / temperature: -p (log p + entropy)."""
