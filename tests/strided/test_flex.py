@@ -10,6 +10,8 @@ from torch.nn.attention.flex_attention import create_mask
 from ebft.prefix.attention import flex
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import compare, make_trainer, unequal_batch
+from tests.structured import oracle
+from tests.structured.rollouts.test_shared import contexts, later_turns, sample
 
 CALLS = []
 
@@ -110,3 +112,12 @@ def test_only_for_models_that_ask_for_it_and_only_on_a_gpu(tmp_path, monkeypatch
     trainer = make_trainer(tiny_model("llama"), tmp_path, single_pass=False)
     trainer.compute_loss(trainer.model, unequal_batch()[0])
     assert not CALLS
+
+
+@pytest.mark.parametrize("make", [contexts, later_turns])
+def test_samples_with_shared_prompts(make, on_any_device):
+    model, plain = tiny_model("llama").eval(), tiny_model("llama").eval()
+    model.config._attn_implementation = "flex_attention"
+    for prompt, completion in zip(make(), sample(model, make(), [4] * len(make()))):
+        expected = oracle.token_logps(plain, prompt, completion.ids, 0.7).detach()
+        torch.testing.assert_close(torch.tensor(completion.logps), expected.float(), atol=1e-4, rtol=0)

@@ -108,11 +108,14 @@ class SuffixPass(PrefixPass):
         parts += [start + torch.arange(n, device=device) for start, n in zip(starts, chain(*layout.suffixes))]
         return torch.cat(parts)[None]
 
-    def tokens(self) -> flex.Tokens:
+    def tokens(self) -> flex.Tokens | None:
+        if self.keeps_keys:  # which flex_attention does not
+            return None
         device, layout = self.layout.device, self.layout
-        lengths = torch.tensor([length for lengths in layout.suffixes for length in lengths], device=device)
+        integers = {"dtype": torch.long, "device": device}  # also if there are no suffixes
+        lengths = torch.tensor([length for lengths in layout.suffixes for length in lengths], **integers)
         prompt = [number for number, lengths in enumerate(layout.suffixes) for _ in lengths]
-        prompt = torch.tensor(prompt, device=device).repeat_interleave(lengths)
+        prompt = torch.tensor(prompt, **integers).repeat_interleave(lengths)
         return flex.Tokens.of(
             layout.spans,
             self.position_ids()[0],
