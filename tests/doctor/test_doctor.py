@@ -138,9 +138,13 @@ def test_only_documents_must_fit_into_the_models_positions(doctor, tmp_path):
     assert code == 1 and "exceeds the 9 positions" in found["error", "data"]
 
 
-def test_a_tracker_that_is_not_installed_is_a_warning(doctor, tmp_path):
-    code, found = doctor(write_inputs("sft", tmp_path), "--no-step", "use_trackio=true")
-    assert code == 0 and "pip install trackio" in found["warning", "packages of this config"]
+def test_a_tracker_that_is_not_installed(doctor, tmp_path):
+    path = write_inputs("sft", tmp_path)
+    code, found = doctor(path, "--no-step", "use_trackio=true")
+    errors = [text for (level, _), text in found.items() if level == "error"]
+    assert code == 1 and len(errors) == 1 and "use_trackio: true" in errors[0] and "pip install trackio" in errors[0]
+    code, found = doctor(path, "--no-step", "wandb_project=mine")
+    assert code == 0 and "pip install wandb" in found["warning", "packages of this config"]
 
 
 def test_publishing_without_a_login(doctor, tmp_path, monkeypatch):

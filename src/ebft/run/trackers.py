@@ -52,14 +52,17 @@ _WANDB_KEYS = ("project", "entity", "name", "run_id", "watch", "log_model", "mod
 
 
 def trackers(config: RunConfig) -> list[str]:
-    """Names for `report_to`; a requested tracker that is not installed is skipped with one warning."""
+    """Names for `report_to`, of installed trackers; without wandb, `wandb_project` gives one warning.
+
+    The package of any other key must be installed, see `check_trackers`.
+    """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     for key, tracker in _asked(config).items():
         if tracker.name in names:
             continue
         if tracker.is_installed:
             names.append(tracker.name)
-        else:
+        elif key == "wandb_project":
             reason = f"{tracker.name} is not installed ({tracker.install})"
             warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
     names = [name for name in names if name != "none"]
