@@ -322,6 +322,7 @@ def variants(chat):
     yield chat._replace(messages=[_without_empty_content(_with_strings(message)) for message in chat.messages])
     yield chat._replace(messages=[_joined(message) for message in chat.messages])
     yield chat._replace(messages=[_in_parts(message) for message in chat.messages])
+    yield chat._replace(messages=[_in_parts(_thinking_as(message, "content")) for message in chat.messages])
 
 
 def parsed_arguments(chat):

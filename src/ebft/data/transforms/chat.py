@@ -20,7 +20,7 @@ from ebft.errors import DataError
 def chat_transform(
     cfg: Any,
     entry: Any,
-    read: Callable[[Any], list[Message]],
+    read: Callable[[dict[str, Any]], list[Message]],
     with_reply: Callable[[Message, PreTrainedTokenizerBase], Message] | None = None,
     labels: TurnLabels | None = None,
 ) -> tuple[Callable, dict]:

@@ -12,6 +12,8 @@ from ebft.data.messages import answers
 from ebft.data.transforms.chat import chat_transform
 from ebft.data.transforms.turn_labels import turn_labels
 
+_BEGINNING = "messages up to an answer"  # key of a row
+
 
 def transform(cfg, dataset, **kwargs):
     """Transform for chats; the references are all assistant turns, or those that the dataset selects."""
@@ -25,12 +27,13 @@ def transform_last_turn(cfg, dataset, **kwargs):
 
 def transform_all_turns(cfg, dataset, **kwargs):
     """Transform for chats in which every answer is a reference, with one row each."""
-    row_of, _ = chat_transform(cfg, dataset, read=list)
+    row_of, _ = chat_transform(cfg, dataset, read=lambda row: row[_BEGINNING])
 
     def transform_fn(example, tokenizer=None):
-        chats = [chat_of(dict(zip(example, values)), dataset) for values in zip(*example.values())]
-        beginnings = [messages[: turn + 1] for messages in chats for turn in answers(messages) or [0]]
-        rows = [row_of(messages, tokenizer=tokenizer) for messages in beginnings]
+        (chat,) = (dict(zip(example, values)) for values in zip(*example.values()))
+        messages = chat_of(chat, dataset)
+        beginnings = [{**chat, _BEGINNING: messages[: turn + 1]} for turn in answers(messages) or [0]]
+        rows = [row_of(row, tokenizer=tokenizer) for row in beginnings]
         fields = ("input_ids", "labels", "prompt_length", "turn_spans")
         return {field: [row.get(field) for row in rows] for field in fields}
 
