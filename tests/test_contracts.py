@@ -29,6 +29,7 @@ from ebft.over_trainer.safe_stops import StopsSafely
 from ebft.over_trainer.sharded import ShardedTrainer
 from ebft.over_trainer.training_rows import ComparesRows
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer
+from ebft.preferences.over_trl.metrics import KeepsMetrics
 from ebft.preferences.over_trl.with_reference import HasReference, PreparedPairs, PreparedRows
 from ebft.preferences.over_trl.without_reference import PreparedBatches
 from ebft.preferences.trainers import DPOTrainer, KTOTrainer
@@ -129,6 +130,7 @@ OF_TRAINERS = {
     ComparesRows: {"_init_training_state"},
     StopOnNonFinite: {"_get_grad_norm"},
     SFTTrainer: {"_prepare_inputs"},
+    KeepsMetrics: {"_get_num_items_in_batch"},
     HasReference: {"_metrics", "_precompute_ref_logps", "_total_train_tokens"},
     PreparedPairs: {"_prepare_dataset"},
     PreparedRows: {"_get_train_sampler", "_prepare_dataset"},

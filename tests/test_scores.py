@@ -9,7 +9,15 @@ import torch
 
 from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, diversity_rewards
-from ebft.scores import Scores, best_of, curve_lengths, feature_score_names, feature_scores, interval
+from ebft.scores import (
+    Scores,
+    best_of,
+    curve_lengths,
+    feature_score_names,
+    feature_scores,
+    interval,
+    small_sample_factor,
+)
 
 
 def embeddings(groups=3, samples=4, size=6, seed=0):
@@ -94,7 +102,7 @@ def test_documents_are_drawn_whole():
         scores.add("alignment", [document] * 25, [value] * 25)
     low, high = interval(scores.resampled(range(40), 4000)["alignment"], 0.95)
     width = 2 * 1.96 * values.std() / math.sqrt(40)
-    assert high - low == pytest.approx(width, rel=0.08)
+    assert high - low == pytest.approx(width * 2.0227 / 1.96 * math.sqrt(40 / 39), rel=0.08)
     assert low < values.mean() < high
 
 
@@ -107,10 +115,41 @@ def test_draws_of_two_models_are_paired():
 
 
 def test_a_metric_that_applies_to_few_documents():
-    scores = scores_of({"ce_loss": {d: (1.0, 1.0) for d in range(8)}, "passes": {3: (1.0, 1.0)}})
+    two = {3: (1.0, 1.0), 5: (1.0, 1.0)}
+    scores = scores_of({"ce_loss": {d: (1.0, 1.0) for d in range(8)}, "passes": two, "one": {3: (1.0, 1.0)}})
     draws = scores.resampled(range(8), 300)["passes"]
     assert np.isnan(draws).any() and interval(draws, 0.95) == [1.0, 1.0]
+    assert interval(scores.resampled(range(8), 300)["one"], 0.95) is None  # nothing is known of other documents
     assert interval(np.full(3, np.nan), 0.95) is None
+
+
+@pytest.mark.parametrize(
+    ("documents", "confidence", "t", "z"),  # quantiles of Student's t and of the normal distribution, from tables
+    [(4, 0.95, 3.182, 1.95996), (8, 0.95, 2.365, 1.95996), (20, 0.95, 2.093, 1.95996), (8, 0.9, 1.895, 1.64485)],
+)
+def test_the_factor_for_few_documents_is_that_of_students_t(documents, confidence, t, z):
+    wanted = t / z * math.sqrt(documents / (documents - 1))
+    assert small_sample_factor(np.full(documents, 3.0), confidence) == pytest.approx(wanted, rel=1e-2)
+    of_unequal = small_sample_factor(np.array([1.0] * (documents - 1) + [5.0]), confidence)
+    assert of_unequal > wanted and small_sample_factor(np.ones(100_000), confidence) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("count", [8, 20])
+@pytest.mark.parametrize("spread", [0.0, 0.7])
+def test_intervals_cover_the_mean_as_often_as_they_say(count, spread):
+    """Documents of unequal length whose tokens have a mean of 0, with a mean of their own around it."""
+    rng, hits, plain, trials = np.random.default_rng(0), 0, 0, 400
+    for trial in range(trials):
+        lengths = np.ceil(100 * np.exp(spread * rng.normal(size=count)))
+        sums = lengths * 0.3 * rng.normal(size=count) + np.sqrt(lengths) * rng.normal(size=count)
+        scores = scores_of({"ce_loss": {d: (sums[d], lengths[d]) for d in range(count)}})
+        draws = scores.resampled(range(count), 300, trial)["ce_loss"]
+        low, high = interval(draws, 0.95)
+        hits += low <= 0 <= high
+        mean, factor = sums.sum() / lengths.sum(), small_sample_factor(lengths, 0.95)
+        plain += abs(mean) <= max(mean - low, high - mean) / factor
+    assert hits / trials == pytest.approx(0.955, abs=0.025)
+    assert plain / trials < 0.935
 
 
 def test_curve_lengths():

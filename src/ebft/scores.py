@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -158,10 +159,14 @@ class Scores:
                 }
         return found
 
-    def resampled(self, documents: Sequence[int], resamples: int, seed: int = 0) -> dict[str, np.ndarray]:
+    def resampled(
+        self, documents: Sequence[int], resamples: int, seed: int = 0, confidence: float = 0.95
+    ) -> dict[str, np.ndarray]:
         """Return the means of `resamples` bootstrap samples of `documents`, by name: (R,) each.
 
-        The bootstrap samples depend only on the seed and the documents, so those of different models are paired.
+        The bootstrap samples depend only on the seed and the documents, so those of different models are paired. Their
+        deviations from the mean of all documents are multiplied by `small_sample_factor`. NaN for metrics that apply to
+        a single document.
         """
         rng = np.random.default_rng(seed)
         times_RD = rng.multinomial(len(documents), [1 / len(documents)] * len(documents), size=resamples)
@@ -170,11 +175,38 @@ class Scores:
             pairs_D2 = np.array([entries.get(document, (0.0, 0.0)) for document in documents])
             totals_R, weights_R = (times_RD @ pairs_D2).T
             # A bootstrap sample may contain no document that the metric applies to.
-            drawn[name] = np.divide(totals_R, weights_R, out=np.full(resamples, np.nan), where=weights_R > 0)
+            means_R = np.divide(totals_R, weights_R, out=np.full(resamples, np.nan), where=weights_R > 0)
+            total, weight = pairs_D2.sum(0)
+            if weight > 0:
+                mean = total / weight
+                means_R = mean + small_sample_factor(pairs_D2[:, 1], confidence) * (means_R - mean)
+            drawn[name] = means_R
         for name, ce in CROSS_ENTROPY.items():
             if ce in drawn:
                 drawn[name] = np.exp(np.minimum(drawn[ce], _MAX_EXPONENT))
         return drawn
+
+
+def small_sample_factor(weights: np.ndarray, confidence: float) -> float:
+    """Return the factor that widens a percentile bootstrap interval of a mean with these weights of documents (D,).
+
+    Percentiles of a bootstrap of few documents cover too little: 86% instead of 95% with 8 documents of unequal length.
+    The factor is that of the t-interval to the normal interval with the plug-in variance, for the effective number of
+    documents `(sum w)^2 / sum w^2`. NaN for a single document.
+    """
+    if np.count_nonzero(weights) < 2:
+        return math.nan
+    effective = max(2.0, weights.sum() ** 2 / np.square(weights).sum())
+    freedom = effective - 1
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    # Expansion of the quantile of Student's t in 1 / freedom (Abramowitz and Stegun, 26.7.5).
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    t = z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return t / z * math.sqrt(effective / freedom)
 
 
 def interval(draws: np.ndarray, confidence: float) -> list[float] | None:

@@ -65,6 +65,28 @@ def test_two_processes_train_as_one(method, inputs, tmp_path):
         assert_same(run(method, inputs, tmp_path / f"two{number}", 2, **kind), (logs, weights))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "kto"])
+def test_accumulation_and_processes_give_the_numbers_of_one_batch(method, inputs, tmp_path):
+    """Means over the tokens of a step, whose micro-batches have unequal numbers of them; KTO in pairs of rows."""
+    keys = {"logging_steps": 2} | ({"val_set_size": 4, "eval_batch_size": 2} if method == "kto" else {})
+    prepare = pair_two_and_two if method == "kto" else lambda: None
+    whole = run(method, inputs, tmp_path / "whole", 1, prepare, **keys)
+    splits = {"accumulation": (1, {"micro_batch_size": 2, "gradient_accumulation_steps": 2}), "processes": (2, {})}
+    if method != "kto":
+        both = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
+        splits |= {"both": (2, both), "rows": (1, {"micro_batch_size": 1, "gradient_accumulation_steps": 4})}
+    for name, (processes, changes) in splits.items():
+        logs, weights = run(method, inputs, tmp_path / name, processes, **keys, **changes)
+        trained = lambda entries: [x for x in entries if "loss" in x]
+        ignored = ["epoch", "throughput", "memory"]
+        if method == "kto" and processes == 1:
+            ignored += ["kl", "loss"]  # the KL term is that of each micro-batch
+        kept = [{k: v for k, v in x.items() if not k.startswith(tuple(ignored))} for x in trained(logs)]
+        expected = [{k: v for k, v in x.items() if not k.startswith(tuple(ignored))} for x in trained(whole[0])]
+        assert_same((kept, whole[1] if "loss" in ignored else weights), (expected, whole[1]))
+
+
 def assert_same(found, expected):
     assert len(found[0]) == len(expected[0])
     for ours, theirs in zip(found[0], expected[0]):

@@ -307,6 +307,36 @@ def test_mixed_precision_samples_as_it_trains(tmp_path):
     assert drawn.count(torch.bfloat16) > 8
 
 
+@pytest.mark.parametrize("single_pass", [True, False])
+def test_a_direct_call_computes_in_the_precision_of_training(single_pass, tmp_path):
+    """The model is only prepared for mixed precision by train()."""
+    options = {"bf16": True, "single_pass": single_pass, "temperature": 1.0, "ce_coef": 0.5, "max_grad_norm": 0.0}
+    trainer = make(tmp_path, model=tiny_model("llama"), max_steps=1, learning_rate=0.0, **options)
+    seen, training_loss = [], trainer.compute_loss
+
+    def keep(model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, output = training_loss(model, inputs, True, num_items_in_batch)
+        seen.append((inputs, output))
+        return loss
+
+    trainer.compute_loss = keep
+    trainer.train()
+    (inputs, trained), gradients = seen[0], {}
+    for prepares in (True, False):
+        if not prepares:
+            trainer = make(tmp_path, model=tiny_model("llama"), max_steps=1, **options)
+        trainer.state.global_step = 0  # which the sampling noise depends on
+        loss, output = StridedEBFTTrainer.compute_loss(trainer, trainer.model, inputs, return_outputs=True)
+        trainer.model.zero_grad()
+        loss.backward()
+        gradients[prepares] = [value.grad for value in trainer.model.parameters()]
+        for name in ("rollouts", "logps", "rewards", "advantages"):
+            assert torch.equal(getattr(output, name), getattr(trained, name)), (prepares, name)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[True], gradients[False]))
+    in_float32 = make(tmp_path, model=tiny_model("llama"), max_steps=1, **{**options, "bf16": False})
+    assert not torch.equal(in_float32.compute_loss(in_float32.model, inputs, True)[1].logps, trained.logps)
+
+
 def test_several_evaluation_sets(tmp_path):
     held_out = Dataset.from_list([r for r in documents() if len(r["input_ids"]) > 25])
     trainer = make(tmp_path, evaluation={"a": held_out, "b": held_out})

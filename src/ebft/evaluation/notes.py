@@ -37,7 +37,7 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
     if len(documents) < FEWEST_DOCUMENTS:
         notes.append(
             f"Only {_counted(len(documents))} evaluated. With fewer than {FEWEST_DOCUMENTS}, intervals over "
-            "documents are too narrow, and differences between models may be due to chance. Evaluate on more documents."
+            "documents are unreliable, and differences between models may be due to chance. Evaluate on more documents."
         )
     records = {name: list(_runs(name)) for name in names}
     if any(records.values()):

@@ -26,6 +26,7 @@ from ebft.scores import CURVE, Scores, interval
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
+    from ebft.evaluation.keys import EvaluationSection
 
 HISTOGRAM_BINS = 40
 
@@ -34,11 +35,11 @@ HISTOGRAM_BINS = 40
 class ModelResult:
     """The results of one model.
 
-    `intervals` are central bootstrap intervals over documents. `differences` and their intervals are relative to the
-    first model and paired by document; metrics that cannot be compared between models have none. `curves` contain
-    points (position or length, value, interval), `histograms` the bin edges and the fraction of samples in each bin.
-    `per_document`, if enabled in the config, contains for each metric the documents (indices into the held-out data)
-    with the sum and the weight that each adds to the mean.
+    `intervals` are central bootstrap intervals over documents, widened for few documents. `differences` and their
+    intervals are relative to the first model and paired by document; metrics that cannot be compared between models
+    have none. `curves` contain points (position or length, value, interval), `histograms` the bin edges and the
+    fraction of samples in each bin. `per_document`, if enabled in the config, contains for each metric the documents
+    (indices into the held-out data) with the sum and the weight that each adds to the mean.
     """
 
     model: str
@@ -85,7 +86,7 @@ def summarise(
 ) -> Evaluation:
     """Return the evaluation of the models `names` from their scores `found`, in the same order, on `documents`."""
     wanted = config.evaluation
-    draws = [_draws(scores, documents, wanted.bootstrap, settings.seed) for scores in found]
+    draws = [_draws(scores, documents, wanted, settings.seed) for scores in found]
     results = []
     for name, scores, drawn in zip(names, found, draws):
         means = scores.means()
@@ -160,9 +161,11 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} is not writable. Choose another path.")
 
 
-def _draws(scores: Scores, documents: list[int], resamples: int, seed: int) -> dict[str, np.ndarray]:
+def _draws(scores: Scores, documents: list[int], wanted: EvaluationSection, seed: int) -> dict[str, np.ndarray]:
     """Return the resampled means; none for a single document, which has no variance over documents."""
-    return scores.resampled(documents, resamples, seed) if resamples > 0 and len(documents) > 1 else {}
+    if wanted.bootstrap == 0 or len(documents) < 2:
+        return {}
+    return scores.resampled(documents, wanted.bootstrap, seed, wanted.confidence)
 
 
 def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -32,7 +32,7 @@ def metrics_table(evaluation: Evaluation) -> Table:
     """Return a table of the metrics of each model with intervals.
 
     A star marks metrics whose difference from the first model has an interval that excludes 0. Intervals over fewer
-    than 8 documents are too narrow for that, so there are no stars then.
+    than 8 documents are not reliable enough for that, so there are no stars then.
     """
     has_stars = len(evaluation.models) > 1 and _has_enough_documents(evaluation)
     legend = "^ higher is better, v lower is better; brackets: interval over documents"

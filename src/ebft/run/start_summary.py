@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -13,7 +14,8 @@ from torch import nn
 from ebft.config.schema import RunConfig
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.precision import weights_dtype
-from ebft.run.arguments import planned_steps
+from ebft.rewards import whitening_tolerance
+from ebft.run.arguments import planned_steps, use_bf16
 from ebft.run.building import this_machine
 from ebft.run.record import method_of
 
@@ -31,7 +33,7 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     processes = f", {machine.processes} processes" if machine.processes > 1 else ""
     train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
-    return "\n".join(
+    lines = "\n".join(
         (
             f"Method: {method_of(config)}{processes}",
             f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
@@ -39,6 +41,25 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
             f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
             *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
         )
+    )
+    return lines + _whitening(config)
+
+
+def _whitening(config: RunConfig) -> str:
+    """The line about rounding errors in whitening; empty if they are negligible."""
+    ebft = config.ebft
+    if not (config.method.compares_features(config) and ebft.use_whitening and ebft.whitening_space == "feature"):
+        return ""
+    dtype = weights_dtype(config)
+    if dtype == torch.float32 and config.method.rows == "tokens":  # strided mode embeds in mixed precision
+        dtype = torch.bfloat16 if use_bf16(config, this_machine()) else torch.float16 if config.fp16 else dtype
+    if torch.finfo(dtype).bits > 16:
+        return ""
+    return (
+        f"\nWhitening: features are computed in {str(dtype).removeprefix('torch.')}, so differences between samples "
+        f"below {whitening_tolerance(dtype):.2g} of their size are rounding errors and dropped (docs/paper.md). "
+        "Advantages of groups of similar samples differ from those of float32. ebft.whitening_space: sample avoids "
+        "this."
     )
 
 

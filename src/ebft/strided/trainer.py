@@ -182,17 +182,18 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the rollouts and of the text, from a separate forward pass."""
-        return score(
-            model,
-            documents,
-            layout,
-            tokens,
-            temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored at temperature 1
-            truncation=self._truncation(),
-            text_gradient=self.args.ce_coef > 0,
-            apply_dropout=not self.args.disable_dropout,
-            tokens_per_pass=self.args.rollout_tokens_per_pass,
-        )
+        with self.accelerator.autocast():  # which the model itself applies only after train() has prepared it
+            return score(
+                model,
+                documents,
+                layout,
+                tokens,
+                temperature=self.args.temperature or 1.0,  # greedy rollouts (evaluation) are scored at temperature 1
+                truncation=self._truncation(),
+                text_gradient=self.args.ce_coef > 0,
+                apply_dropout=not self.args.disable_dropout,
+                tokens_per_pass=self.args.rollout_tokens_per_pass,
+            )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         started = time.perf_counter()

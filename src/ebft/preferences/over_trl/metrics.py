@@ -1,10 +1,10 @@
-"""What TRL's preference trainers log: kept in checkpoints, and weighted by rows in evaluations."""
+"""What TRL's preference trainers log: kept in checkpoints, and weighted by the rows or tokens of each batch."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,17 @@ Logged = defaultdict[str, list[float]]
 
 
 class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
-    """Trainer whose metrics continue after a resume, and whose means of an evaluation count every row once.
+    """Trainer whose metrics continue after a resume, and whose means count every row or token once.
 
-    TRL logs the mean over the rows of all processes for each batch. `loss_name`: the name of the loss in
-    `logged("eval")`.
+    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. `loss_name`: the
+    name of the loss in `logged("eval")`. `step_counts`: `counts_behind` of the optimizer step, over all processes,
+    while its loss is computed; None at other times. `of_step`: metrics that are normalised by it already.
     """
 
     loss_name = "loss"
+    of_step: ClassVar[tuple[str, ...]] = ()
+    step_counts: dict[str, float] | None = None
+    _next_counts: dict[str, float]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -36,6 +40,40 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     @abstractmethod
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         """Return the number of rows of a batch that a metric is a mean of."""
+
+    @abstractmethod
+    def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        """Return the number of items of a batch for metrics that are not means over its rows, always the same names."""
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        if batch_samples:
+            self._next_counts = self._of_all([self.counts_behind(inputs) for inputs in batch_samples])
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        logged = self.logged("train")
+        before = {name: len(values) for name, values in logged.items()}
+        self.step_counts = self._next_counts
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self.step_counts = None
+        for name, count in self._of_all([self.counts_behind(inputs)]).items():
+            total = self._next_counts[name]
+            if name in self.of_step or not total:
+                continue
+            values = logged[name]
+            if len(values) == before.get(name, 0):  # TRL leaves out means over nothing
+                values.append(0.0)
+            # The mean over the micro-batches becomes the mean over the items of the step.
+            values[-1] *= count * self.current_gradient_accumulation_steps / total
+        return loss
+
+    def _of_all(self, counts: list[dict[str, int]]) -> dict[str, float]:
+        """Return the sums of counts by name, over batches and processes."""
+        sums = torch.tensor([[float(x) for x in of_batch.values()] for of_batch in counts], dtype=torch.float64).sum(0)
+        sums = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum")
+        return dict(zip(counts[0], sums.tolist()))
 
     def running_state(self) -> dict[str, Any]:
         metrics = {name: list(values) for name, values in self.logged("train").items()}
@@ -59,8 +97,9 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
         return found
 
     def _rows_of_all(self, name: str, inputs: dict[str, Any]) -> int:
-        """Return `rows_behind`, summed over processes."""
-        rows = self.rows_behind(name, inputs)
+        """Return the number of rows or tokens of a batch that a metric is a mean of, summed over processes."""
+        of_batch = self.counts_behind(inputs)
+        rows = of_batch.get(name.removeprefix("eval_"), self.rows_behind(name, inputs))
         if self.args.world_size == 1:
             return rows
         return int(self.accelerator.reduce(torch.tensor(rows, device=self.accelerator.device), reduction="sum"))

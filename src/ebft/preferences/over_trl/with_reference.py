@@ -70,6 +70,11 @@ class PreparedPairs(HasReference):
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected
 
+    def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        chosen, rejected = (int(side.sum()) for side in inputs["completion_mask"][:, 1:].chunk(2))
+        of_sides = {"logits/chosen": chosen, "logits/rejected": rejected}
+        return of_sides | {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, name: str) -> Dataset:
         # TRL would store precomputed log-probabilities in the folder of prepared rows.
         return Dataset(dataset.with_format("arrow")[:]) if args.precompute_ref_log_probs else dataset
@@ -106,11 +111,20 @@ class PreparedRows(HasReference):
             return desirable
         return len(inputs["label"]) - desirable if name.endswith("/rejected") else len(inputs["label"])
 
+    def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        is_desirable = inputs["label"].bool()
+        tokens = inputs["completion_mask"][:, 1:].sum(-1)
+        counts = {"entropy": int(tokens.sum())}
+        for side, rows in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+            counts |= {f"logits/{side}": int(tokens[rows].sum())}
+            counts |= {f"{name}/{side}": int(rows.sum()) for name in ("rewards", "logps")}
+        return counts
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; the margin of an evaluation is that of the means over all rows, not the mean over batches."""
-        found = self.logged("eval")
+        """Log; the margin is that of the means over all rows, not the mean over batches."""
+        found = self.logged("train" if self.model.training else "eval")
         chosen, rejected = (found.get(f"rewards/{side}") for side in ("chosen", "rejected"))
-        if not self.model.training and chosen and rejected:
+        if chosen and rejected:
             found["rewards/margins"] = [sum(chosen) / len(chosen) - sum(rejected) / len(rejected)]
         super().log(logs, start_time)
 

@@ -24,6 +24,7 @@ class PreparedBatches(KeepsMetrics):
 
     scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
     loss_name = "eval_loss"
+    of_step = ("nll_loss",)
     use_dpo_data_collator: bool
 
     def __init__(
@@ -73,9 +74,13 @@ class PreparedBatches(KeepsMetrics):
         output = run_wrapped(model, program)
         is_completion = labels[:, 1:].ne(IGNORE)
         means = (output.log_probs * is_completion).sum(-1) / is_completion.sum(-1)
-        # Means over the tokens of all processes, whose results are averaged.
+        # Means over the tokens of all processes, whose results are averaged. The cross-entropy is one over the tokens
+        # of the step, whose micro-batches are averaged too.
         counts = torch.stack([texts[:, 1:].ne(IGNORE).sum(), *(side.sum() for side in is_completion.chunk(2))])
         of_text, *of_sides = self.accelerator.reduce(counts.float(), reduction="mean")
+        if self.step_counts is not None:
+            batches = self.current_gradient_accumulation_steps * self.accelerator.num_processes
+            of_text = self.step_counts["nll_loss"] / batches
         cross_entropy = -output.log_probs.chunk(2)[0].sum() / of_text
         logits = (x.sum() / count for x, count in zip((output.mean_logits * is_completion).chunk(2), of_sides))
         return (*means.chunk(2), *logits, cross_entropy)
@@ -85,3 +90,8 @@ class PreparedBatches(KeepsMetrics):
 
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["chosen_input_ids"])
+
+    def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        chosen, rejected = (int(inputs[f"{side}_labels"][:, 1:].ne(IGNORE).sum()) for side in ("chosen", "rejected"))
+        text = int(inputs["chosen_attention_mask"][:, 1:].sum()) if self.scores_prompts else chosen
+        return {"logits/chosen": chosen, "logits/rejected": rejected, "nll_loss": text}
