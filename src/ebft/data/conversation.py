@@ -179,7 +179,7 @@ class Renderer:
             if not isinstance(messages[index].get("content", ""), str):
                 kind = type(messages[index]["content"]).__name__
                 raise DataError(f"the content of an assistant turn must be text, got {kind}")
-        places = Places(template, messages, template.special, template.name)
+        places = Places(template, messages)
         tokens, known = Tokens(self.tokenizer, places.text), end_tokens(self.tokenizer)
         turns: list[Turn] = []
         at = done = ended = 0  # characters and tokens before the next part, and how many of the latter end a reply

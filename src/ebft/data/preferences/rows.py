@@ -100,7 +100,7 @@ class PreferenceRow:
 
     def _shared_start(self, template: ChatTemplate, chats: list[list[Message]], replied: int) -> str:
         """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
-        places = [Places(template, chat, template.special, template.name) for chat in chats]
+        places = [Places(template, chat) for chat in chats]
         starts = {found.text[: found.of(replied).start] for found in places}
         if len(starts) > 1:
             raise DataError(

@@ -64,7 +64,7 @@ def chat_transform(
         render = known[tokenizer.chat_template].with_tools(tools_of(example, entry), kwargs)
         end = render.end_of_turn
         messages = checks.omissions.with_known_roles(messages, render)
-        found = Places(render, messages, render.special, template)
+        found = Places(render, messages)
         checks.omissions.check(messages, render, turns, found.text)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
         checks.check(found, parts)

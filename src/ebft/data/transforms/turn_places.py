@@ -5,15 +5,13 @@ is found by changing its text: the rendering is the same before and after it.
 """
 
 import re
-from collections.abc import Callable, Iterable
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
+from ebft.data.rendering import ChatTemplate
 from ebft.data.thinking import TAGS
 from ebft.errors import DataError
-
-Render = Callable[..., str]
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
 _MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
@@ -30,13 +28,14 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Finds turns in the rendering of a whole chat; `special` are the texts of the tokenizer's special tokens."""
+    """Finds turns in the rendering of a whole chat by a chat template."""
 
-    def __init__(self, render: Render, messages: list[Message], special: Iterable[str], template: str) -> None:
-        self.render, self.messages, self.template = render, messages, template
+    def __init__(self, render: ChatTemplate, messages: list[Message]) -> None:
+        self.render, self.messages, self.template = render, messages, render.name
         self.text = render(messages)
-        self.special = re.compile("|".join(re.escape(token) for token in special if token) or "(?!)")
+        self.special = re.compile("|".join(re.escape(token) for token in render.special if token) or "(?!)")
         self._contents: dict[int, tuple[int, int] | None] = {}
+        self._looked_for_all = False
 
     def of(self, index: int) -> Place:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
@@ -94,6 +93,8 @@ class Places:
         """Ends of the last message before `index` that is rendered, in the chat and in the prompt `asked`."""
         for earlier in reversed(range(index)):
             here = self._content(earlier)
+            if here is not None and asked.startswith(self.text[: here[1]]):
+                return here[1], here[1]
             there = _content_range(asked, self.render, before, earlier, add_generation_prompt=True)
             if here is not None and there is not None:
                 return here[1], there[1]
@@ -107,7 +108,9 @@ class Places:
             return len(self.text)
         gap = self.text[content : max(content, following[0])]
         alone = self.messages[: index + 1]
-        last = self.render(alone)
+        last, end = self.render(alone), self.render.end_of_turn
+        if end and last.endswith(self.text[slice(*self._contents[index])] + end) and gap.startswith(end):
+            return content + len(end)
         found = _content_range(last, self.render, alone, index)
         if found is not None and gap.startswith(last[found[1] :]):
             return content + len(last) - found[1]
@@ -121,12 +124,52 @@ class Places:
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
     def _content(self, index: int) -> tuple[int, int] | None:
+        if not self._looked_for_all:
+            self._looked_for_all = True
+            self._contents = self._all_texts()
         if index not in self._contents:
             self._contents[index] = _content_range(self.text, self.render, self.messages, index)
         return self._contents[index]
 
+    def _all_texts(self) -> dict[int, tuple[int, int] | None]:
+        """The ranges of all messages that are plain texts, from one rendering with a mark in place of each.
+
+        Empty if the rest of that rendering is not that of the chat, such as with templates that omit thinking.
+        """
+        marks = {
+            index: f"EBFT-{index}-MARK"
+            for index, message in enumerate(self.messages)
+            if message.keys() == {"role", "content"} and _is_plain(message["content"])
+        }
+        marked = [
+            {**message, "content": marks[index]} if index in marks else message
+            for index, message in enumerate(self.messages)
+        ]
+        try:
+            parts = re.split("|".join(marks.values()) or "(?!)", self.render(marked))
+        except DataError:
+            return {}
+        found: dict[int, tuple[int, int] | None] = {}
+        at = len(parts[0])
+        if len(parts) != len(marks) + 1 or not self.text.startswith(parts[0]):
+            return {}
+        for index, following in zip(marks, parts[1:], strict=True):
+            content = self.messages[index]["content"]
+            for text in (content, content.rstrip(), content.lstrip(), content.strip()):
+                if self.text.startswith(text + following, at):
+                    break
+            else:
+                return {}
+            found[index] = (at, at + len(text))
+            at += len(text) + len(following)
+        return found if at == len(self.text) else {}
+
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"
+
+
+def _is_plain(content: Any) -> bool:
+    return isinstance(content, str) and bool(content.strip()) and not any(tag in content for tag in _THINKING)
 
 
 def _only_opens_thinking(asked: str, rest: str) -> bool:
@@ -137,7 +180,7 @@ def _only_opens_thinking(asked: str, rest: str) -> bool:
 
 
 def _content_range(
-    text: str, render: Render, messages: list[Message], index: int, **kwargs: Any
+    text: str, render: ChatTemplate, messages: list[Message], index: int, **kwargs: Any
 ) -> tuple[int, int] | None:
     """Range of the content of a message (thinking, text, calls) in the rendering `text`; None if it is omitted."""
     first = _rendered_marked(render, messages, index, with_names=True, **kwargs)
@@ -153,7 +196,9 @@ def _content_range(
     return start, max(start, end)
 
 
-def _rendered_marked(render: Render, messages: list[Message], index: int, with_names: bool, **kwargs: Any) -> list[str]:
+def _rendered_marked(
+    render: ChatTemplate, messages: list[Message], index: int, with_names: bool, **kwargs: Any
+) -> list[str]:
     """The chat with each of the marks in place of the texts of a message."""
     chats = ([*messages[:index], _marked(messages[index], mark, with_names), *messages[index + 1 :]] for mark in _MARKS)
     return [render(chat, **kwargs) for chat in chats]
