@@ -5,9 +5,12 @@ import subprocess
 import sys
 import warnings
 
+import pytest
 from tqdm import tqdm
 
+from ebft import load_config
 from ebft.cli import console
+from ebft.run.start_summary import _whitening
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.run.test_methods import run_file
 
@@ -72,3 +75,19 @@ def test_variables_of_the_user_stay(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     console.show_progress_bars_in_terminals_only()
     assert console.os.environ["TQDM_DISABLE"] == "" and console.os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
+        (["bf16=true", "torch_dtype=float32"], "features are computed in bfloat16"),
+        (["fp16=true"], "features are computed in float16, so differences between samples below 0.002 of"),
+        (["bf16=true", "ebft.whitening_space=sample"], ""),
+        (["bf16=true", "ebft.use_whitening=false"], ""),
+        ([], ""),
+    ],
+)
+def test_the_start_of_a_run_names_the_rounding_of_whitening(run_file, keys, expected):
+    found = _whitening(load_config(run_file, ["ebft.use_whitening=true", "bf16=false", *keys]))
+    assert expected in found and bool(found) == bool(expected)
