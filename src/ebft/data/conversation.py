@@ -229,12 +229,13 @@ class Renderer:
             return
         self._reported = True
         shared = len(commonprefix([given, turn.lead_ids]))
-        rest, written = self.tokenizer.decode(given[shared:]), self.tokenizer.decode(turn.reference_ids[:8])
+        # Of the template only, so that the line is the same for all rows.
+        end, common = (self.tokenizer.decode(ids[-5:]) for ids in (given, given[:shared]))
         warnings.warn(
-            f"Chat template {template.name}: the generation prompt goes on with {rest!r} where the rendered reference "
-            f"goes on with {written!r}. The prompt is what both have in common, so the model has to write the rest of "
-            "the reference. Arguments of the template (chat_template_kwargs, such as enable_thinking: false) may make "
-            "them agree.",
+            f"Chat template {template.name}: the generation prompt ends with {end!r}, but rendered references go on "
+            f"differently after {common!r}. Prompts end there, and the model has to write what follows as references "
+            "have it. Arguments of the template (chat_template_kwargs, such as enable_thinking: false) may make both "
+            "agree.",
             stacklevel=2,
         )
 
