@@ -205,7 +205,8 @@ def compute_advantages(
     if estimator == "group_norm":
         std = rewards.std(-1, keepdim=True)
         centred = rewards - rewards.mean(-1, keepdim=True)
-        return torch.where(std > _MIN_REWARD_STD, centred / std.clamp_min(_MIN_REWARD_STD), 0.0)
+        advantages = torch.where(std > _MIN_REWARD_STD, centred / std.clamp_min(_MIN_REWARD_STD), 0.0)
+        return advantages.masked_fill(_are_equal(rewards, diversity), 0.0)
     if diversity is None or rloo_baseline == "mean":
         return (rewards - _mean_of_others(rewards)).masked_fill(_are_equal(rewards, diversity), 0.0)
     are_zero = _are_equal(rewards, diversity) & _are_equal(diversity, rewards)

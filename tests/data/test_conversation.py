@@ -125,3 +125,30 @@ def test_a_turn_that_only_calls_a_tool_is_no_reply(chat_tokenizer):  # noqa: F81
         "<assistant>sunny",
     ]
     assert decoded(tokenizer, conversation.turns[1].lead_ids) == "<user>now?<assistant>weather<tool>sun"
+
+
+def test_turns_without_text_are_given(chat_tokenizer):  # noqa: F811
+    """Neither empty replies are sampled nor turns that only call tools, whether their content is empty or null."""
+    import copy
+
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message.content }}", "{{ message.content }}{{ message.tool_calls[0].name if message.tool_calls }}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
+    for content in ({"content": ""}, {"content": None}, {}):
+        turns = [{"role": "user", "content": "now?"}, {**call, **content}, {"role": "tool", "content": "sun"}]
+        found = Renderer(tokenizer).conversation(PROMPT, "a", [*turns, {"role": "assistant", "content": "b"}])
+        assert [decoded(tokenizer, turn.reference_ids) for turn in found.turns] == ["a", "b"]
+        assert "assistant\nlook<|im_end|>" in decoded(tokenizer, found.turns[1].lead_ids)
+    empty = [{"role": "user", "content": "now?"}, {"role": "assistant", "content": " "}]
+    assert len(Renderer(tokenizer).conversation(PROMPT, "a", empty).turns) == 1
+
+
+def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokenizer):  # noqa: F811
+    turns = [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "b<|im_end|>"}]
+    messages = [*PROMPT, {"role": "assistant", "content": "a<|im_end|>"}, *turns]
+    found = Renderer(chat_tokenizer).conversation(PROMPT, "a<|im_end|>", turns)
+    whole = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    ours = [*found.prompt_ids, *found.reference_ids, found.end_id]
+    assert whole[: len(ours)] == ours and decoded(chat_tokenizer, ours).endswith("assistant\nb<|im_end|>")

@@ -19,6 +19,16 @@ def read(path):
         ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"text": "a"}, 3]', "a.json, row 1: a row must be a JSON object, got 3"),
         ("a.json", "[]", "a.json: the list of rows is empty"),
+        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "a.json, line 1: text after the end of the list"),
+        ("a.json", '[{"text": "a"}]\n{"text": "b"}', "a.json, line 1: text after the end of the list"),
+        (
+            "a.json",
+            '[{"text": "a"}, {"text": "b"},',
+            "a.json, line 1: not valid JSON .Expecting value",
+        ),
+        ("a.json", '[{"text": "a"}\n', "a.json, after row 0: the list of rows has no end"),
+        ("a.json", '[{"text": "a"} {"text": "b"}]', "a.json, row 1: expected a comma between the rows"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}] {"text": "c"}\n', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", "", "a.jsonl: the file is empty"),
         (
             "a.jsonl",

@@ -81,3 +81,20 @@ def test_two_names_of_one_key():
                 "trl": {"chat_template_kwargs": {"a": 2}},
             }
         )
+
+
+def test_arguments_of_all_datasets_are_those_of_the_run():
+    def found(*given, **keys):
+        datasets = [{"path": "p", "type": "chat_template", "chat_template_kwargs": kwargs} for kwargs in given]
+        return RunConfig.from_dict({"base_model": "m", "datasets": datasets, **keys}).chat_template_kwargs
+
+    assert found({"a": 1}, {"a": 1}) == {"a": 1}
+    assert found({"a": 1}, {"a": 2}) is None and found({"a": 1}, None) is None
+    assert found({"a": 1}, chat_template_kwargs={"a": 2}) == {"a": 2}
+
+
+def test_an_argument_that_the_template_does_not_read(chatml):
+    from ebft.data.rendering import ChatTemplate
+
+    with pytest.warns(UserWarning, match="chat_template_kwargs: .* does not contain enable_thinkin, so"):
+        ChatTemplate(chatml, None, {"enable_thinkin": False, "messages": []})

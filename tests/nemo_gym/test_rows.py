@@ -13,7 +13,11 @@ from tests.structured.conftest import make_chat_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_chat_tokenizer()
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message.content }}", "{{ message.content }}{{ message.tool_calls or '' }}"
+    )
+    return tokenizer
 
 
 def config(*datasets, **changes):
@@ -73,7 +77,7 @@ def test_all_messages_are_the_prompt(write_rows, tokenizer):
     rows, _ = load_prompts(config({"path": str(path), "server_name": "s"}, datasets=datasets), tokenizer)
     first, second = rows["prompt"][:]
     assert [message["role"] for message in first] == ["system", "user", "assistant", "assistant", "tool", "user"]
-    assert [message["content"] for message in first if message["content"]] == [
+    assert [message["content"] for message in first if message.get("content")] == [
         "Be brief.",
         "one",
         "two",

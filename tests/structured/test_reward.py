@@ -275,3 +275,19 @@ def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind
     assert found == pytest.approx([2 * float(phi @ embedded[2]) for phi in embedded[:2]], abs=1e-5)
     if texts[0] == reference:
         assert found[0] == pytest.approx(2.0, abs=1e-5)
+
+
+def test_columns_that_trl_does_not_render(model, chat_tokenizer):
+    """Samples follow the prompt that TRL renders, without the tools of the row; the reference has them."""
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = "{% if tools %}tools {{ tools[0].name }}\n{% endif %}" + tokenizer.chat_template
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt, start = [{"role": "user", "content": "hi"}], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
+    with pytest.warns(UserWarning, match="columns tools and chat_template_kwargs are in the references, but not in"):
+        found = reward(
+            [prompt] * 2, None, [encode("yes."), encode("no")], ground_truth=["yes."] * 2, tools=['[{"name": "f"}]'] * 2
+        )
+    texts = [start + "yes.", start + "no", "tools f\n" + start + "yes."]
+    phi = [oracle.embedding(model, encode(text), [], reward.options.feature_layers, "mean_pooling") for text in texts]
+    assert found == pytest.approx([2 * float(sample @ phi[2]) for sample in phi[:2]], abs=1e-5)

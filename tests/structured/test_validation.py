@@ -22,6 +22,11 @@ def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
     [
         ({"num_generations": 5}, ValueError, "divisible by num_generations"),
         ({"num_generations_eval": 1}, ConfigError, "num_generations_eval: 1 is not supported .* Set at least 2"),
+        (
+            {"num_generations": 2, "scale_rewards": "group"},
+            ConfigError,
+            "scale_rewards is not supported .* 3 or more",
+        ),
         ({"async_prefetch": True}, ConfigError, "async_prefetch requires a vLLM server"),
         ({"use_vllm": True}, ConfigError, "Full fine-tuning with a vLLM server requires CUDA"),
         ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: invalid value 'sum'"),

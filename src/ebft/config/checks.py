@@ -238,8 +238,11 @@ def _resolve_transforms(config: "RunConfig") -> None:
 
 
 def _resolve_entries(config: "RunConfig") -> None:
-    """Use the chat template of the datasets for the run, and warn of their keys without effect."""
+    """Use the chat template and its arguments of the datasets for the run, and warn of their keys without effect."""
     config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
+    own = [entry.chat_template_kwargs for entry in config.datasets]
+    if config.chat_template_kwargs is None and own and all(kwargs == own[0] for kwargs in own):
+        config.chat_template_kwargs = own[0]  # for prompts of ebft inference too
     if config.method.rows == "prompts":
         config.chat_template_kwargs = config.chat_template_kwargs or config.trl.chat_template_kwargs
         config.trl.chat_template_kwargs = config.chat_template_kwargs

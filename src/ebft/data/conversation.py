@@ -152,7 +152,8 @@ class Renderer:
                 )
             return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
         messages = [*_clean(prompt), reply, *_up_to_last_reply(remaining)]
-        replies = [index for index in range(len(prompt), len(messages)) if is_reply(messages[index])]
+        following = range(len(prompt) + 1, len(messages))
+        replies = [len(prompt), *(index for index in following if is_reply(messages[index]))]
         if any(second == first + 1 for first, second in zip(replies, replies[1:])):
             raise DataError(
                 "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
@@ -194,7 +195,9 @@ class Renderer:
             ends = [index for index, token in enumerate(tail) if token == template.end_of_turn_id]
             ends = ends or [index for index, token in enumerate(tail) if token in known]
             last += ends[0] if ends else 0
-            ids = without_end(tokens.ids[first:last], self.end_ids())
+            ids = tokens.ids[first:last]
+            if part.turn == replies[-1]:  # of others, what follows depends on it
+                ids = without_end(ids, self.end_ids())
             thinking = self._thinking(tokens, part.text, start)
             turns.append(
                 Turn(
@@ -268,10 +271,11 @@ class Renderer:
 
 
 def is_reply(message: Message) -> bool:
-    """Whether a message is a reply that the policy is to give; one that only calls tools or has weight 0 is given."""
+    """Whether a message is a reply that the policy is to give; one without text or with weight 0 is given."""
     if message.get("role") != "assistant" or is_context(message):
         return False
-    return not (message.get("content") is None and message.get("tool_calls"))
+    content = message.get("content")
+    return bool(content.strip()) if isinstance(content, str) else bool(content)
 
 
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:

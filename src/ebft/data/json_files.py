@@ -24,7 +24,7 @@ from ebft.errors import DataError
 
 _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"
-_BETWEEN = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"\s*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ADVICE = "Correct the file or leave it out."
 
@@ -113,18 +113,38 @@ def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> I
     text = read_text(path).removeprefix("\ufeff")
     is_list = text.lstrip().startswith("[")
     number = -1
-    for number, (row, part) in enumerate(_values(text, text.index("[") + 1 if is_list else 0, decoder, path, None)):
+    for number, (row, part) in enumerate(
+        _values(text, text.index("[") + 1 if is_list else 0, decoder, path, None, is_list)
+    ):
         row = {"text": row} if is_list and isinstance(row, str) else row
         yield row if is_checked else _checked(row, part, f"{path}, row {number}")
     if number < 0:
         raise DataError(f"{path}: the list of rows is empty. {_ADVICE}")
 
 
-def _values(text: str, at: int, decoder: json.JSONDecoder, path: Path, line: int | None) -> Iterator[tuple[Any, str]]:
-    """Each value of a text, from a character on, with its own text; `line` is the number of a text of one line."""
-    number = 0
-    while (at := _BETWEEN.match(text, at).end()) < len(text) and text[at] != "]":
+def _values(
+    text: str, at: int, decoder: json.JSONDecoder, path: Path, line: int | None, is_list: bool = False
+) -> Iterator[tuple[Any, str]]:
+    """Each value of a text, from a character on, with its own text; `line` is the number of a text of one line.
+
+    With `is_list`, the values are those of a list, which has begun; else they are separated by white space.
+    """
+    number, at = 0, _SPACE.match(text, at).end()
+    while True:
         where = f"{path}, row {number}" if line is None else f"{path}, line {line}"
+        if is_list and text[at : at + 1] == "]":
+            if text[at + 1 :].strip():
+                line = text.count("\n", 0, at) + 1
+                _fail(f"{path}, line {line}", f"text after the end of the list: {_short(text[at + 1 :].strip())}")
+            return
+        if at == len(text):
+            if is_list:
+                _fail(f"{path}, after row {number - 1}", "the list of rows has no end, so the file may be cut off")
+            return
+        if is_list and number:
+            if text[at] != ",":
+                _fail(where, f"expected a comma between the rows of a list, got {_short(text[at : at + 60])}")
+            at = _SPACE.match(text, at + 1).end()
         try:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
@@ -137,7 +157,7 @@ def _values(text: str, at: int, decoder: json.JSONDecoder, path: Path, line: int
         except ValueError as error:
             _fail(where, str(error), error)
         yield {} if value is None else value, text[at:end]
-        at, number = end, number + 1
+        at, number = _SPACE.match(text, end).end(), number + 1
 
 
 def _checked(row: Any, text: str, where: str) -> dict[str, Any]:

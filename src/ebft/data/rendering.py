@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from os.path import commonprefix
@@ -43,6 +44,13 @@ class ChatTemplate:
         self.tokenizer, self.name, self.tools, self.closed = tokenizer, name or "of the tokenizer", tools, closed
         self.kwargs: dict[str, Any] = dict(kwargs or {})
         self._read: dict[str, bool] = {}
+        unread = [key for key in self.kwargs if key not in str(tokenizer.chat_template)]
+        if unread and tokenizer.chat_template is not None:
+            warnings.warn(
+                f"chat_template_kwargs: chat template {self.name} does not contain {', '.join(unread)}, so it has no "
+                "effect. Correct its name, or remove it.",
+                stacklevel=3,
+            )
 
     def __call__(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of a chat. Raises DataError if the template cannot render it.
@@ -154,7 +162,7 @@ class ChatTemplate:
             rest = {key: value for key, value in message.items() if key != given}
             return {**rest, self.thinking_key: message[given]}
         content = message.get("content")
-        if given is None and isinstance(content, str) and thinking_spans(content) and self._doubles_thinking:
+        if given is None and isinstance(content, str) and _starts_with_thinking(content) and self._doubles_thinking:
             thinking, answer = split_thinking(content)
             return {**message, "content": answer, self.thinking_key: thinking}
         return message
@@ -182,6 +190,11 @@ class ChatTemplate:
                 if _CALL["function"]["name"] in text:
                     return convert, content
         return (lambda arguments: arguments), ""
+
+    @property
+    def ends_with_next_turn(self) -> bool:
+        """Whether the template writes nothing after a reply, so that the start of the next turn ends it."""
+        return bool(self._next_turn[False])
 
     def _start_of(self, reply: Message, message: Message) -> str:
         done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])
@@ -211,6 +224,12 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+
+
+def _starts_with_thinking(content: str) -> bool:
+    """Whether a content is a thinking block followed by an answer."""
+    spans = thinking_spans(content)
+    return len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
 
 
 def _joined(content: Any) -> Any:

@@ -134,6 +134,14 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
         found = rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
         if found:
             raise ConfigError(found)
+        scales = self.scale_rewards not in ("none", False)
+        is_independent = self.advantage_estimator == "rloo" and self.rloo_baseline == "independent"
+        if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:
+            raise ConfigError(
+                "scale_rewards is not supported with advantage_estimator: rloo, rloo_baseline: independent and "
+                "num_generations: 2: the standard deviation of two similar samples is near 0, but their advantages "
+                "contain their similarity. Set num_generations to 3 or more, or scale_rewards: none."
+            )
         cancels = self.advantage_estimator == "group_norm" or self.rloo_baseline == "mean"
         if self.num_generations == 2 and self.diversity_coef != 0 and cancels:
             warnings.warn(

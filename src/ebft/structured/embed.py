@@ -34,7 +34,7 @@ def continuation_features(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the features of the prompt's tokens, (P, D), and of each continuation's tokens, (its length, D)."""
     lengths = [len(ids) for ids in continuations]
-    if not shares_prompts(network.causal_lm):
+    if not prompt_ids or not shares_prompts(network.causal_lm):
         features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
         prompt, own = features[0, : len(prompt_ids)], features[:, len(prompt_ids) :]
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
+from ebft.data.rendering import ROW_KWARGS, TOOLS
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
@@ -100,9 +101,19 @@ class GeneratesRollouts(HasConversations, ReadsAhead):
     def take_rows(self, rows: list[Row]) -> None:
         if self._prefetcher is None and self.model.training:
             self.inject_failed(rows)
+        self._check_columns(rows)
         self.rows = rows
         self.sampled_from, self._sampling_s = (None, self.state.global_step), 0.0
         self._generation_started = time.perf_counter()
+
+    def _check_columns(self, rows: list[Row]) -> None:
+        given = {name for row in rows for name in (TOOLS, ROW_KWARGS) if row.get(name)}
+        if given and not self.samples_conversations and self._agents is None:
+            raise ConfigError(
+                f"the rows have {' and '.join(sorted(given))}, but with vllm_mode: colocate, tools, "
+                "environment_factory and rollout_func, TRL renders the prompts without them. Remove the columns, or "
+                "use vllm_mode: managed or server."
+            )
 
     def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
         """Sample one completion per prompt from the current policy; for `rollout_func`.

@@ -86,8 +86,8 @@ class FeatureMatchingReward:
         finite.
         """
         embedded, first = [], []
-        for conversation, samples in self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns):
-            prompt, ids = self._continued(conversation, samples)
+        for row, conversation, samples in self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns):
+            prompt, ids = self._continued(row, conversation, samples)
             embedded.append(embed_continuations(self.network, prompt, ids))
             first.append([ids.index(sample) for sample in ids[:-1]])
         embeddings = torch.stack(embedded)
@@ -108,16 +108,26 @@ class FeatureMatchingReward:
                 log_metric(name, value)
         return self.last.rewards.flatten().tolist()
 
-    def _continued(self, conversation: Conversation, samples: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    def _continued(
+        self, row: dict[str, Any], conversation: Conversation, samples: list[list[int]]
+    ) -> tuple[list[int], list[list[int]]]:
         """Return the prompt that all sequences start with, and how the samples and then the reference go on."""
-        follows = conversation.generation_prompt_ids if self.follows_generation_prompt else conversation.prompt_ids
+        follows = conversation.prompt_ids
+        if self.follows_generation_prompt:  # which TRL renders without the row's own tools and arguments
+            follows = self.renderer.prompt_ids(row["prompt"])
+            if (row.get(TOOLS) or row.get(ROW_KWARGS)) and follows != conversation.generation_prompt_ids:
+                warnings.warn(
+                    f"The columns {TOOLS} and {ROW_KWARGS} are in the references, but not in the prompts, which the "
+                    "trainer renders without them. Use EBFTTrainer, or remove the columns.",
+                    stacklevel=4,
+                )
         prompt, continued = conversation.compared(follows, [list(ids) for ids in samples])
         return prompt, [without_end(ids, self.end_ids) for ids in continued]
 
     def _groups(
         self, prompts, completion_ids, ground_truth, remaining_turns, columns
-    ) -> list[tuple[Conversation, list[list[int]]]]:
-        """Return (conversation, token ids of its samples) for every group."""
+    ) -> list[tuple[dict[str, Any], Conversation, list[list[int]]]]:
+        """Return (row, conversation, token ids of its samples) for every group."""
         n = self.num_generations
         if completion_ids is None:
             raise ValueError("completion_ids is required: the reward is computed from token ids, not from text")
@@ -155,7 +165,7 @@ class FeatureMatchingReward:
             row = {"prompt": prompts[start], "ground_truth": reference, "remaining_turns": remaining[start]}
             row |= {name: columns[name][start] for name in (TOOLS, REPLY, ROW_KWARGS) if columns.get(name) is not None}
             conversation = self.renderer.of_row(row)
-            groups.append((conversation, completion_ids[group]))
+            groups.append((row, conversation, completion_ids[group]))
         return groups
 
 

@@ -216,6 +216,8 @@ KINDS = {
     "parts": Chat([_user([{"type": "text", "text": "Name a colour."}]), _reply("Turquoise.")]),
     "unicode": Chat([_user("Größe? 数を 🦜"), _reply("Ünï — 七, 🦜🏽 e\u0301.")]),
     "whitespace": Chat([_user("  Count:\n\n"), _reply("\n\n  one\n  two \n")]),
+    "two_replies": Chat([_user("Name two colours."), _reply("Turquoise."), _reply("And magenta.")]),
+    "tags": Chat([_user("How do I mark it?"), _reply("Write <think>like this</think> there.")]),
     "no_thinking": Chat([_user("Name a colour."), _reply("Turquoise.")], None, {"enable_thinking": False}),
 }
 

@@ -223,3 +223,10 @@ def test_a_message_with_weight_0_is_context(load, method, weights, expected):
 def test_other_weights_of_messages(load):
     with pytest.raises(DataError, match=r"weight of a message \(assistant\) must be 0 .* or 1, got 0.5"):
         load(load_token_rows, "qwen2_5", {"messages": [ASK, {**SAY, "weight": 0.5}]}, entry={"type": "chat_template"})
+
+
+def test_parts_that_are_not_text(load):
+    parts = [{"type": "text", "text": "w7 Zq"}, {"type": "image", "url": "cat.png"}]
+    row = {"messages": [{"role": "user", "content": parts}, SAY]}
+    with pytest.raises(DataError, match=r"row 0: .*content of message 0 \(user\) has a part of type 'image'"):
+        load(load_token_rows, "llama3_1", row, entry={"type": "chat_template"})

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
-from ebft.data.thinking import TAGS, THINKING, split_thinking, thinking_spans
+from ebft.data.thinking import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 Render = ChatTemplate
@@ -49,6 +49,8 @@ class Omissions:
 
         Thinking of other turns, and thinking that the template renders in the last turn only, is counted.
         """
+        for index, message in enumerate(messages):
+            _check_parts(index, message)
         text = render(messages) if text is None else text
         if render.tools and not self._checked_tools:
             self._checked_tools = True
@@ -120,11 +122,26 @@ class Omissions:
                 "of a training template of TRL, or remove the thinking from the data (with prompts and references: "
                 "type: ebft_reasoning.transform_answer_only)."
             )
-        read = next((key for key in THINKING if _reads(key, messages, index, render)), None)
-        fix = f"Set `template_thinking_key: {read}`" if read else "Set `template_thinking_key: content`"
+        # A template that reads another key has been given the thinking under that key.
+        joined = {key: value for key, value in message.items() if key != part.field}
+        joined["content"] = join_thinking(_MARKS[0], "?")
+        fix = "Set `template_thinking_key: content`"
         fix += f" and `field_thinking: {part.field}`" if part.field != THINKING[0] else ""
-        fix += " of the dataset" if read else " of the dataset to write it into the content as a <think> block"
+        fix += " of the dataset to write it into the content as a <think> block"
+        if _MARKS[0] not in render([*messages[:index], joined, *messages[index + 1 :]]):
+            fix += ", together with a chat_template that keeps it there, such as the file of a training template of TRL"
         return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
+
+
+def _check_parts(index: int, message: Message) -> None:
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if not (isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f"the content of message {index} ({message['role']}) has a part of type {kind!r}, but models are "
+                "trained on text only. Remove such parts, or the row."
+            )
 
 
 class _LeftOut:
@@ -269,11 +286,6 @@ def _depends_on(messages: list[Message], index: int, part: Text, render: Render)
         return len({render(chat) for chat in chats}) > 1
     except DataError:
         return True
-
-
-def _reads(key: str, messages: list[Message], index: int, render: Render) -> bool:
-    message = {name: value for name, value in messages[index].items() if name not in THINKING}
-    return _depends_on([*messages[:index], {**message, key: ""}], index, Text("thinking", key, "", _at(key)), render)
 
 
 def _renders_role(role: str, render: Render) -> bool:

@@ -146,6 +146,11 @@ def turn_parts(found: Places, turns: list[int], end: str | None) -> list[Part]:
     parts: list[Part] = []
     done = 0
     for index, place in zip(turns, places, strict=True):
+        if place.start < done:
+            raise DataError(
+                f"chat template {found.template} renders message {index} before the end of an earlier one, so turns "
+                "cannot be separated. Use another chat_template."
+            )
         end = None if place.ends is None else full[place.ends : place.stop]
         parts += [Part(full[done : place.start], None), Part(full[place.start : place.stop], index, end)]
         done = place.stop

@@ -111,10 +111,13 @@ class Places:
         last, end = self.render(alone), self.render.end_of_turn
         if end and last.endswith(self.text[slice(*self._contents[index])] + end) and gap.startswith(end):
             return content + len(end)
+        calls = self.messages[index].get("tool_calls")  # whose text goes on after their arguments
+        is_reply = self.messages[index]["role"] == "assistant" and not calls
+        if is_reply and self.render.ends_with_next_turn and not gap.startswith(end):
+            return content  # the template writes nothing after a reply, and another turn follows than a user's
         found = _content_range(last, self.render, alone, index)
         if found is not None and gap.startswith(last[found[1] :]):
             return content + len(last) - found[1]
-        calls = self.messages[index].get("tool_calls")  # whose text goes on after their arguments
         token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
         if token is None:
             raise DataError(
