@@ -15,7 +15,7 @@ from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.processes import forked_processes
 from ebft.data.transforms import find_transform
-from ebft.data.transforms.omissions import LEFT_OUT, take_left_out
+from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, cause
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def apply_transform(
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
-        "features": Features({**features, _NOTED: Value("bool")}),
+        "features": Features({**features, _NOTED: Value("string")}),
         # The cache does not detect changes to a transform's helper functions.
         "load_from_cache_file": False,
         "desc": f"Tokenising {entry.path}",
@@ -87,10 +87,12 @@ def apply_transform(
             rows = raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
-    noted = np.unique(np.asarray(rows["document"])[np.asarray(rows[_NOTED], dtype=bool)])
-    if counts is not None and len(noted):
-        counts[LEFT_OUT] += len(noted)
-        counts.note(LEFT_OUT, noted.tolist())
+    found = np.asarray(rows[_NOTED], dtype=object)
+    for what in (LEFT_OUT, UNTHINKING) if counts is not None else ():
+        documents = np.unique(np.asarray(rows["document"])[found == what])
+        if len(documents):
+            counts[what] += len(documents)
+            counts.note(what, documents.tolist())
     return rows.remove_columns(_NOTED)
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from ebft.data.lengths import DROPPED, SPLIT, TRUNCATED
-from ebft.data.transforms.omissions import LEFT_OUT
+from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING
 
 NAMED = 3  # documents that are named per reason
 
@@ -38,7 +38,11 @@ class SectionReport:
     examples: dict[str, list[str]]
 
     def __str__(self) -> str:
-        notes = [f"{self.counts[what]:,} {what}" for what in (SPLIT, TRUNCATED, LEFT_OUT) if self.counts.get(what)]
+        notes = [
+            f"{self.counts[what]:,} {what}"
+            for what in (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
+            if self.counts.get(what)
+        ]
         dropped = [f"{self.counts[reason]:,} {reason}" for reason in DROPPED if self.counts.get(reason)]
         line = f"{self.section}: {_counted(self.documents, 'document')} produced {_counted(self.rows, 'row')}"
         if notes:

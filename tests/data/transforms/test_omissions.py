@@ -16,7 +16,7 @@ from ebft.data.preferences.load import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.rendering import ChatTemplate
 from ebft.data.reward_rows import load_comparisons
-from ebft.data.transforms.omissions import LEFT_OUT, Omissions, take_left_out
+from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, Omissions, take_left_out
 from ebft.errors import DataError
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -163,8 +163,10 @@ def test_every_method_reports_thinking_that_the_template_drops(load, method):
 def test_thinking_of_earlier_turns_is_counted(load, capsys):
     row = {"messages": KINDS["thinking in two turns"]}
     _, rows = load(load_token_rows, "qwen3", row, entry={"type": "chat_template"})
-    assert rows.reports[0].counts == {LEFT_OUT: 3}
-    assert f"produced 3 rows (3 {LEFT_OUT})" in capsys.readouterr().err
+    assert rows.reports[0].counts == {UNTHINKING: 3}
+    assert f"produced 3 rows (3 {UNTHINKING})" in capsys.readouterr().err
+    _, rows = load(load_token_rows, "qwen3", row, entry={"type": "ebft_strided_chat.transform_all_turns"})
+    assert rows.reports[0].counts == {LEFT_OUT: 3} and len(rows.train) == 6
 
 
 TALK = "<|im_start|>user\nw7 Zq<|im_end|>\n<|im_start|>assistant\n"

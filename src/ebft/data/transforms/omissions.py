@@ -18,7 +18,12 @@ from ebft.errors import DataError
 
 Render = ChatTemplate
 
-LEFT_OUT = "with thinking of earlier turns, which the chat template leaves out"  # a count of the report of data
+# Counts of the report of data.
+LEFT_OUT = "with thinking of earlier turns, which the chat template leaves out"
+UNTHINKING = (
+    "with turns that are trained on without their thinking, which the chat template leaves out of earlier turns; "
+    "ebft_strided_chat.transform_all_turns keeps it"
+)
 ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("AEBFTA", "ZEBFTZ")  # without a common start or end
 _CERTAIN = 20  # characters of a text that is not in the rendering by chance
@@ -88,7 +93,7 @@ class Omissions:
         if part.what == "thinking":
             is_last = index == len(messages) - 1
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
-                _LEFT_OUT.add()
+                _LEFT_OUT.add(UNTHINKING if is_trained else LEFT_OUT)
                 return
             raise DataError(self._thinking(messages, index, part, render))
         if part.what == "content" and message.get("tool_calls"):
@@ -145,16 +150,16 @@ def _check_parts(index: int, message: Message) -> None:
 
 
 class _LeftOut:
-    """Whether thinking of an earlier turn was left out of the rows that were checked since `take` was called."""
+    """What was left out of the rows that were checked since `take` was called: a count of the report, or nothing."""
 
     def __init__(self) -> None:
-        self._found = False
+        self._found = ""
 
-    def add(self) -> None:
-        self._found = True
+    def add(self, what: str) -> None:
+        self._found = what if what == UNTHINKING else self._found or what
 
-    def take(self) -> bool:
-        found, self._found = self._found, False
+    def take(self) -> str:
+        found, self._found = self._found, ""
         return found
 
 
