@@ -270,6 +270,54 @@ def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
     assert all(f"eval_{name}" in found for name in trainer_metrics(method, tmp_path))
 
 
+def token_mean(method, policy, rows):
+    """The cross-entropy of chosen tokens, with ORPO also of those of prompts."""
+    losses = []
+    for row in rows:
+        prompt, completion = row["prompt_ids"], row["chosen_ids"]
+        if method == "orpo":
+            prompt, completion = prompt[:1], prompt[1:] + completion
+        losses.append(-logp(policy, prompt, completion))
+    return torch.cat(losses).mean().item()
+
+
+# Losses with a mean over tokens, and its weight.
+WITH_TOKENS = {
+    "orpo": ({}, 1.0),
+    "simpo": ({"cpo_alpha": 0.5}, 0.5),
+    "dpo": ({"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.7]}, 0.7),
+}
+
+
+def pair_loss(method, policy, base, row):
+    good, bad = (logp(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected"))
+    if method == "dpo":
+        bases = [logp(base, row["prompt_ids"], row[f"{side}_ids"]).sum() for side in ("chosen", "rejected")]
+        return -F.logsigmoid(BETA * (good.sum() - bases[0] - bad.sum() + bases[1])).item()
+    if method == "simpo":
+        return -F.logsigmoid(BETA * (good.mean() - bad.mean()) - 0.5).item()
+    odds = [mean - torch.log(1 - mean.exp()) for mean in (good.mean(), bad.mean())]
+    return -BETA * F.logsigmoid(odds[0] - odds[1]).item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("method", WITH_TOKENS)
+def test_the_held_out_loss_does_not_depend_on_the_batch_size(method, size, tmp_path):
+    """Five rows of unequal lengths: the cross-entropy is a mean over tokens, the rest one over rows."""
+    changes, weight = WITH_TOKENS[method]
+    trainer = trainer_of(method, write_inputs(tmp_path), val_set_size=5, eval_batch_size=size, **changes)
+    rows = list(trainer.eval_dataset)
+    policy, base = models(trainer, tmp_path)
+    expected = torch.tensor([pair_loss(method, policy, base, row) for row in rows]).mean().item()
+    tokens = token_mean(method, policy, rows)
+    found = trainer.evaluate()
+    assert found["eval_loss"] == pytest.approx(expected + weight * tokens, rel=1e-5)
+    assert found.get("eval_nll_loss", tokens) == pytest.approx(tokens, rel=1e-5)
+    lone = loss_of(trainer, rows[:1])  # outside of an evaluation
+    expected = pair_loss(method, policy, base, rows[0]) + weight * token_mean(method, policy, rows[:1])
+    assert lone == pytest.approx(expected, rel=1e-5)
+
+
 def trainer_metrics(method, folder):
     config = config_of(method, folder)
     return config.method.held_out_metrics(config)

@@ -31,11 +31,16 @@ def given(prompts, rewards, **columns):
 
 @pytest.mark.parametrize("make", [Judge, lambda rewards: partial(given, rewards=rewards)], ids=["object", "partial"])
 def test_rewards_of_callable_objects_are_checked(make):
-    call = checked_functions([make([1, None])])[0]
-    assert call(prompts=["a", "b"]) == [1.0, None]
+    for rewards in ([1, None], (1, None), iter([1, None]), {"a": 1, "b": None}.values()):
+        call = checked_functions([make(rewards)])[0]
+        assert call(prompts=["a", "b"]) == [1.0, None]
     for rewards, message in (
         ([1.0, float("nan")], "returned nan for completion 1"),
         ({"a": 1, "b": 2}, "returned a dict"),
+        ({0.5, 1.0}, "returned a set; it must return a list .* in their order"),
+        (frozenset([0.5, 1.0]), "returned a frozenset"),
+        ({0.5: "a", 1.0: "b"}.keys(), "returned a dict_keys"),
+        (b"ab", "returned a bytes"),
         ([1.0], "returned 1 rewards for 2 completions"),
     ):
         with pytest.raises(RewardError, match=message):

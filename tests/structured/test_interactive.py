@@ -265,6 +265,36 @@ FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": Non
             r"completion_ids that are not lists of token ids of the model \(prompt 0",
         ),
         ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
+        ({**FINE, "completion_ids": [[6, True]] * 8}, "completion_ids that are not lists of token ids of the model"),
+        *(
+            ({**FINE, name: value}, rf"{name} {given}.* instead of a list with one list of {what} per prompt")
+            for name, what in (("logprobs", "log-probabilities"), ("env_mask", "0 and 1"))
+            for value, given in (
+                (5, "of type int"),
+                ("aaaaaaaa", "of type str"),
+                ([[1, 1]] * 7, "of 7 entries"),
+                ([0] * 8, r"with an entry of type int \(prompt 0\)"),
+                (["ab"] * 8, r"with an entry of type str \(prompt 0\)"),
+            )
+        ),
+        *(
+            ({**FINE, "logprobs": [[-1, -0.5]] * 7 + [[0.0, value]]}, rf"logprobs with {shown}.* \(prompt 7\); they")
+            for value, shown in (
+                (math.nan, "nan"),
+                (-math.inf, "-inf"),
+                (0.3, "0.3"),
+                ([-1.0], r"\[-1.0\]"),
+                ("-1", "'-1'"),
+                (None, "None"),
+                (False, "False"),
+            )
+        ),
+        ({**FINE, "env_mask": [[1, [1]]] * 8}, "env_mask with other values than 0 and 1"),
+        *(
+            ({**FINE, name: [0] * 8}, f"{name}, which reward functions get from the trainer. Rename this key")
+            for name in ("prompts", "completions", "prompt", "trainer_state")
+        ),
+        ({**FINE, 3: [0] * 8}, "the key 3; keys are names of columns"),
     ],
 )
 def test_wrong_results_of_a_rollout_function_are_named(tokenizer, tmp_path, result, message):

@@ -7,6 +7,7 @@ from datasets import Dataset
 
 from ebft import EBFTTrainer
 from ebft.errors import ConfigError, DataError, ModelError
+from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.strided.families import tiny_model
 from tests.structured.conftest import chat_model
 from tests.structured.trainers import arguments, make, rows
@@ -36,6 +37,21 @@ def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
 def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, **changes)
+
+
+def reward(completions, **columns):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("given", [3, [reward, None], (reward, reward), {"a": reward}, True])
+def test_rewards_that_are_not_functions_are_refused(chat_tokenizer, tmp_path, given):
+    wrong = given[1] if isinstance(given, list) else given
+    message = rf"reward_funcs: invalid value .* of type {type(wrong).__name__}; expected a function"
+    keys = {"train_dataset": rows(), "processing_class": chat_tokenizer, "reward_funcs": given}
+    with pytest.raises(ConfigError, match=message):
+        EBFTTrainer(chat_model(chat_tokenizer), arguments(tmp_path), **keys)
+    with pytest.raises(ConfigError, match=message):
+        RolloutGRPOTrainer(chat_model(chat_tokenizer), args=arguments(tmp_path, RolloutGRPOConfig), **keys)
 
 
 @pytest.mark.parametrize(

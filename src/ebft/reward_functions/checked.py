@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
@@ -95,10 +95,10 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
     name = name_of(function)
     if hasattr(found, "tolist"):
         found = found.tolist()
-    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
+    if isinstance(found, str | bytes | bytearray | Mapping | Set) or not isinstance(found, Iterable):
         raise RewardError(
             f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
-            "for no reward, per completion."
+            "for no reward, per completion, in their order."
         )
     found = list(found)
     if len(found) != len(prompts):

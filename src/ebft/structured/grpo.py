@@ -43,6 +43,7 @@ from ebft.structured.validation import (
     check_arguments,
     check_model,
     check_reference_model,
+    check_reward_funcs,
     check_reward_templates,
     check_rows,
     check_tokenizer,
@@ -78,6 +79,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
     ) -> None:
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class)
+        check_reward_funcs(reward_funcs)
         model = load(model, peft_config, args.seed)
         check_model(model, args)
         check_tokenizer(kwargs.get("processing_class"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import numbers
 from collections.abc import Callable
 from functools import update_wrapper
 from itertools import groupby
@@ -11,11 +13,15 @@ from typing import Any
 from datasets import Dataset
 
 from ebft.config import rules
+from ebft.data.prompt_rows import RESERVED
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.turns import Rollout
 
 _LISTS = ("prompt_ids", "completion_ids")
+_PER_TOKEN = {"logprobs": "log-probabilities", "env_mask": "0 and 1"}  # and what each has for a token
+_OF_TRAINER = {"prompt", *RESERVED} - {*_LISTS, "image", "images"}  # arguments of reward functions
+_ROUNDING = 1e-3  # above 0, of a log-probability
 
 
 def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, Any]) -> bool:
@@ -106,26 +112,55 @@ def _problem(found: Any, count: int, use_vllm: bool, vocabulary: int) -> str | N
         if len(found[name]) != count:
             return f"{len(found[name])} {name} for {count} prompts (num_generations prompts per row)"
     for name, values in found.items():
-        if name not in (*_LISTS, "logprobs", "env_mask") and (not isinstance(values, list) or len(values) != count):
+        if not isinstance(name, str):
+            return f"the key {name!r}; keys are names of columns for reward functions, so they must be strings"
+        if name in _OF_TRAINER:
+            return f"{name}, which reward functions get from the trainer. Rename this key"
+        if name not in (*_LISTS, *_PER_TOKEN) and (not isinstance(values, list) or len(values) != count):
             return f"{name} that is not a list with one entry per prompt"
     for index, ids in enumerate([*found["prompt_ids"], *found["completion_ids"]]):
-        if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
+        if not isinstance(ids, list) or not all(_is_token(token, vocabulary) for token in ids):
             return f"{_LISTS[index // count]} that are not lists of token ids of the model (prompt {index % count})"
     if not all(found["prompt_ids"]):
         return f"prompt_ids with an empty prompt (prompt {found['prompt_ids'].index([])})"
     for index, ids in enumerate(found["completion_ids"]):
         if not ids:
             return f"an empty completion for prompt {index}"
-        for name in ("logprobs", "env_mask"):
-            values = found.get(name)
-            if values is not None and (len(values) != count or len(values[index]) != len(ids)):
-                return f"{name} that do not have one entry per token of completion_ids (prompt {index})"
-        mask = found.get("env_mask")
-        if mask is not None and not {*mask[index]} <= {0, 1}:
+    return next((problem for name in _PER_TOKEN if (problem := _problem_per_token(found, name))), None)
+
+
+def _is_token(value: Any, vocabulary: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocabulary
+
+
+def _problem_per_token(found: dict[str, Any], name: str) -> str | None:
+    """Return what is wrong with the log-probabilities or the mask of completions, or None."""
+    values, completions = found.get(name), found["completion_ids"]
+    if values is None:
+        return None
+    expected = f"a list with one list of {_PER_TOKEN[name]} per prompt"
+    if not isinstance(values, list) or len(values) != len(completions):
+        given = f"of {len(values)} entries" if isinstance(values, list) else f"of type {type(values).__name__}"
+        return f"{name} {given} instead of {expected} ({len(completions)} prompts)"
+    for index, (of_tokens, ids) in enumerate(zip(values, completions)):
+        if not isinstance(of_tokens, list):
+            return f"{name} with an entry of type {type(of_tokens).__name__} (prompt {index}) instead of {expected}"
+        if len(of_tokens) != len(ids):
+            return f"{name} that do not have one entry per token of completion_ids (prompt {index})"
+        if name == "logprobs":
+            wrong = [value for value in of_tokens if not _is_logprob(value)]
+            if wrong:
+                return f"logprobs with {wrong[0]!r:.80} (prompt {index}); they must be finite numbers of at most 0"
+        elif not all(isinstance(value, numbers.Real) and value in (0, 1) for value in of_tokens):
             return f"env_mask with other values than 0 and 1 (prompt {index})"
-        if mask is not None and not any(mask[index]):
+        elif not any(of_tokens):
             return f"a completion without a sampled token (env_mask of prompt {index} is 0)"
     return None
+
+
+def _is_logprob(value: Any) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value <= _ROUNDING
 
 
 def rollouts_of(

@@ -63,6 +63,18 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def check_reward_funcs(reward_funcs: Any) -> None:
+    """Raise ConfigError for rewards that are neither functions nor models."""
+    if reward_funcs is None:
+        return
+    for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not callable(func) and not isinstance(func, str):
+            raise ConfigError(
+                f"reward_funcs: invalid value {func!r:.80} of type {type(func).__name__}; expected a function, a "
+                "reward model or its name, or a list of them."
+            )
+
+
 def check_reward_templates(reward_funcs: list[Any], tokenizers: list[Any], dataset: Any) -> None:
     """Raise ModelError for messages that are to be scored by a reward model whose tokenizer has no chat template."""
     if not isinstance(dataset, Dataset) or not len(dataset) or not isinstance(dataset[0].get("prompt"), list):

@@ -8,26 +8,32 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ebft.models.sharding import keep_output_dtype
 from ebft.over_trainer import OverTrainer
 from ebft.over_trainer.held_out_rows import EvaluatesRowsOnce
 
 Logged = defaultdict[str, list[float]]
+_OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them
+_ROWS = ""  # the number of rows among counts
 
 
 class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     """Trainer whose metrics continue after a resume, and whose means count every row or token once.
 
     TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. `loss_name`: the
-    name of the loss in `logged("eval")`. `step_counts`: `counts_behind` of the optimizer step, over all processes,
-    while its loss is computed; None at other times. `of_step`: metrics that are normalised by it already.
+    name of the loss in `logged("eval")`. `loss_items`: the name in `counts_behind` of the items over which a term of
+    the loss is a mean, or None if it is one over rows. `of_step`: metrics that are normalised by `divisor` already.
     """
 
     loss_name = "loss"
+    loss_items: str | None = None
     of_step: ClassVar[tuple[str, ...]] = ()
-    step_counts: dict[str, float] | None = None
     _next_counts: dict[str, float]
+    _per_batch: float | None = None  # items of the loss per micro-batch of the current step
+    _per_row: float | None = None  # items of the loss per row of the current evaluation
+    _is_evaluating: bool = False
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -45,28 +51,59 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Return the number of items of a batch for metrics that are not means over its rows, always the same names."""
 
+    def divisor(self, inputs: dict[str, Tensor]) -> float | None:
+        """Return the number by which the loss divides the sum over the items of a batch of this process.
+
+        With it, the mean over the micro-batches of a step, or over the rows of an evaluation, and over processes, is
+        the mean over all of their items. None in a pass that is part of neither.
+        """
+        if self._is_evaluating:
+            return None if self._per_row is None else self._per_row * self.rows_behind("loss", inputs)
+        return self._per_batch
+
+    def _counts(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        return self.counts_behind(inputs) | {_ROWS: self.rows_behind("loss", inputs)}
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        loader = super().get_eval_dataloader(eval_dataset)
+        self._per_row = None
+        if self.loss_items is not None:
+            rows = [loader.dataset[index] for index in range(len(loader.dataset))]
+            items = sum(self.counts_behind(loader.collate_fn([row]))[self.loss_items] for row in rows)
+            self._per_row = items / len(rows)
+        return loader
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
         if batch_samples:
-            self._next_counts = self._of_all([self.counts_behind(inputs) for inputs in batch_samples])
+            self._next_counts = self._of_all([self._counts(inputs) for inputs in batch_samples])
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         logged = self.logged("train")
         before = {name: len(values) for name, values in logged.items()}
-        self.step_counts = self._next_counts
+        batches = self.current_gradient_accumulation_steps
+        if self.loss_items is not None:
+            self._per_batch = self._next_counts[self.loss_items] / (batches * self.accelerator.num_processes)
+        # Of every micro-batch of the last step of an epoch, gather_for_metrics keeps as many rows as the last one has.
+        self.accelerator.gather_for_metrics = self.accelerator.gather
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self.step_counts = None
-        for name, count in self._of_all([self.counts_behind(inputs)]).items():
+            self._per_batch = None
+            del self.accelerator.gather_for_metrics
+        counts = self._of_all([self._counts(inputs)])
+        rows = counts.pop(_ROWS)
+        # The mean over the micro-batches becomes the mean over the items, or the rows, of the step.
+        for name, count in counts.items():
             total = self._next_counts[name]
             if name in self.of_step or not total:
                 continue
-            values = logged[name]
-            if len(values) == before.get(name, 0):  # TRL leaves out means over nothing
-                values.append(0.0)
-            # The mean over the micro-batches becomes the mean over the items of the step.
-            values[-1] *= count * self.current_gradient_accumulation_steps / total
+            if len(logged[name]) == before.get(name, 0):  # TRL leaves out means over nothing
+                logged[name].append(0.0)
+            logged[name][-1] *= count * batches / total
+        for name, values in logged.items():
+            if name.startswith(_OF_ROWS) and name not in counts and len(values) > before.get(name, 0):
+                values[-1] *= rows * batches / self._next_counts[_ROWS]
         return loss
 
     def _of_all(self, counts: list[dict[str, int]]) -> dict[str, float]:
@@ -88,7 +125,11 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     ) -> tuple[Tensor | None, None, None]:
         logged = self.logged("eval")
         before = {name: len(values) for name, values in logged.items()}
-        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._is_evaluating = True
+        try:
+            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._is_evaluating = False
         if self.args.world_size > 1:
             logged[self.loss_name].append(self.accelerator.reduce(found[0], reduction="mean").item())
         for name, values in logged.items():  # TRL logs the mean of the values, one for each batch
@@ -98,7 +139,7 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
 
     def _rows_of_all(self, name: str, inputs: dict[str, Any]) -> int:
         """Return the number of rows or tokens of a batch that a metric is a mean of, summed over processes."""
-        of_batch = self.counts_behind(inputs)
+        of_batch = {} if name.removeprefix("eval_") in self.of_step else self.counts_behind(inputs)
         rows = of_batch.get(name.removeprefix("eval_"), self.rows_behind(name, inputs))
         if self.args.world_size == 1:
             return rows

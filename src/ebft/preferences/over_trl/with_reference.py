@@ -63,9 +63,30 @@ class PreparedPairs(HasReference):
     """Mixin for DPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
     use_weighting: bool
+    loss_types: list[str]
+    loss_weights: list[float]
+
+    @property
+    def loss_items(self) -> str | None:
+        """Tokens of chosen completions, of which the loss `sft` is a mean."""
+        return "logits/chosen" if "sft" in self.loss_types else None
 
     def more_statistics(self) -> tuple[str, ...]:
         return ("log_sum_sq_probs",) if self.use_weighting else ()
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's loss, in which `sft` is a mean over the tokens of the step or the evaluation."""
+        divisor, weights = self.divisor(inputs), self.loss_weights
+        if divisor is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        scale = self.counts_behind(inputs)["logits/chosen"] / divisor
+        self.loss_weights = [
+            weight * scale if of == "sft" else weight for of, weight in zip(self.loss_types, weights, strict=True)
+        ]
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.loss_weights = weights
 
     def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected

@@ -24,6 +24,7 @@ class PreparedBatches(KeepsMetrics):
 
     scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
     loss_name = "eval_loss"
+    loss_items = "nll_loss"
     of_step = ("nll_loss",)
     use_dpo_data_collator: bool
 
@@ -75,12 +76,11 @@ class PreparedBatches(KeepsMetrics):
         is_completion = labels[:, 1:].ne(IGNORE)
         means = (output.log_probs * is_completion).sum(-1) / is_completion.sum(-1)
         # Means over the tokens of all processes, whose results are averaged. The cross-entropy is one over the tokens
-        # of the step, whose micro-batches are averaged too.
+        # of the step or the evaluation, whose batches are averaged too.
         counts = torch.stack([texts[:, 1:].ne(IGNORE).sum(), *(side.sum() for side in is_completion.chunk(2))])
         of_text, *of_sides = self.accelerator.reduce(counts.float(), reduction="mean")
-        if self.step_counts is not None:
-            batches = self.current_gradient_accumulation_steps * self.accelerator.num_processes
-            of_text = self.step_counts["nll_loss"] / batches
+        divisor = self.divisor(batch)
+        of_text = of_text if divisor is None else divisor
         cross_entropy = -output.log_probs.chunk(2)[0].sum() / of_text
         logits = (x.sum() / count for x, count in zip((output.mean_logits * is_completion).chunk(2), of_sides))
         return (*means.chunk(2), *logits, cross_entropy)
