@@ -143,7 +143,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
     result = ebft(*arguments)
     assert result.exit_code == 1, result.stderr
     printed = plain(result.stdout)
-    assert "failed (exit status 2)" in printed and "finished" in printed and "ce_loss" in printed
+    assert "failed (exit status 2)" in printed and "finished" in printed and "ce_loss" in printed, result.output
     stored = json.loads((tmp_path / "out" / RESULTS).read_text())
     assert [run["state"] for run in stored["runs"]] == ["failed", "finished"]
     assert stored["runs"][0]["metrics"] == {} and stored["runs"][1]["values"] == {"learning_rate": 0.001}
