@@ -43,6 +43,7 @@ def read(path):
         ),
         ("a.csv", "text,n\na,1\nb,2,3\n", "a.csv, line 3: 3 fields, but the header has 2"),
         ("a.csv", "", "a.csv: the file is empty"),
+        ("a.csv", "text,n,n\na,1,2\n", "a.csv: the column 'n' occurs 2 times"),
         ("a.parquet", "not parquet", "a.parquet: not a readable Parquet file"),
         ("a.csv", b"text\n\xff\n", "a.csv, line 2: not valid UTF-8"),
         ("a.txt", b"good\nbad \xff\n", r"a.txt, line 2: not valid UTF-8 \(byte 0xff at offset 9\)"),

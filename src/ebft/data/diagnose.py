@@ -24,8 +24,20 @@ def explain(kind: str, paths: list[Path], error: Exception) -> str:
     return f"{names}: cannot be read{together} as {kind}: {cause(error.__cause__ or error)}"
 
 
+def repeated_column(path: Path) -> str | None:
+    """What is wrong with the header of a CSV file that names a column twice, which its reader would rename."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        header = next(csv.reader(file, delimiter=_delimiter(path)), [])
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    return None if twice is None else f"{path}: the column {twice!r} occurs {header.count(twice)} times. Rename one."
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
 def _check_csv(path: Path) -> str | None:
-    reader = csv.reader(read_text(path).splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",")
+    reader = csv.reader(read_text(path).splitlines(keepends=True), delimiter=_delimiter(path))
     header = next(reader, None)
     if header is None:
         return f"{path}: the file is empty"

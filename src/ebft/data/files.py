@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets, load_dataset
 
 from ebft.data.added_keys import as_json
-from ebft.data.diagnose import explain
+from ebft.data.diagnose import explain, repeated_column
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.json_files import read_json
 from ebft.data.json_values import JsonText
@@ -153,6 +153,9 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
         return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
+    problem = next(filter(None, map(repeated_column, paths)), None) if kind == "csv" else None
+    if problem:
+        raise DataError(problem)
     try:
         rows = load_dataset(kind, contents, data_files=[str(path) for path in paths], split="train", **options)
         rows.data.validate(full=True)
