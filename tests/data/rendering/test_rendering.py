@@ -12,7 +12,7 @@ from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
 # Methods that read a prompt and a completion instead of messages.
 OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
 # Differences that are meant: (methods, templates, kind), the outcome that is right as well, and the reason.
-_COMPARED = "strided last_turn reasoning multiturn reward_model"
+_COMPARED = "strided last_turn reasoning multiturn"
 MEANT = (
     ("*", "*", "parts", "error", "contents as parts may be refused: methods that compare texts need text"),
     (

@@ -51,7 +51,7 @@ def _chat(example: dict[str, Any], name: str) -> list[Message]:
         return []
     if messages[-1]["role"] != "assistant":
         raise DataError(f"column {column!r} must end with an assistant message, the reply that is compared.")
-    if not content_text(messages[-1]).strip():
+    if not (content_text(messages[-1]).strip() or messages[-1].get("tool_calls")):
         return []
     asked = messages_of(example["prompt"], "column 'prompt'") if "prompt" in example else []
     return _continued(asked, messages, column)
