@@ -73,6 +73,7 @@ class Case:
     trains: bool = False  # whether the first training step is run; all other cases stop before it
     unchanged: tuple[str, ...] = ()  # files that must exist afterwards as before
     absent: tuple[str, ...] = ()  # paths that must not exist afterwards
+    why: str = ""  # for input that is accepted although one might expect an error: the reason
 
 
 @dataclass
