@@ -265,7 +265,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tm
     folder.mkdir(parents=True)
     recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
     (folder / "run.json").write_text(json.dumps(recorded))
-    monkeypatch.setattr("ebft.run.final.final_step", lambda folder: 2)
+    monkeypatch.setattr("ebft.run.own_files.final_step", lambda folder: 2)
     assert sweep.is_finished(run) and "auto_resume_from_checkpoints=true" in sweep.words(run)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text().replace("question 3", "question three"))

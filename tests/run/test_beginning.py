@@ -14,8 +14,8 @@ import ebft.over_trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.final import final_step
 from ebft.run.lock import LOCK, locked, wait_until_free
+from ebft.run.own_files import final_step
 from tests.run.crash import before, config_of, kill, run
 
 

@@ -10,7 +10,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.final import final_step
+from ebft.run.own_files import final_step
 from ebft.sft import SFTTrainer
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
 
@@ -45,7 +45,7 @@ MOMENTS = {
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
     "before the final save": before(ebft.run.final, "save_final_weights", 1),
     "between the files of the final save": before(ebft.run.final, "publish_files", 1),
-    "before the mark of the final save": before(ebft.run.final, "write_text", 1),
+    "before the mark of the final save": before(ebft.run.final, "write_mark", 2),
 }
 
 

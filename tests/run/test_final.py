@@ -13,7 +13,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.final import final_step
+from ebft.run.own_files import final_step
 from tests.run.crash import before, config_of, kill, result, run, without_summary
 
 

@@ -12,8 +12,8 @@ import ebft.run.training
 from ebft.monitor.budget import Budget
 from ebft.over_trainer import OverTrainer
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.final import final_step
 from ebft.run.interrupt import StopOnSignal, StopRequested
+from ebft.run.own_files import final_step
 from ebft.sft import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.generation import RolloutJob

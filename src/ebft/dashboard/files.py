@@ -19,6 +19,20 @@ REPORT = "report.html"
 EVALUATION = "evaluation.json"  # the --output of `ebft evaluate`, for the report
 START = "start.json"  # as run.json, of a run in the folder of an earlier one that has not begun to train
 PREVIOUS = "previous"  # folders 1, 2, ... with the files of earlier runs in the same output folder
+CARD = "README.md"  # the model card
+
+# What is pushed to the Hub of the files at the top of a checkpoint or of the final model, besides the model card:
+# weights, adapter, their configs, tokenizer and chat template, and the Python code of models that come with their own.
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "chat_template.jinja", "*.py"),
+)
+# Files of a checkpoint that are not pushed with hub_strategy: checkpoint and all_checkpoints, since resuming does not
+# read them: a pickle of all settings with the paths of this machine, and PEFT's card with the path of the base model.
+LEFT_OUT = ("training_args.bin", CARD)
 
 _CHUNK = 8 * 2**20
 _ROLLOUTS = re.compile(r"rollouts(-rank\d+)?\.jsonl(\.\d+)?")  # not the .part of a file that is being rewritten

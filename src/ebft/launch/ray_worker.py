@@ -23,9 +23,9 @@ from ebft.errors import EBFTError, LaunchError
 from ebft.launch.ray_control import Attempt, Failure, Outcome, Task
 from ebft.launch.worker import join_ray
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
-from ebft.run.final import final_step
 from ebft.run.interrupt import StopOnSignal, TrainingInterrupted
 from ebft.run.lock import wait_until_free
+from ebft.run.own_files import final_step
 from ebft.run.training import TrainResult, train_until
 
 POINTER = "ebft.json"  # the only file of the checkpoint that Ray stores; it names the folder of the model

@@ -93,7 +93,7 @@ class Sweep:
         found = read_run(Path(run.output_dir))
         if found.get("state") != "finished" or self._has_other_rows(run):
             return False
-        from ebft.run.final import final_step  # imports transformers, which is not needed by a new sweep
+        from ebft.run.own_files import final_step
         from ebft.run.record import description
 
         config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])

@@ -101,7 +101,8 @@ class CompletesCheckpoints(FinishesEvaluations):
 def rotate(newest: Path, limit: int, best: str | None) -> None:
     """Delete the oldest checkpoints beside `newest` until `limit` are left, which include `newest` and `best`."""
     kept = {newest.name} | ({Path(best).name} if best is not None else set())
-    folders = [path for path in newest.parent.glob("checkpoint-*") if path.is_dir()]
+    named = [path for path in newest.parent.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    folders = [path for path in named if path.is_dir()]  # others, such as checkpoint-best, are not of a run
     others = sorted((path for path in folders if path.name not in kept), key=lambda path: path.stat().st_mtime)
     for folder in others[: max(0, len(folders) - max(limit, len(kept)))]:
         discard(folder)

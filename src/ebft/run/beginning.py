@@ -1,5 +1,6 @@
 """What happens to the files of an earlier run in the output folder when training really begins."""
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from ebft.errors import SaveError
 from ebft.monitor.continuing import set_aside
 from ebft.monitor.run_files import RunFiles
 from ebft.run.checkpoints import checkpoint_folders, set_later_aside
-from ebft.run.final import final_files, forget_final
+from ebft.run.final import forget_final
+from ebft.run.own_files import MARK, final_files, write_mark
 
 
 class Beginning(TrainerCallback):
@@ -53,6 +55,9 @@ def set_earlier_aside(config: RunConfig) -> Path | None:
     output_dir = Path(config.output_dir)
     checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
     target = set_aside(output_dir, [*checkpoints, *final])
+    if target is not None and final:
+        shutil.copy2(output_dir / MARK, target)
+    write_mark(output_dir, None, {}, [])
     if target is not None:
         what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
         warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)

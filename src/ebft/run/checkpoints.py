@@ -13,8 +13,8 @@ from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.dashboard.files import PREVIOUS
 from ebft.errors import ConfigError
 from ebft.monitor.continuing import has_records, set_aside
-from ebft.run.final import final_step
-from ebft.run.integrity import STATE, DamagedError, check_complete, has_optimizer_state, read_json
+from ebft.run.integrity import DamagedError, check_complete, has_optimizer_state, read_json
+from ebft.run.own_files import STATE, final_step
 from ebft.run.same_run import check_same_run
 
 _RESUME = "resume_from_checkpoint"
@@ -215,8 +215,8 @@ def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
 
 
 def _step(folder: Path) -> int:
-    step = folder.name.rpartition("-")[2]
-    return int(step) if step.isdigit() else -1
+    name, _, step = folder.name.rpartition("-")
+    return int(step) if name == "checkpoint" and step.isdecimal() else -1
 
 
 def _named(folder: Path, output_dir: Path) -> Path:

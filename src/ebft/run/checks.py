@@ -15,6 +15,7 @@ from ebft.models.adapter_files import task_problem
 from ebft.run.deepspeed import check_deepspeed
 from ebft.run.fsdp import offloads
 from ebft.run.optimizer import check_optimizer
+from ebft.run.own_files import check_own
 from ebft.run.trackers import check_trackers
 
 _OF_LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # read by PyTorch
@@ -80,6 +81,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
     _check_not_overwritten(config)
+    check_own(config)
     check_deepspeed(config)
     check_trackers(config)
     check_optimizer(config)
@@ -159,9 +161,26 @@ def _check_output_dir(folder: Path) -> None:
         raise ConfigError(f"output_dir: cannot write to {folder} ({existing} is read-only). Choose another folder.")
 
 
+def _is_read(folder: Path, data: Path) -> bool:
+    """Whether the files of `folder` are read if the folder `data` is a dataset, which hidden ones are not."""
+    return (
+        data.is_dir()
+        and folder.is_relative_to(data)
+        and not any(part.startswith(".") for part in folder.relative_to(data).parts)
+    )
+
+
 def _check_not_overwritten(config: RunConfig) -> None:
     """Check that the run neither replaces nor moves the files that training starts from."""
     output = os.path.realpath(config.output_dir)
+    for section in ("datasets", "test_datasets"):
+        for number, entry in enumerate(getattr(config, section)):
+            if entry.data_files is None and _is_read(Path(output), Path(os.path.realpath(entry.path))):
+                raise ConfigError(
+                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, all "
+                    "files of which are read as data, so that this or a later run would read the files of this run. "
+                    "Set output_dir to another folder, or name the files in data_files."
+                )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
         name = getattr(config, key)
         source = None if name is None else os.path.realpath(lasting_name(name))

@@ -1,51 +1,25 @@
 """The final model in the output folder, which is marked as complete when all of its files are there."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from ebft.config.schema import RunConfig
-from ebft.durable import STAGING, publish_files, write_text
+from ebft.dashboard.files import CARD
+from ebft.durable import STAGING, checksum, publish_files
 from ebft.errors import SaveError
 from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
-from ebft.run.card import CARD, write_model_card
-from ebft.run.integrity import STATE, read_json
+from ebft.run.card import write_model_card
+from ebft.run.own_files import STATE, cards, listed, owns_card, unlisted, write_mark
 from ebft.run.same_run import write_run_keys
-
-MARK = "ebft_final.json"  # written last: the step of the model (null if not complete), and the sizes of its files
-# Files that are read from a folder if they exist, also those of a final model whose mark is missing.
-_WEIGHTS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model*.safetensors",
-    "adapter_config.json",
-)
-
-
-def final_step(output_dir: Path) -> int | None:
-    """The step of the final model in `output_dir`; None if there is none or if files are missing or truncated."""
-    try:
-        mark = read_json(output_dir / MARK)
-        sizes: dict[str, Any] = mark["files"]
-        complete = all((output_dir / name).stat().st_size == size for name, size in sizes.items())
-        return mark["step"] if complete else None
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def forget_final(output_dir: Path) -> None:
-    """Mark the final model of an earlier run as not complete, when a new one starts; its files are still listed."""
-    names = _listed(output_dir)
-    if names:
-        write_text(output_dir / MARK, json.dumps({"step": None, "files": names}, indent=2) + "\n")
-    else:
-        (output_dir / MARK).unlink(missing_ok=True)
+    """Mark the final model of an earlier run as not complete; its files are still listed."""
+    write_mark(output_dir, None, listed(output_dir), cards(output_dir))
 
 
 def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
@@ -69,10 +43,7 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
             for write in trainer.into_model:
                 write(staged)
             write_model_card(config, metrics, staged)
-            mark = {"step": trainer.state.global_step, "files": _sizes(staged)}
-            forget_final(output_dir)
-            publish_files(staged, output_dir, _files_before(output_dir))
-            write_text(output_dir / MARK, json.dumps(mark, indent=2) + "\n")
+            _publish(staged, output_dir, trainer.state.global_step)
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
         if saves:
@@ -80,29 +51,27 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
         raise SaveError.of(output_dir, error) from error
 
 
-def _listed(output_dir: Path) -> dict[str, int]:
-    """The files, with their sizes, in the mark of the final model, also of one that is not complete."""
-    try:
-        return dict(read_json(output_dir / MARK)["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def _publish(staged: Path, output_dir: Path, step: int) -> None:
+    """Move the complete model from `staged` to the output folder, where it replaces files of a final model only.
 
-
-def final_files(output_dir: Path) -> list[Path]:
-    """All files of the final model of an earlier run in `output_dir`, its model card and its mark as the last ones."""
-    mark = output_dir / MARK
-    return [*_files_before(output_dir), output_dir / CARD, mark] if mark.is_file() else _files_before(output_dir)
-
-
-def _files_before(output_dir: Path) -> list[Path]:
-    """The files of the final model of an earlier run in `output_dir`, apart from its model card and its mark."""
-    names = [Path(name) for name in _listed(output_dir)]
-    inside = [output_dir / name for name in names if not name.is_absolute() and ".." not in name.parts]
-    found = {*inside, *(path for pattern in _WEIGHTS for path in output_dir.glob(pattern))}
-    return sorted(path for path in found if path.is_file())
+    While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
+    """
+    files, before = _sizes(staged), listed(output_dir)
+    others = unlisted(output_dir, files)
+    if others:
+        raise SaveError(
+            f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "
+            f"is complete in {staged}, up to the next run in this folder: move it to another one."
+        )
+    if not owns_card(output_dir):
+        (staged / CARD).unlink()
+    card = [checksum(staged / CARD)] if (staged / CARD).is_file() else []
+    write_mark(output_dir, None, before | files, [*cards(output_dir), *card])
+    publish_files(staged, output_dir, [path for name in before if (path := output_dir / name).is_file()])
+    write_mark(output_dir, step, files, card)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The size in bytes of every file but the model card, which TRL replaces at every checkpoint."""
+    """The size in bytes of every file but the model card, which may be edited."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}

@@ -13,8 +13,7 @@ from ebft.over_transformers import load_weights
 from ebft.run.arguments import planned_steps
 from ebft.run.checkpoints import Found, newest_checkpoint, step_of
 from ebft.run.checks import Machine
-from ebft.run.final import final_step
-from ebft.run.integrity import STATE
+from ebft.run.own_files import STATE, final_step
 from ebft.run.stopping import stopped_early
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from ebft.durable import CHECKSUMS, checksum
 from ebft.models.sharded_files import INDEX, OPTIMIZER, WEIGHTS, check_files
+from ebft.run.own_files import STATE
 from ebft.run.same_run import RUN_FILE
 
-STATE = "trainer_state.json"
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder
 _RANDOM = ("rng_state*.pth",)

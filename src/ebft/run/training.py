@@ -6,6 +6,7 @@ training or resuming, saving.
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from transformers import Trainer, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.launch.worker import is_ray_worker
@@ -34,11 +35,12 @@ from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.end_of_turn import declare_end_of_turn
-from ebft.run.final import final_step, save_final
+from ebft.run.final import save_final
 from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
+from ebft.run.own_files import claim, final_step
 from ebft.run.record import recorded
 from ebft.run.replicas import check_same_everywhere
 from ebft.run.same_run import optimizer_keys, write_run_keys
@@ -113,8 +115,20 @@ def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     make_output_dir(config.output_dir)
     with locked(Path(config.output_dir)):
         found = find_checkpoints(config)
+        _claim(Path(config.output_dir))
         with recorded(config) as files:
             return _train(config, found, files, stop)
+
+
+def _claim(output_dir: Path) -> None:
+    """List on the main process what is in the output folder; a README.md that is kept gives a warning."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            kept = claim(output_dir)
+        except OSError as error:
+            raise SaveError.of(output_dir, error) from error
+        if kept is not None:
+            warnings.warn(kept, stacklevel=2)
 
 
 def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
