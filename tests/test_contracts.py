@@ -24,6 +24,7 @@ from transformers.models.gptj import modeling_gptj
 from ebft.monitor.finite import StopOnNonFinite
 from ebft.over_trainer.complete_checkpoints import CompletesCheckpoints
 from ebft.over_trainer.pending_evaluation import FinishesEvaluations
+from ebft.over_trainer.pushing import PushesModel
 from ebft.over_trainer.running_state import KeepsRunningState
 from ebft.over_trainer.safe_stops import StopsSafely
 from ebft.over_trainer.sharded import ShardedTrainer
@@ -87,6 +88,7 @@ MEANINGS = {
     "_precompute_ref_logps": "(dataset, name, batch size) -> rows with log-probabilities of the reference model",
     "_prepare_dataset": "(dataset, tokenizer, arguments, name) -> rows of token ids",
     "_prepare_inputs": "the inputs of a micro-batch; shuffles the rows of a generation batch in training",
+    "_finish_current_push": "waits for the upload of a checkpoint, at the end of training",
     "_push_from_checkpoint": "(folder) uploads it",
     "_run_epoch": "(*, epoch, train_dataloader, ...) trains one epoch",
     "_save": "(folder, state_dict=) writes model, tokenizer and arguments; with no weights, all but these",
@@ -102,6 +104,7 @@ MEANINGS = {
 }
 # Those that each of our classes reads, sets, calls or overrides.
 OF_TRAINERS = {
+    PushesModel: {"_finish_current_push", "_push_from_checkpoint"},
     ShardedTrainer: {
         "_load_best_model",
         "_load_from_checkpoint",
@@ -114,7 +117,6 @@ OF_TRAINERS = {
         "_get_output_dir",
         "_init_training_state",
         "_load_from_checkpoint",
-        "_push_from_checkpoint",
         "_save_checkpoint",
     },
     KeepsRunningState: {

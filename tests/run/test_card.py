@@ -74,13 +74,19 @@ def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_p
     assert "cache" not in card
 
 
-def test_the_home_folder_is_not_in_the_card(tmp_path, monkeypatch):
+def test_paths_and_servers_of_the_machine_are_not_in_the_card(tmp_path, monkeypatch):
     home = tmp_path / "someone"
     for name in ("model", "rows"):
         (home / name).mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
-    keys = {"output_dir": f"{home}/out", "dataset_prepared_path": f"{home}/rows", "base_model": f"{home}/model"}
-    data = {"datasets": [{"path": f"{home}/rows", "type": "completion"}]}
-    card = model_card(RunConfig.from_dict({**KEYS, **keys, **data}), {})
-    assert str(home) not in card and yaml.safe_load(card.split("---")[1])["base_model"] == "~/model"
-    assert "`~/model`" in card and "`~/rows`, split" in card and "| `~/out` |" in card
+    keys = {"output_dir": f"{home}/out", "dataset_prepared_path": "~/stored", "base_model": f"{home}/model"}
+    entries = [{"path": path, "type": "completion"} for path in (f"{home}/rows", "/mnt/data/x.jsonl", "some/data")]
+    texts = {"chat_template": "{# of /srv/team/templates/ours.jinja, https://example.org/a/b #}{{ messages }}</s>"}
+    server = {"mlflow_tracking_uri": "http://inside:5000", "hub_model_id": "me/private"}
+    held_out = {"test_datasets": [{"path": f"{home}/rows/held-out.jsonl", "type": "completion"}]}
+    card = model_card(RunConfig.from_dict({**KEYS, **keys, "datasets": entries, **texts, **server, **held_out}), {})
+    assert not [part for part in (str(tmp_path), "/mnt", "/srv", "inside", "~/", "me/private") if part in card]
+    header = yaml.safe_load(card.split("---")[1])
+    assert "base_model" not in header and header["datasets"] == ["some/data"]  # paths are not valid there
+    assert "all weights of `model`" in card and "- `rows`, split" in card and "| `out` |" in card
+    assert "ours.jinja, https://example.org/a/b" in card and "</s>" in card and "held-out.jsonl" in card

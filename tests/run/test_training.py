@@ -14,7 +14,6 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.evaluation.models import own_models
 from ebft.fetch.convert import convert_file
-from ebft.run.hub import push
 from ebft.run.interrupt import TrainingInterrupted
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
@@ -347,26 +346,6 @@ def test_ddp_false_refuses_several_processes(make, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="2 processes were launched"):
         train(make(ddp=False))
-
-
-def test_the_model_is_pushed_without_its_checkpoints(make, monkeypatch):
-    import huggingface_hub
-
-    calls = []
-    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda **kwargs: calls.append(kwargs))
-    push(make(hub_model_id="me/model"))
-    assert calls[0]["repo_id"] == "me/model" and "checkpoint-*" in calls[0]["ignore_patterns"]
-
-
-def test_a_hub_that_cannot_be_reached_is_told_first(make, monkeypatch):
-    import huggingface_hub
-
-    def refuse(*args, **kwargs):
-        raise OSError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "create_repo", refuse)
-    with pytest.raises(ConfigError, match="hub_model_id: 'me/model' cannot be created or reached .*no route"):
-        train(make(base_model="does/not-exist", hub_model_id="me/model"))
 
 
 # Those with tools or servers are trained in tests/structured/test_interactive.py and tests/nemo_gym.

@@ -69,12 +69,13 @@ class CompletesCheckpoints(FinishesEvaluations):
         self._saved_step = self.state.global_step
         if evaluates_later and not self._is_stopping:
             self.drop_pending_evaluation()
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(folder))
-        if self.args.should_save and self.args.save_total_limit:
+        # A push that is running reads the files of an older checkpoint: the next save deletes it.
+        if self.args.should_save and self.args.save_total_limit and not self.is_pushing:
             rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
         if self.args.should_save:
             clean_staging(folder.parent)
+        if self.args.push_to_hub:
+            self.push_checkpoint(folder)
 
     def _complete(self, staged: Path, folder: Path, is_best: bool) -> None:
         """Add what is written last to a staged checkpoint, and move it to its folder; called on one process."""
@@ -84,9 +85,6 @@ class CompletesCheckpoints(FinishesEvaluations):
             write(staged)
         write_checksums(staged)
         publish(staged, folder)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: the checkpoint is pushed when it is in its folder."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

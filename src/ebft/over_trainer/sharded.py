@@ -10,21 +10,19 @@ from pathlib import Path
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from transformers import Trainer
 
 from ebft.models.sharding import is_enabled, is_sharded, load_on_every_process, saves_parts, shard_on_cpu
 from ebft.models.training_state import has_other_names, is_in_parts, load_optimizer, load_weights, save_whole_optimizer
+from ebft.over_trainer.pushing import PushesModel
 
 _SCHEDULE = "scheduler.pt"
 
 
-class ShardedTrainer(Trainer):
+class ShardedTrainer(PushesModel):
     """Trainer whose checkpoints of FSDP2 are in parts, or have the files of a run without FSDP.
 
-    Both can be loaded with and without FSDP. `is_saving`: whether a checkpoint is being saved.
+    Both can be loaded with and without FSDP.
     """
-
-    is_saving = False
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -55,7 +53,7 @@ class ShardedTrainer(Trainer):
             for path in Path(folder).glob("*model.safetensors") if self.is_saving else ():  # without tensors
                 path.unlink()
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self.push_to_hub(commit_message="Model save")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled or self.saves_parts():

@@ -310,12 +310,19 @@ class HubKeys(Section):
     """Publishing the model."""
 
     hub_model_id: str | None = Field(
-        None, description="Hub repository to push the model to. If unset, the model is not pushed."
+        None,
+        description="Hub repository to push the model, its tokenizer and the model card to; no other file of the run "
+        "is pushed. If unset, nothing is pushed.",
     )
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
-        "every_save", description="What is pushed to the Hub and when, as in transformers."
+        "every_save",
+        description="When the model is pushed: only at the end, or also at every save. checkpoint also pushes the "
+        "newest checkpoint to the folder last-checkpoint, and all_checkpoints every one. Checkpoints contain optimizer "
+        "state, and the state of some methods contains completions of the training data.",
     )
-    hub_private_repo: bool | None = Field(None, description="Create the Hub repository as private.")
+    hub_private_repo: bool = Field(
+        True, description="Create the Hub repository as private. An existing one keeps its visibility."
+    )
 
 
 class ReportingKeys(Section):

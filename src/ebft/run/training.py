@@ -32,6 +32,7 @@ from ebft.over_trainer import OverTrainer
 from ebft.prepared.rows import run_rows
 from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
+from ebft.run.card import model_card
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.end_of_turn import declare_end_of_turn
@@ -40,7 +41,7 @@ from ebft.run.finished import finished_at, restore
 from ebft.run.hub import check_hub, push
 from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
-from ebft.run.own_files import claim, final_step
+from ebft.run.own_files import claim, final_step, listed
 from ebft.run.record import recorded
 from ebft.run.replicas import check_same_everywhere
 from ebft.run.same_run import optimizer_keys, write_run_keys
@@ -172,6 +173,7 @@ def _train_with(
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
     trainer.into_model = [] if write_ends is None else [write_ends]
+    trainer.card = lambda: model_card(config, last_metrics(trainer))
     trainer.into_checkpoint = [partial(write_run_keys, config, optimizer=optimizer)]
     trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:
@@ -188,6 +190,8 @@ def _train_with(
     metrics = last_metrics(trainer)
     if finished is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
         save(config, trainer, metrics, stop)
+    if config.hub_model_id and trainer.is_world_process_zero():
+        push_final(config, trainer, stop)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
@@ -266,10 +270,9 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
-    """Save the final model, the tokenizer, the trainer state and the model card; push them to the Hub if configured.
+    """Save the final model, the tokenizer, the trainer state and the model card.
 
-    After Ctrl-C or SIGTERM, the model is still saved, but not pushed. Raises TrainingInterrupted if it is not saved or
-    not pushed.
+    After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not.
     """
     stop.is_saving_model = True
     try:
@@ -279,12 +282,17 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
         raise _interrupted(config, trainer, stop, before=before) from None
     finally:
         stop.is_saving_model = False
-    if not config.hub_model_id or not trainer.is_world_process_zero():
-        return
+
+
+def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> None:
+    """Push the saved model to the Hub, also that of a run that was finished before, whose push may have failed.
+
+    Raises TrainingInterrupted if Ctrl-C or SIGTERM prevents it.
+    """
     try:
         if stop.requested:
             raise StopRequested
-        push(config)
+        push(config, [*listed(Path(config.output_dir))], trainer.card(), trainer.processing_class)
     except KeyboardInterrupt:
         message = f"The model is saved in {config.output_dir}, but it was not pushed to {config.hub_model_id}."
         raise TrainingInterrupted(message, stop.signal_number) from None
