@@ -65,6 +65,7 @@ MEANINGS = {
     "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
     "_entropy_bonus_enabled": "whether the loss has an entropy term",
     "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
+    "_finalize_training": "(...) logs the summary, loads the best model, deletes checkpoints with save_total_limit: 1",
     "_generate": "(prompts) -> a tuple: token ids second, mask of sampled ones third, completions, log-probabilities",
     "_generate_and_score_completions": "(rows) -> the inputs of the loss; gives rollout_func the prompts alone",
     "_generate_single_turn": "(token ids of prompts, ...) -> (token ids, log-probabilities or None) of completions",
@@ -114,6 +115,7 @@ OF_TRAINERS = {
     },
     FinishesEvaluations: {"_determine_best_metric", "_evaluate", "_get_output_dir", "_load_rng_state"},
     CompletesCheckpoints: {
+        "_finalize_training",
         "_get_output_dir",
         "_init_training_state",
         "_load_from_checkpoint",

@@ -1,5 +1,10 @@
 """Runs that tests of crashes and of interruptions compare with."""
 
+import ctypes
+import os
+import struct
+from contextlib import nullcontext
+
 import pytest
 
 from tests.run.crash import config_of, result, run, write_inputs
@@ -27,3 +32,26 @@ def unbroken(inputs, tmp_path_factory):
         return made[key]
 
     return of
+
+
+class _WithoutPrivileges:
+    """Context manager in which permissions apply to this process also if it is root's."""
+
+    def _set(self, change):
+        header, data = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.capget(header, data) == 0
+        words = list(struct.unpack("6I", data.raw))
+        words[0] = change(words[0])
+        assert libc.capset(header, struct.pack("6I", *words)) == 0
+
+    def __enter__(self):
+        self._set(lambda effective: effective & ~0b110)  # DAC_OVERRIDE, DAC_READ_SEARCH
+
+    def __exit__(self, *_):
+        self._set(lambda effective: effective | 0b110)
+
+
+@pytest.fixture
+def as_user():
+    return _WithoutPrivileges() if os.geteuid() == 0 else nullcontext()

@@ -16,7 +16,7 @@ from ebft.config.load import apply_overrides
 from ebft.config.schema import RunConfig
 from ebft.durable import write_checksums
 from ebft.errors import ConfigError
-from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume
+from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
 from ebft.run.same_run import optimizer_keys, write_run_keys
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -170,6 +170,46 @@ def test_a_damaged_checkpoint_is_skipped_or_named(make, checkpoint, damage, name
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     with pytest.raises(ConfigError, match=f"checkpoint-6 is not a complete checkpoint: .*{word}.*is .*checkpoint-3"):
         resumed(make(resume_from_checkpoint=torn))
+
+
+@pytest.mark.parametrize("name", ["checkpoint-40", "checkpoint-04"])
+def test_a_renamed_checkpoint_is_named_with_its_step(make, checkpoint, name):
+    """Neither its name nor its contents decide alone: it is not used, moved, replaced or taken for the newest one."""
+    good, renamed = checkpoint(3, "optimizer.pt"), checkpoint(6, "optimizer.pt").rename(make().output_dir + f"/{name}")
+    message = "it contains step 6, unlike its name; to use it, rename it to checkpoint-6"
+    with pytest.warns(UserWarning, match=f"{name} is not used: {message}"):
+        assert resumed(make(**AUTO)) == str(good)
+    assert newest_checkpoint(good.parent) == good
+    with pytest.raises(ConfigError, match=f"{name} is not a complete checkpoint: {message}"):
+        resumed(make(resume_from_checkpoint=renamed))
+    copied = renamed.rename(good.parent / "copy-of-6")  # a name without a step
+    assert resumed(make(resume_from_checkpoint=copied)) == str(copied)
+
+
+def test_folders_with_other_names_are_no_checkpoints(make, checkpoint):
+    good, other = checkpoint(3, "optimizer.pt"), checkpoint(6, "optimizer.pt")
+    for name in ("checkpoint-old", "checkpoint-old-6", "checkpoint-²", "checkpoint-6 (copy)"):
+        other = other.rename(other.with_name(name))
+        assert resumed(make(**AUTO)) == str(good) and checkpoint_folders(good.parent) == [good]
+
+
+@pytest.mark.parametrize("name", ["", "trainer_state.json", "model.safetensors", "optimizer.pt", "ref", "global_step6"])
+def test_a_checkpoint_without_permission_is_an_error(make, checkpoint, as_user, name):
+    older = checkpoint(3, "optimizer.pt")
+    folder = checkpoint(6, "optimizer.pt", "model.safetensors", "ref/adapter_model.safetensors", "global_step6/x.pt")
+    mode = (folder / name).stat().st_mode
+    (folder / name).chmod(0)
+    with as_user:
+        with pytest.raises(
+            ConfigError, match="auto_resume_from_checkpoints: .*cannot be read .Permission denied.*move"
+        ):
+            resumed(make(**AUTO))
+        with pytest.raises(ConfigError, match="checkpoint-6 has other permissions: .* cannot be read .Permission"):
+            resumed(make(resume_from_checkpoint=folder))
+        assert resumed(make(resume_from_checkpoint=older)) == str(older) and newest_checkpoint(older.parent) == older
+    (folder / name).chmod(mode & 0o555)  # may be read, but not written
+    with as_user, warnings.catch_warnings(action="ignore"):
+        assert resumed(make(**AUTO)) == str(folder)
 
 
 def flip(path):

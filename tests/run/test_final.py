@@ -4,6 +4,7 @@ import errno
 import json
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,70 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     state = json.loads((out / "trainer_state.json").read_text())
     assert (result(out), state["best_global_step"]) == whole
     assert state["best_model_checkpoint"] == str(out / f"checkpoint-{whole[1]}")
+
+
+AROUND_THE_FINAL_SAVE = {
+    "training ends": before(ebft.over_trainer.OverTrainer, "_finalize_training", 1, kill),
+    "the best model is loaded": before(ebft.over_trainer.OverTrainer, "_load_best_model", 1, kill),
+    "weights are written": before(ebft.run.final, "save_final_weights", 1, kill),
+    "files are moved": before(ebft.run.final, "publish_files", 1, kill),
+    "the model is marked": before(ebft.run.final, "write_mark", 2, kill),
+    "the disk is full": before(ebft.run.final, "publish_files", 1, no_space),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        *(("strided_full", moment) for moment in AROUND_THE_FINAL_SAVE),
+        *((method, "weights are written") for method in ("sft", "dpo", "grpo")),
+    ],
+)
+def test_the_newest_and_the_best_checkpoint_survive_the_end_of_training(method, moment, inputs, out):
+    """Also with save_total_limit: 1, for which transformers would leave only the best one, before the final save."""
+    keys = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, "learning_rate": 1.0}
+    config = config_of(method, inputs, out, max_steps=4, **keys)
+    ended = run(config, AROUND_THE_FINAL_SAVE[moment])
+    assert ended.code == (2 if moment == "the disk is full" else -9), ended.output
+    newest = newest_checkpoint(out)
+    best = Path(json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"])
+    assert newest.name == "checkpoint-4" and best.is_dir()
+    assert method != "strided_full" or best != newest
+    assert {path.name for path in out.glob("checkpoint-*")} == {newest.name, best.name}
+    assert run(config).code == 0 and final_step(out) == 4 and newest.is_dir() and best.is_dir()
+
+
+def checkpoint(folder, step, name=None, **state):
+    """A checkpoint as this package writes it, as far as `rotate` reads it."""
+    made = folder / (name or f"checkpoint-{step}")
+    made.mkdir(parents=True)
+    (made / "trainer_state.json").write_text(json.dumps({"global_step": step, **state}))
+    (made / "ebft_checksums.json").write_text("{}")
+    return made
+
+
+def test_rotation_deletes_the_lowest_steps_of_the_run_only(out):
+    for step in (9, 10, 100, 8, 7):  # the order of their times, as after a copy or with a clock that was set back
+        checkpoint(out, step)
+    for step, name in ((6, "checkpoint-old"), (6, "checkpoint-old-3"), (3, "checkpoint-5"), (6, "checkpoint-²")):
+        checkpoint(out, step, name)
+    foreign = checkpoint(out, 4)
+    (foreign / "ebft_checksums.json").unlink()
+    (out / "checkpoint-2").write_text("a file")
+    (out / "checkpoint-1").mkdir()
+    others = {path.name for path in out.iterdir()} - {f"checkpoint-{step}" for step in (7, 8, 9, 10)}
+    for limit, best, kept in ((4, None, {7, 8, 9, 10}), (3, 7, {7, 9, 10}), (1, 7, {7, 10}), (1, 10, {10})):
+        complete_checkpoints.rotate(out / "checkpoint-10", limit, best and f"elsewhere/checkpoint-{best}")
+        left = {path.name for path in out.iterdir()} - {"_saving"}
+        assert left == others | {f"checkpoint-{step}" for step in kept}
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(out, monkeypatch):
+    for step in (1, 2):
+        checkpoint(out, step)
+    monkeypatch.setattr(complete_checkpoints, "discard", lambda folder: no_space())
+    with pytest.warns(UserWarning, match="save_total_limit: .*checkpoint-1 cannot be deleted"):
+        complete_checkpoints.rotate(out / "checkpoint-2", 1, None)
 
 
 WITHOUT_CHECKPOINTS = {

@@ -16,6 +16,7 @@ from ebft.run.interrupt import StopOnSignal, StopRequested
 from ebft.run.own_files import final_step
 from ebft.sft import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
+from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.generation import RolloutJob
 from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result, run, terminate, without_summary
 
@@ -31,6 +32,8 @@ PHASES = {
         8,
     ),
     "generation": ("structured", before(RolloutJob, "run", 6, press_ctrl_c), NO_SAVES, 4),
+    "an update on completions": ("structured", before(EBFTTrainer, "_compute_loss", 6, press_ctrl_c), NO_SAVES, 4),
+    "an update of GRPO": ("grpo", before(RolloutGRPOTrainer, "after_rewards", 6, terminate), NO_SAVES, 4),
     "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
     "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
     "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_SAVES | {"eval_steps": None}, 3),

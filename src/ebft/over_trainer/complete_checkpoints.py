@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 
-from ebft.durable import STAGING, clean_staging, discard, publish, write_checksums
+from ebft.durable import CHECKSUMS, STAGING, STATE, clean_staging, discard, publish, write_checksums
 from ebft.errors import SaveError
 from ebft.over_trainer.pending_evaluation import FinishesEvaluations
 
@@ -77,10 +80,18 @@ class CompletesCheckpoints(FinishesEvaluations):
         if self.args.push_to_hub:
             self.push_checkpoint(folder)
 
+    def _finalize_training(self, *args: Any, **others: Any) -> Any:
+        """End training without transformers' deletion of all checkpoints but the best: the newest one is kept too."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **others)
+        finally:
+            self.args.save_total_limit = limit
+
     def _complete(self, staged: Path, folder: Path, is_best: bool) -> None:
         """Add what is written last to a staged checkpoint, and move it to its folder; called on one process."""
         if is_best:
-            self.state.save_to_json(str(staged / "trainer_state.json"))
+            self.state.save_to_json(str(staged / STATE))
         for write in (*self.into_model, *self.into_checkpoint):
             write(staged)
         write_checksums(staged)
@@ -97,10 +108,34 @@ class CompletesCheckpoints(FinishesEvaluations):
 
 
 def rotate(newest: Path, limit: int, best: str | None) -> None:
-    """Delete the oldest checkpoints beside `newest` until `limit` are left, which include `newest` and `best`."""
-    kept = {newest.name} | ({Path(best).name} if best is not None else set())
-    named = [path for path in newest.parent.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    folders = [path for path in named if path.is_dir()]  # others, such as checkpoint-best, are not of a run
-    others = sorted((path for path in folders if path.name not in kept), key=lambda path: path.stat().st_mtime)
-    for folder in others[: max(0, len(folders) - max(limit, len(kept)))]:
-        discard(folder)
+    """Delete the checkpoints of the lowest steps beside `newest` until `limit` are left; never `newest` or `best`.
+
+    Folders that this package has not written are left, and so are checkpoints of later steps, which the run has not
+    continued from, and those whose name is not that of their step. They do not count.
+    """
+    last = step_in_name(newest)
+    steps = {folder: step_in_name(folder) for folder in newest.parent.glob("checkpoint-*")}
+    earlier = sorted((step, folder) for folder, step in steps.items() if step is not None and step < last)
+    own = [folder for step, folder in earlier if _is_own(folder, step)]
+    kept = [folder for folder in own if best is not None and folder.name == Path(best).name]
+    others = [folder for folder in own if folder not in kept]
+    for folder in others[: max(0, len(others) + len(kept) + 1 - max(limit, len(kept) + 1))]:
+        try:
+            discard(folder)
+        except OSError as error:
+            warnings.warn(f"save_total_limit: {folder} cannot be deleted ({error}).", stacklevel=2)
+
+
+def step_in_name(folder: Path) -> int | None:
+    """The step in a name such as checkpoint-40; None for other names."""
+    found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return None if found is None else int(found[1])
+
+
+def _is_own(folder: Path, step: int) -> bool:
+    """Whether this package has written the checkpoint `folder`, of `step`."""
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return (folder / CHECKSUMS).is_file() and state["global_step"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -29,7 +29,7 @@ class StopsSafely(KeepsRunningState, CompletesCheckpoints):
         if self.state.global_step == self._saved_step or self._remembered is None:
             return
         set_random_state(self._remembered["random"])
-        self.current_flos = self._remembered["flos"]
+        self.current_flos, self.state.num_input_tokens_seen = self._remembered["flos"], self._remembered["tokens"]
         if self._remembered["evaluation"]:
             self.leave_evaluation_pending()
         self._is_stopping = True
@@ -68,6 +68,7 @@ class StopsSafely(KeepsRunningState, CompletesCheckpoints):
         self._remembered = {
             "random": random_state(),
             "flos": self.current_flos,
+            "tokens": self.state.num_input_tokens_seen,  # TRL counts them when it samples, before the step is complete
             "running": self.running_state(),
             "evaluation": evaluation,
         }

@@ -11,10 +11,12 @@ from pathlib import Path
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.dashboard.files import PREVIOUS
+from ebft.durable import STATE
 from ebft.errors import ConfigError
 from ebft.monitor.continuing import has_records, set_aside
-from ebft.run.integrity import DamagedError, check_complete, has_optimizer_state, read_json
-from ebft.run.own_files import STATE, final_step
+from ebft.over_trainer.complete_checkpoints import step_in_name
+from ebft.run.integrity import DamagedError, UnreadableError, check_complete, has_optimizer_state, read_json
+from ebft.run.own_files import final_step
 from ebft.run.same_run import check_same_run
 
 _RESUME = "resume_from_checkpoint"
@@ -71,7 +73,7 @@ def find_checkpoints(config: RunConfig) -> Found:
 
 def refuse_checkpoint(output_dir: Path) -> None:
     """Raise ConfigError if `output_dir` is a checkpoint of a run."""
-    if _step(output_dir) >= 0 and (output_dir / STATE).is_file() and final_step(output_dir) is None:
+    if step_in_name(output_dir) is not None and (output_dir / STATE).is_file() and final_step(output_dir) is None:
         raise ConfigError(
             f"output_dir: {output_dir} is a checkpoint, whose files a run would replace. Set another output_dir; to "
             "continue from the checkpoint, also set resume_from_checkpoint to it."
@@ -80,7 +82,8 @@ def refuse_checkpoint(output_dir: Path) -> None:
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
     """All folders of checkpoints in `output_dir`, also damaged ones, the lowest step first."""
-    return sorted((path for path in output_dir.glob("checkpoint-*") if path.is_dir() and _step(path) >= 0), key=_step)
+    found = {path: step_in_name(path) for path in output_dir.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in found.items() if step is not None), key=step_in_name)
 
 
 def set_later_aside(config: RunConfig) -> None:
@@ -93,7 +96,9 @@ def set_later_aside(config: RunConfig) -> None:
     named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
     step = step_of(named)
     later = [
-        folder for folder in checkpoint_folders(output_dir) if _step(folder) >= step and not folder.samefile(named)
+        folder
+        for folder in checkpoint_folders(output_dir)
+        if step_in_name(folder) >= step and not folder.samefile(named)
     ]
     target = set_aside(output_dir, later)
     if target is not None:
@@ -177,11 +182,16 @@ def _complete(
 ) -> Iterator[Path]:
     """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning."""
     for folder in reversed(checkpoint_folders(output_dir)):
-        if _step(folder) > last_step:
+        if step_in_name(folder) > last_step:
             continue
         try:
             check_complete(folder, reads_all)
         except DamagedError as error:
+            if warn and isinstance(error, UnreadableError):  # it may be the newest one, which the run would replace
+                raise ConfigError(
+                    f"auto_resume_from_checkpoints: {error}. Correct the permissions of {folder}, or move it out of "
+                    "output_dir to continue from an older checkpoint."
+                ) from error
             if warn:
                 warnings.warn(
                     f"{folder} is not used: {error}. An older checkpoint is used, if there is one.", stacklevel=4
@@ -214,17 +224,13 @@ def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
         )
 
 
-def _step(folder: Path) -> int:
-    name, _, step = folder.name.rpartition("-")
-    return int(step) if name == "checkpoint" and step.isdecimal() else -1
-
-
 def _named(folder: Path, output_dir: Path) -> Path:
     if folder.is_dir():
         try:
             check_complete(folder)
         except DamagedError as error:
-            problem = f"is not a complete checkpoint: {error}"
+            is_readable = not isinstance(error, UnreadableError)
+            problem = f"is not a complete checkpoint: {error}" if is_readable else f"has other permissions: {error}"
         else:
             return folder
     else:

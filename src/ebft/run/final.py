@@ -8,12 +8,12 @@ from safetensors import SafetensorError
 
 from ebft.config.schema import RunConfig
 from ebft.dashboard.files import CARD
-from ebft.durable import STAGING, checksum, publish_files
+from ebft.durable import STAGING, STATE, checksum, publish_files
 from ebft.errors import SaveError
 from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
 from ebft.run.card import write_model_card
-from ebft.run.own_files import STATE, cards, listed, owns_card, unlisted, write_mark
+from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
 from ebft.run.same_run import write_run_keys
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import TrainerState
 
 from ebft.config.schema import RunConfig
+from ebft.durable import STATE
 from ebft.errors import ConfigError
 from ebft.monitor import limit_reached, spent_at
 from ebft.over_trainer import OverTrainer
@@ -13,7 +14,7 @@ from ebft.over_transformers import load_weights
 from ebft.run.arguments import planned_steps
 from ebft.run.checkpoints import Found, newest_checkpoint, step_of
 from ebft.run.checks import Machine
-from ebft.run.own_files import STATE, final_step
+from ebft.run.own_files import final_step
 from ebft.run.stopping import stopped_early
 
 

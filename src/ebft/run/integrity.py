@@ -5,6 +5,7 @@ from copies that were cut off, and from damaged disks.
 """
 
 import json
+import os
 import struct
 import zipfile
 import zlib
@@ -12,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebft.durable import CHECKSUMS, checksum
+from ebft.durable import CHECKSUMS, STATE, checksum
 from ebft.models.sharded_files import INDEX, OPTIMIZER, WEIGHTS, check_files
-from ebft.run.own_files import STATE
+from ebft.over_trainer.complete_checkpoints import step_in_name
 from ebft.run.same_run import RUN_FILE
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
@@ -26,20 +27,34 @@ class DamagedError(Exception):
     """A checkpoint cannot be used; the message names the file and what is wrong with it."""
 
 
+class UnreadableError(DamagedError):
+    """The permissions of a checkpoint, which may be complete, do not allow reading it."""
+
+
 def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
     """Raise DamagedError if a file of a checkpoint is missing or damaged; it may have no optimizer state at all.
 
-    Without `reads_all`, checksums are not computed, which is faster for large files.
+    Without `reads_all`, checksums are not computed, which is faster for large files. Raises UnreadableError if the
+    permissions do not allow reading it.
     """
+    try:
+        _check(checkpoint, reads_all)
+    except PermissionError as error:
+        raise UnreadableError(f"{error.filename or checkpoint} cannot be read ({error.strerror})") from error
+
+
+def _check(checkpoint: Path, reads_all: bool) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
     sums = _read_checksums(checkpoint)
     listed = {checkpoint / name for name in sums}
-    for path in sorted(checkpoint.rglob("*")):
+    for path in _files(checkpoint):
         check = _CHECKS.get(path.suffix)
         if path.is_file() and check is not None:
             try:
                 check(path, reads_all and path not in listed)
+            except PermissionError:
+                raise
             except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
                 raise DamagedError(f"{path.relative_to(checkpoint)} is damaged ({error})") from error
     try:
@@ -48,10 +63,22 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
         raise DamagedError(f"{STATE} is damaged ({error})") from error
     if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
+    if step_in_name(checkpoint) not in (None, state["global_step"]):
+        name = f"checkpoint-{state['global_step']}"
+        raise DamagedError(f"it contains step {state['global_step']}, unlike its name; to use it, rename it to {name}")
     _check_weights(checkpoint)
     _check_parts(checkpoint)
     _check_training_state(checkpoint)
     _check_listed(checkpoint, sums, reads_all)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder, which must all be readable; `Path.rglob` would leave out other folders."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return sorted(Path(parent) / name for parent, _, names in os.walk(folder, onerror=fail) for name in names)
 
 
 def has_optimizer_state(checkpoint: Path) -> bool:
@@ -71,6 +98,8 @@ def _read_checksums(checkpoint: Path) -> dict[str, int]:
     """The checksums of the checkpoint's files; none if it is of another program or of an earlier release."""
     try:
         return read_json(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         raise DamagedError(f"{CHECKSUMS} is damaged ({error})") from error
 
@@ -82,6 +111,8 @@ def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> No
             raise DamagedError(f"it has no {name}")
         try:
             is_same = not reads_all or checksum(checkpoint / name) == value
+        except PermissionError:
+            raise
         except OSError as error:
             raise DamagedError(f"{name} is damaged ({error})") from error
         if not is_same:

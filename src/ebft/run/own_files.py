@@ -29,12 +29,11 @@ from ebft.dashboard.files import (
     read_object,
     rollout_files,
 )
-from ebft.durable import CHECKSUMS, STAGING, checksum, write_text
+from ebft.durable import CHECKSUMS, STAGING, STATE, checksum, write_text
 from ebft.errors import ConfigError
 from ebft.run.same_run import RUN_FILE
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
-STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"final|push|checkpoint-\d+(\.old)?")
 _ALWAYS = (
