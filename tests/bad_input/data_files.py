@@ -67,6 +67,8 @@ def looped(path: Path) -> None:
 
 CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
 PAIR = {"type": "ebft_strided_structured.transform"}
+SFT = {"rl": None, "ebft": None}
+STREAM = SFT | {"streaming": True}
 STRUCTURED = {
     "ebft": {"mode": "structured"},
     "trl": {"num_generations": 2, "max_completion_length": 4},
@@ -153,6 +155,14 @@ PLACES = [
     dataset("the root folder", "path", path="/proc/self/nothing"),
     dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
     dataset("FIFO of text", "d.txt", path="d.txt", files={"d.txt": os.mkfifo}),
+    dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
+    dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
+            files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
+    dataset("a variable in a path", "'$DATA/d.jsonl'", "not replaced", path="$DATA/d.jsonl"),
+    dataset("a line break in a path", "rows.jsonl", "white space", path="rows.jsonl\n"),
+    dataset("a variable that is the name of a file", "$HOME.csv", "Rename", path="$HOME.csv",
+            files={"$HOME.csv": "text\na\n"}),
+    dataset("two colons in a path", "a::b/d.csv", "Rename", path="a::b/d.csv", files={"a::b/d.csv": "text\na\n"}),
     dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
     dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
@@ -205,6 +215,28 @@ ROWS_OF_CHATS = [
     structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
 ]  # fmt: skip
 
+# Names that are patterns, and that match the name of another file, which cannot be read.
+NAMES = {"a[1]": "a1", "star*": "star1", "what?": "whats", "[!b]": "a", "a b#%41": "a bA", "{a,b}": "a"}
+LITERAL = [
+    good(f"{name!r} as the name of a {extension} file{' in a stream' if keys is STREAM else ''}",
+         config=entry(path=f"{name}/{name}.{extension}", type="completion") | keys,
+         files={f"{name}/{name}.{extension}": content, f"{name}/{other}.{extension}": "x,y\n1,2,3\n"})
+    for name, other in NAMES.items()
+    for extension, content, keys in (
+        ("jsonl", ROWS, SFT), ("jsonl", ROWS, STREAM), ("csv", f'text\n"{TEXT}"\n', SFT),
+        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT))
+] + [
+    valid("data_files that is the name of a file", path=".", data_files="star*.csv",
+          files={"star*.csv": f'text\n"{TEXT * 2}"\n', "star1.csv": "x,y\n1,2,3\n"}),
+    valid("a pattern", path="d[1]", data_files="star*.jsonl", files={"d[1]/star1.jsonl": ROWS}),
+    good("brackets in every path", trains=True, unchanged=("out[1]/adapter_model.safetensors",),
+         files={"m[1]": lambda path: path.symlink_to("model"), "t[1].jinja": "{{ messages[0].content }}"},
+         config=entry(path="rows.jsonl", type="completion") | SFT | {
+             "base_model": "m[1]", "output_dir": "out[1]", "save_strategy": "steps", "save_steps": 1,
+             "chat_template": "t[1].jinja", "dataset_prepared_path": "p[1]", "adapter": "lora", "lora_r": 2,
+             "lora_alpha": 4, "lora_target_linear": True}),
+]  # fmt: skip
+
 VALID = [
     valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
     valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
@@ -244,4 +276,4 @@ VALID = [
         **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
-CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *VALID]
+CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets.data_files import DataFilesList
 
 from ebft.data.added_keys import as_json
 from ebft.data.diagnose import explain, repeated_column
@@ -148,20 +150,41 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
-    options = reader_options(kind, paths)
+    options, files = reader_options(kind, paths), exact_files(kind, paths)
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
         return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
-    problem = next(filter(None, map(repeated_column, paths)), None) if kind == "csv" else None
-    if problem:
-        raise DataError(problem)
+    variable = next((path for path in map(os.path.abspath, paths) if os.path.expandvars(path) != path), None)
+    if variable is not None:
+        raise DataError(
+            f"{variable}: the datasets library would replace the name of an environment variable in this path. Rename "
+            "the file or the folder."
+        )
     try:
-        rows = load_dataset(kind, contents, data_files=[str(path) for path in paths], split="train", **options)
+        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
         rows.data.validate(full=True)
         return rows
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
+
+
+def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
+    """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
+
+    Raises DataError for a table with two columns of the same name, and for a path that cannot be read.
+    """
+    problem = next(filter(None, map(repeated_column, paths)), None) if kind == "csv" else None
+    if problem:
+        raise DataError(problem)
+    names = [os.path.abspath(path) for path in paths]
+    chained = next((name for name in names if "::" in name), None)
+    if chained is not None:
+        raise DataError(
+            f"{chained}: the datasets library reads a path with '::' as a file within an archive. Rename the file or "
+            "the folder."
+        )
+    return {"train": DataFilesList(names, [])}
 
 
 def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ they are read as they are needed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ class JsonFiles(ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
         types, splits = Types(), []
-        for split, found in dl_manager.download_and_extract(self.config.files).items():
-            paths = list(dl_manager.iter_files(found))
+        for split, paths in self.config.files.items():
+            if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
+                paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
             for path in paths:
                 for row in json_rows(Path(path)):
                     types.add(row)
@@ -75,6 +77,17 @@ def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
     builder = JsonFiles(hash=version, files=files)
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
+
+
+def json_batches(paths: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files one after the other, with the columns of the rows around them, which may be None."""
+    columns: dict[str, None] = {}
+    for path in paths:
+        rows = json_rows(Path(path))
+        while batch := list(islice(rows, _BATCH)):
+            columns |= {name: None for row in batch for name in row}
+            for row in batch:
+                yield columns | row
 
 
 def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from datasets import IterableDataset, load_dataset
 
-from ebft.data.files import files_by_split, kinds_of, reader_options
-from ebft.data.json_files import json_rows
+from ebft.data.files import exact_files, files_by_split, kinds_of, reader_options
+from ebft.data.json_files import json_batches, json_rows
 from ebft.data.locate import locate
 from ebft.data.remote import is_url, remote_builders
 from ebft.data.sources import named_files, names_a_format, saved_parts, saved_to_disk
@@ -49,13 +49,13 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
             "of datasets, or data_files."
         )
     paths = [path for path, _ in files]
-    for path in paths if found == ["json"] else ():
-        next(json_rows(path))  # raises for a file that does not begin with a row
-    options = reader_options(found[0], paths)
+    files, options = exact_files(found[0], paths), reader_options(found[0], paths)
+    if found == ["json"]:
+        for path in paths:
+            next(json_rows(path))  # raises for a file that does not begin with a row
+        return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
     try:
-        return load_dataset(
-            found[0], data_files=[str(path) for path in paths], split="train", streaming=True, **options
-        )
+        return load_dataset(found[0], data_files=files, split="train", streaming=True, **options)
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(f"{entry.path}: cannot be read ({cause(error)}).") from error
 
