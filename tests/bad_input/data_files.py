@@ -1,5 +1,6 @@
 """Malformed data files and dataset entries, and valid ones that look unusual; training stops before its first step."""
 
+import gzip
 import json
 import os
 import pickle
@@ -81,6 +82,59 @@ def structured(name: str, content: list, *expect: str, type: str = "ebft_opencod
     config = {**STRUCTURED, "datasets": [{"path": "d.jsonl", "type": type}]}
     return bad(name, *expect, config=config, files={"d.jsonl": content})
 
+
+def both(name: str, content: Any, *expect: str, file: str = "d.jsonl", **keys: Any) -> list[Case]:
+    """A file that cannot be read, neither at once nor as a stream."""
+    config = entry(path=file, type="completion", **keys)
+    return [bad(f"{name}{suffix}", file, *expect, config=config | others, files={file: content})
+            for suffix, others in (("", SFT), (" in a stream", STREAM))]  # fmt: skip
+
+
+def arrow(count: int, size: int | None = None) -> Any:
+    """An Arrow file with rows, cut off after `size` bytes."""
+
+    def write(path: Path) -> None:
+        import pyarrow as pa
+
+        table = pa.table({"text": pa.array([TEXT] * count, pa.string())})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        path.write_bytes(path.read_bytes()[:size])
+
+    return write
+
+
+def zeroed(path: Path) -> None:
+    parquet({"text": [str(number) * 90 for number in range(500)]})(path)
+    path.write_bytes(path.read_bytes()[:200] + b"\xff" * 200 + path.read_bytes()[400:])
+
+
+READ_IN_TWO_WAYS = [
+    *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
+    *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
+    *both("a nested key twice", GOOD_LINE + '{"text": "a b c d e f", "m": {"a": 1, "a": 2}}\n', "line 2", "'a' occurs"),
+    *both("a key twice in a list", '[{"text": "a", "text": "b"}]', "row 0", "'text' occurs 2 times", file="d.json"),
+    *both("a number without a value", GOOD_LINE + '{"text": "a b c d e", "n": 1e999}\n', "line 2", "is too large"),
+    *both("a comma at the end of a row", GOOD_LINE + '{"text": "a",}\n', "line 2"),
+    *both("a list as a line", GOOD_LINE + "[1, 2]\n", "line 2"),
+    *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode()), "compressed", "Unpack"),
+    *both("compressed JSON lines, named so", gzip.compress(GOOD_LINE.encode()), "compressed", file="d.jsonl.gz"),
+    *both("only a header", "text\n", "no rows", file="d.csv"),
+    *both("only a header with tabs", "text\tb\n", "no rows", file="d.tsv"),
+    *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
+    *both("a column twice with tabs", "text\ttext\na\tb\n", "'text' occurs 2 times", file="d.TSV"),
+    *both("an empty csv", "", "empty", file="d.csv"),
+    *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
+    *both("an open quote", 'text\n"a"\n"b"\n"c\n' + "d\n" * 3, "line 4", "quote", file="d.csv"),
+    *both("csv in UTF-16", "text\nabc\n".encode("utf-16"), "UTF-8", file="d.csv"),
+    *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "line 3002", "UTF-8", file="d.csv"),
+    *both("a late field", "text,b\n" + "a,b\n" * 3000 + "a,b,c\n", "line 3002", "3 fields", file="d.csv"),
+    *both("text in UTF-16", "abc".encode("utf-16"), "UTF-8", file="d.txt"),
+    *both("arrow without rows", arrow(0), "no rows", file="d.arrow"),
+    *both("cut off arrow", arrow(400, 9000), "Arrow", file="d.arrow"),
+    *both("parquet without a row", parquet({"text": []}), "no rows", file="d.parquet"),
+    *both("parquet with other bytes", zeroed, file="d.parquet"),
+]  # fmt: skip
 
 JSON = [
     rows("empty jsonl", "", "empty"),
@@ -238,6 +292,23 @@ LITERAL = [
 ]  # fmt: skip
 
 VALID = [
+    good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
+    valid("revision of a local file", path="rows.jsonl", revision="v1", warns=("revision: v1 has no effect",)),
+    valid("exponents", path="d.jsonl",
+          files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
+    good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
+         config=entry(path="d.jsonl"), files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
+    good("NUL in a text", why="it is a character that tokenizers read",
+         config=entry(path="d.csv"), files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
+    good("fewer fields than columns", why="missing fields are empty",
+         config=entry(path="d.csv"), files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
+    good("compressed csv", why="the datasets library unpacks it", config=entry(path="d.csv"),
+         files={"d.csv": gzip.compress(b"text\n" + b"a b c d e f g h i j k l\n" * 2)}),
+    *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text}) for name, text in (
+        ("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
+        ("stream: the first row has other columns", '{"other": "a"}\n' + GOOD_LINE * 2),
+        ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE),
+        ("stream: 10,000 columns", json.dumps({"text": TEXT * 2} | {f"c{n}": n for n in range(10_000)})))),
     valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
     valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
           warns=("dropped 1 without text",)),
@@ -276,4 +347,4 @@ VALID = [
         **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
-CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]
+CASES = [*READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

@@ -13,7 +13,7 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 from datasets.data_files import DataFilesList
 
 from ebft.data.added_keys import as_json
-from ebft.data.diagnose import explain, repeated_column
+from ebft.data.diagnose import explain, header_problem
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.json_files import read_json
 from ebft.data.json_values import JsonText
@@ -36,6 +36,7 @@ KINDS = {
 # Formats that can run code when they are loaded; they are never read.
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
+_STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
@@ -106,16 +107,25 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
             stacklevel=2,
         )
+    _refuse_compressed([path for path, found in taken if found != "csv"], source)
     return taken
 
 
 def _refuse_compressed(files: list[Path], source: str) -> None:
-    found = next((path for path in files if path.suffix.lower() in _COMPRESSED), None)
+    found = next((path for path in files if path.suffix.lower() in _COMPRESSED or _starts_compressed(path)), None)
     if found is not None:
         raise DataError(
             f"{source}: {found.name} is compressed; local files are read uncompressed. Unpack it, and set path to the "
             "unpacked file."
         )
+
+
+def _starts_compressed(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(8).startswith(_STARTS)
+    except OSError:
+        return False  # reported when it is read
 
 
 def _split_of(path: Path, root: Path, kind: str) -> str:
@@ -172,9 +182,11 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
 def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
 
-    Raises DataError for a table with two columns of the same name, and for a path that cannot be read.
+    Raises DataError for a CSV file without a header or with two columns of the same name, and for a path that cannot
+    be read.
     """
-    problem = next(filter(None, map(repeated_column, paths)), None) if kind == "csv" else None
+    tables = [path for path in paths if kind == "csv" and not _starts_compressed(path)]
+    problem = next(filter(None, map(header_problem, tables)), None)
     if problem:
         raise DataError(problem)
     names = [os.path.abspath(path) for path in paths]
