@@ -190,6 +190,32 @@ TABLES = [
     dataset("save_to_disk with a broken state", "saved", path="saved", files={"saved/state.json": "{"}),
 ]
 
+REPLIED = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there, you."}]}]
+COMPARED = [{"messages": REPLIED[0]["messages"][:1], "chosen": "Hello there.", "rejected": "No."}]
+BODY = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}\n"
+FAILING = {
+    "{{ 1 // 0 }}": "modulo by zero",
+    "{{ 'a' | nothing }}": "No filter named 'nothing'",
+    "{{ nothing.a }}": "undefined",
+    "{{ raise_exception('not so') }}": "not so",
+    "{{ 10.0 ** 400 }}": "out of range",
+    "{{ 'a' * 10**15 }}": "Memory",
+    "{{ 'a' + 5 }}": "concatenate",
+    "{{ 5 is nothing }}": "No test named 'nothing'",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{% for n in range(10**9) %}{% endfor %}": "Range",
+}
+TEMPLATES = [
+    bad(f"template with {text} in {type}", "c.jsonl", "row 0", "t.jinja", "line 2", said, files={
+        "c.jsonl": COMPARED if "default" in type else REPLIED, "t.jinja": BODY + text},
+        config=keys | {"datasets": [{"path": "c.jsonl", "type": type}], "chat_template": "t.jinja"})
+    for number, (text, said) in enumerate(FAILING.items())
+    for type, keys in {
+        "chat_template": SFT, "ebft_strided_chat.transform": {}, "chat_template.default": SFT | {"rl": "dpo"},
+        "ebft_chat_multiturn.transform": STRUCTURED}.items()
+    if number < 2 or type == "chat_template"
+]  # fmt: skip
+
 PICKLES = [
     bad(f"pickle {suffix}", f"d{suffix}", "pickle", config=entry(path=f"d{suffix}"), files={f"d{suffix}": pickled},
         absent=("pwned",))
@@ -347,4 +373,4 @@ VALID = [
         **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
-CASES = [*READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]
+CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

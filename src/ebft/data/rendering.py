@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from os.path import commonprefix
+from traceback import walk_tb
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.joined import ids_after
 from ebft.data.messages import Message
 from ebft.data.special_tokens import end_tokens, special_texts
 from ebft.data.thinking import THINKING, join_thinking, split_thinking, thinking_spans
-from ebft.errors import DataError
+from ebft.errors import DataError, cause
 
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
@@ -229,8 +230,20 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.kwargs,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+        except Exception as error:  # a template is a program, which can divide by zero or call itself without end
+            line = _line(error)
+            raise DataError(
+                f"chat template {self.name} cannot render these messages: {cause(error)}"
+                f"{f' (line {line} of the template)' if line else ''}"
+            ) from error
+
+
+def _line(error: Exception) -> int | None:
+    """The line of the template in which an error occurred, None if it is unknown."""
+    if isinstance(error, TemplateSyntaxError):  # also a filter that does not exist
+        return error.lineno
+    lines = [number for frame, number in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return lines[-1] if lines else None
 
 
 def _starts_with_thinking(content: str) -> bool:
