@@ -148,6 +148,10 @@ STRUCTURE = [
     key("base_model", " "),
     key("datasets", []),
     key("datasets", "rows.jsonl"),
+    *(broken(f"{name}: an empty type", f"{name}.0: type: the mapping is empty", "user_defined", config={
+        "datasets": [{"path": "rows.jsonl", "type": "completion"}], name: [{"path": "rows.jsonl", "type": {}}]})
+      for name in ("datasets", "test_datasets")),
+    key("evaluation.pass_at", [1, 100], "evaluation.samples", "got 2"),
     key("datasets", {"path": "rows.jsonl", "type": "completion"}),
     key("datasets", ["rows.jsonl"]),
     key("datasets", [{"path": "rows.jsonl"}], "type"),
@@ -234,6 +238,7 @@ STRUCTURE = [
 VALID = [
     valid("as it is"),
     right("max_steps", -1),
+    right("evaluation.pass_at", [2, 1]),
     valid("empty values mean unset",
           config=TEXT.replace('"max_steps": 1', '"max_steps": null, "wandb_run_id": null')),
     right("learning_rate", 1),

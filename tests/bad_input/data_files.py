@@ -1,5 +1,6 @@
 """Malformed data files and dataset entries, and valid ones that look unusual; training stops before its first step."""
 
+import gzip
 import json
 import os
 import pickle
@@ -67,6 +68,8 @@ def looped(path: Path) -> None:
 
 CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
 PAIR = {"type": "ebft_strided_structured.transform"}
+SFT = {"rl": None, "ebft": None}
+STREAM = SFT | {"streaming": True}
 STRUCTURED = {
     "ebft": {"mode": "structured"},
     "trl": {"num_generations": 2, "max_completion_length": 4},
@@ -79,6 +82,59 @@ def structured(name: str, content: list, *expect: str, type: str = "ebft_opencod
     config = {**STRUCTURED, "datasets": [{"path": "d.jsonl", "type": type}]}
     return bad(name, *expect, config=config, files={"d.jsonl": content})
 
+
+def both(name: str, content: Any, *expect: str, file: str = "d.jsonl", **keys: Any) -> list[Case]:
+    """A file that cannot be read, neither at once nor as a stream."""
+    config = entry(path=file, type="completion", **keys)
+    return [bad(f"{name}{suffix}", file, *expect, config=config | others, files={file: content})
+            for suffix, others in (("", SFT), (" in a stream", STREAM))]  # fmt: skip
+
+
+def arrow(count: int, size: int | None = None) -> Any:
+    """An Arrow file with rows, cut off after `size` bytes."""
+
+    def write(path: Path) -> None:
+        import pyarrow as pa
+
+        table = pa.table({"text": pa.array([TEXT] * count, pa.string())})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        path.write_bytes(path.read_bytes()[:size])
+
+    return write
+
+
+def zeroed(path: Path) -> None:
+    parquet({"text": [str(number) * 90 for number in range(500)]})(path)
+    path.write_bytes(path.read_bytes()[:200] + b"\xff" * 200 + path.read_bytes()[400:])
+
+
+READ_IN_TWO_WAYS = [
+    *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
+    *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
+    *both("a nested key twice", GOOD_LINE + '{"text": "a b c d e f", "m": {"a": 1, "a": 2}}\n', "line 2", "'a' occurs"),
+    *both("a key twice in a list", '[{"text": "a", "text": "b"}]', "row 0", "'text' occurs 2 times", file="d.json"),
+    *both("a number without a value", GOOD_LINE + '{"text": "a b c d e", "n": 1e999}\n', "line 2", "is too large"),
+    *both("a comma at the end of a row", GOOD_LINE + '{"text": "a",}\n', "line 2"),
+    *both("a list as a line", GOOD_LINE + "[1, 2]\n", "line 2"),
+    *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode()), "compressed", "Unpack"),
+    *both("compressed JSON lines, named so", gzip.compress(GOOD_LINE.encode()), "compressed", file="d.jsonl.gz"),
+    *both("only a header", "text\n", "no rows", file="d.csv"),
+    *both("only a header with tabs", "text\tb\n", "no rows", file="d.tsv"),
+    *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
+    *both("a column twice with tabs", "text\ttext\na\tb\n", "'text' occurs 2 times", file="d.TSV"),
+    *both("an empty csv", "", "empty", file="d.csv"),
+    *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
+    *both("an open quote", 'text\n"a"\n"b"\n"c\n' + "d\n" * 3, "line 4", "quote", file="d.csv"),
+    *both("csv in UTF-16", "text\nabc\n".encode("utf-16"), "UTF-8", file="d.csv"),
+    *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "line 3002", "UTF-8", file="d.csv"),
+    *both("a late field", "text,b\n" + "a,b\n" * 3000 + "a,b,c\n", "line 3002", "3 fields", file="d.csv"),
+    *both("text in UTF-16", "abc".encode("utf-16"), "UTF-8", file="d.txt"),
+    *both("arrow without rows", arrow(0), "no rows", file="d.arrow"),
+    *both("cut off arrow", arrow(400, 9000), "Arrow", file="d.arrow"),
+    *both("parquet without a row", parquet({"text": []}), "no rows", file="d.parquet"),
+    *both("parquet with other bytes", zeroed, file="d.parquet"),
+]  # fmt: skip
 
 JSON = [
     rows("empty jsonl", "", "empty"),
@@ -134,6 +190,32 @@ TABLES = [
     dataset("save_to_disk with a broken state", "saved", path="saved", files={"saved/state.json": "{"}),
 ]
 
+REPLIED = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there, you."}]}]
+COMPARED = [{"messages": REPLIED[0]["messages"][:1], "chosen": "Hello there.", "rejected": "No."}]
+BODY = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}\n"
+FAILING = {
+    "{{ 1 // 0 }}": "modulo by zero",
+    "{{ 'a' | nothing }}": "No filter named 'nothing'",
+    "{{ nothing.a }}": "undefined",
+    "{{ raise_exception('not so') }}": "not so",
+    "{{ 10.0 ** 400 }}": "out of range",
+    "{{ 'a' * 10**15 }}": "Memory",
+    "{{ 'a' + 5 }}": "concatenate",
+    "{{ 5 is nothing }}": "No test named 'nothing'",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{% for n in range(10**9) %}{% endfor %}": "Range",
+}
+TEMPLATES = [
+    bad(f"template with {text} in {type}", "c.jsonl", "row 0", "t.jinja", "line 2", said, files={
+        "c.jsonl": COMPARED if "default" in type else REPLIED, "t.jinja": BODY + text},
+        config=keys | {"datasets": [{"path": "c.jsonl", "type": type}], "chat_template": "t.jinja"})
+    for number, (text, said) in enumerate(FAILING.items())
+    for type, keys in {
+        "chat_template": SFT, "ebft_strided_chat.transform": {}, "chat_template.default": SFT | {"rl": "dpo"},
+        "ebft_chat_multiturn.transform": STRUCTURED}.items()
+    if number < 2 or type == "chat_template"
+]  # fmt: skip
+
 PICKLES = [
     bad(f"pickle {suffix}", f"d{suffix}", "pickle", config=entry(path=f"d{suffix}"), files={f"d{suffix}": pickled},
         absent=("pwned",))
@@ -153,6 +235,14 @@ PLACES = [
     dataset("the root folder", "path", path="/proc/self/nothing"),
     dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
     dataset("FIFO of text", "d.txt", path="d.txt", files={"d.txt": os.mkfifo}),
+    dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
+    dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
+            files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
+    dataset("a variable in a path", "'$DATA/d.jsonl'", "not replaced", path="$DATA/d.jsonl"),
+    dataset("a line break in a path", "rows.jsonl", "white space", path="rows.jsonl\n"),
+    dataset("a variable that is the name of a file", "$HOME.csv", "Rename", path="$HOME.csv",
+            files={"$HOME.csv": "text\na\n"}),
+    dataset("two colons in a path", "a::b/d.csv", "Rename", path="a::b/d.csv", files={"a::b/d.csv": "text\na\n"}),
     dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
     dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
@@ -205,7 +295,46 @@ ROWS_OF_CHATS = [
     structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
 ]  # fmt: skip
 
+# Names that are patterns, and that match the name of another file, which cannot be read.
+NAMES = {"a[1]": "a1", "star*": "star1", "what?": "whats", "[!b]": "a", "a b#%41": "a bA", "{a,b}": "a"}
+LITERAL = [
+    good(f"{name!r} as the name of a {extension} file{' in a stream' if keys is STREAM else ''}",
+         config=entry(path=f"{name}/{name}.{extension}", type="completion") | keys,
+         files={f"{name}/{name}.{extension}": content, f"{name}/{other}.{extension}": "x,y\n1,2,3\n"})
+    for name, other in NAMES.items()
+    for extension, content, keys in (
+        ("jsonl", ROWS, SFT), ("jsonl", ROWS, STREAM), ("csv", f'text\n"{TEXT}"\n', SFT),
+        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT))
+] + [
+    valid("data_files that is the name of a file", path=".", data_files="star*.csv",
+          files={"star*.csv": f'text\n"{TEXT * 2}"\n', "star1.csv": "x,y\n1,2,3\n"}),
+    valid("a pattern", path="d[1]", data_files="star*.jsonl", files={"d[1]/star1.jsonl": ROWS}),
+    good("brackets in every path", trains=True, unchanged=("out[1]/adapter_model.safetensors",),
+         files={"m[1]": lambda path: path.symlink_to("model"), "t[1].jinja": "{{ messages[0].content }}"},
+         config=entry(path="rows.jsonl", type="completion") | SFT | {
+             "base_model": "m[1]", "output_dir": "out[1]", "save_strategy": "steps", "save_steps": 1,
+             "chat_template": "t[1].jinja", "dataset_prepared_path": "p[1]", "adapter": "lora", "lora_r": 2,
+             "lora_alpha": 4, "lora_target_linear": True}),
+]  # fmt: skip
+
 VALID = [
+    good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
+    valid("revision of a local file", path="rows.jsonl", revision="v1", warns=("revision: v1 has no effect",)),
+    valid("exponents", path="d.jsonl",
+          files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
+    good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
+         config=entry(path="d.jsonl"), files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
+    good("NUL in a text", why="it is a character that tokenizers read",
+         config=entry(path="d.csv"), files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
+    good("fewer fields than columns", why="missing fields are empty",
+         config=entry(path="d.csv"), files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
+    good("compressed csv", why="the datasets library unpacks it", config=entry(path="d.csv"),
+         files={"d.csv": gzip.compress(b"text\n" + b"a b c d e f g h i j k l\n" * 2)}),
+    *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text}) for name, text in (
+        ("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
+        ("stream: the first row has other columns", '{"other": "a"}\n' + GOOD_LINE * 2),
+        ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE),
+        ("stream: 10,000 columns", json.dumps({"text": TEXT * 2} | {f"c{n}": n for n in range(10_000)})))),
     valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
     valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
           warns=("dropped 1 without text",)),
@@ -244,4 +373,4 @@ VALID = [
         **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
-CASES = [*JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *VALID]
+CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

@@ -71,6 +71,9 @@ TRANSFORMS = [
     transform("huge token ids", 'return {"input_ids": [2**40] * 20, "labels": [2**40] * 20}', "row 0", "input_ids"),
     transform("negative prompt", 'return {"input_ids": [1] * 20, "labels": [1] * 20, "prompt_length": -1}', "row 0",
               "prompt_length"),
+    *(transform(f"prompt_length {value}", f'ids = [1] * 20; return {{"input_ids": ids, "labels": ids, '
+                f'"prompt_length": {value}}}', "row 0", "prompt_length", "own")
+      for value in ("21", "2**70", "1.5", "'3'")),
     transform("prompts for strided", 'return {"prompt": "a", "ground_truth": "b"}', "row 0", "input_ids"),
     transform("raises in two processes", RAISES, "own.py", "line 4", "KeyError", dataset_num_proc=2),
     transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),

@@ -64,7 +64,7 @@ def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
     [
         ("text", TURNS, "requires a prompt of messages"),
         (PROMPT, [TURNS[1], TURNS[1]], "two consecutive assistant turns"),
-        (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "must be text"),
+        (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "part whose text is missing"),
         ("", None, "empty prompt"),
     ],
 )

@@ -221,9 +221,9 @@ def test_names_that_the_trainer_uses(make_grpo, write_jsonl, tokenizer, own, nam
         ('{"prompt": "x", "ground_truth": "y", "remaining_turns": "z"}', "row 0: remaining_turns must contain a list"),
         ('{"prompt": "x", "ground_truth": "y", "when": object()}', "row 0: column 'when' contains object, .* to text"),
         (
-            '{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"text": "x"}]}], '
+            '{"prompt": [{"role": "system", "content": "s"}, {"role": "tool", "content": {"text": "x"}}], '
             '"ground_truth": "y"}',
-            "row 0: the contents of the messages in a row have different types .list, str.. Use text for the content",
+            "row 0: the contents of the messages in a row have different types .dict, str.. Use text for the content",
         ),
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', "row 0: .* no chat template"),
         (

@@ -93,7 +93,10 @@ def test_all_messages_are_the_prompt(write_rows, tokenizer):
         ("{", "row 0: the line is not valid JSON"),
         ('{"messages": []}', "must contain responses_create_params with the messages in `input`"),
         ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
-        ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "must be text"),
+        (
+            '{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}',
+            "type .image.",
+        ),
     ],
 )
 def test_rows_that_are_not_of_nemo_gym(tmp_path, tokenizer, line, message):

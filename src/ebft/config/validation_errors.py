@@ -91,7 +91,9 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
     if detail["type"] == "missing":
         return f"{key} is missing. It is required and has no default."
     if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
+        message = str(detail["ctx"]["error"])
+        is_entry = any(isinstance(part, int) for part in detail["loc"])
+        return f"{key}: {message}" if is_entry and not message.startswith(key) else message
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
     if key == "rl":
         wanted += " (leave it out for SFT)"

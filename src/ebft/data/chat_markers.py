@@ -3,7 +3,6 @@
 import re
 import warnings
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 # <|im_start|>, <｜User｜>, <start_of_turn>, <s>, [INST]. Words in angle brackets, such as <think>, are plain text.
@@ -54,7 +53,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: li
     asked = chat[-1] is not _REPLY
     try:
         return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=asked)
-    except (TemplateError, TypeError, ValueError, KeyError):
+    except Exception:  # a template is a program, which may fail in any way
         return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ebft.config.shapes import ShapeKeys
-from ebft.data.messages import Message, messages_of
+from ebft.data.messages import Message, message_text, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
 from ebft.data.thinking import join_thinking, split_thinking
 from ebft.data.transforms.rows import first_present, text_of
@@ -67,6 +67,8 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
             return _calling(message, number)
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
+        if message.get("content") is not None:
+            message["content"] = message_text(message, number)
         return _with_thinking(message, entry)
 
     return normal

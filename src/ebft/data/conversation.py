@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.added_keys import without_missing
 from ebft.data.joined import Tokens, ids_after
-from ebft.data.messages import Message, is_context
+from ebft.data.messages import Message, as_texts, is_context
 from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
 from ebft.data.special_tokens import end_tokens
 from ebft.data.thinking import thinking_spans
@@ -135,7 +135,7 @@ class Renderer:
         if key not in self._rendered:
             template = self.template.with_tools(tools, chat_template_kwargs)
             reply = reply or {"role": "assistant", "content": ground_truth}
-            conversation = self._conversation(template, prompt, reply, bool(ground_truth), _clean(remaining))
+            conversation = self._conversation(template, prompt, reply, bool(ground_truth), remaining)
             if len(self._rendered) >= REMEMBERED:
                 del self._rendered[next(iter(self._rendered))]
             self._rendered[key] = conversation
@@ -144,6 +144,7 @@ class Renderer:
     def _conversation(
         self, template: ChatTemplate, prompt: Prompt, reply: Message, has_reference: bool, remaining: list[Message]
     ) -> Conversation:
+        remaining = as_texts(remaining)
         given = self._prompt_ids(template, prompt)
         if isinstance(prompt, str):
             if any(map(is_reply, remaining)):
@@ -151,7 +152,7 @@ class Renderer:
                     "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
             return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
-        messages = [*_clean(prompt), reply, *_up_to_last_reply(remaining)]
+        messages = [*as_texts([*prompt, reply]), *_up_to_last_reply(remaining)]
         following = range(len(prompt) + 1, len(messages))
         replies = [len(prompt), *(index for index in following if is_reply(messages[index]))]
         if any(second == first + 1 for first, second in zip(replies, replies[1:])):
@@ -176,10 +177,6 @@ class Renderer:
         self, template: ChatTemplate, messages: list[Message], replies: list[int]
     ) -> tuple[list[Turn], int | None]:
         """The turns as the template renders them in the whole conversation, and the token that ends the last one."""
-        for index in replies:
-            if not isinstance(messages[index].get("content", ""), str):
-                kind = type(messages[index]["content"]).__name__
-                raise DataError(f"the content of an assistant turn must be text, got {kind}")
         places = Places(template, messages)
         tokens, known = Tokens(self.tokenizer, places.text), end_tokens(self.tokenizer)
         turns: list[Turn] = []
@@ -255,7 +252,7 @@ class Renderer:
                 "continue that message. End the prompt with a user message, and use the reply as ground_truth"
             )
         else:
-            ids = Tokens(self.tokenizer, template(_clean(prompt), add_generation_prompt=True)).ids
+            ids = Tokens(self.tokenizer, template(as_texts(prompt), add_generation_prompt=True)).ids
         if not ids:
             raise DataError("cannot sample from an empty prompt. Provide a prompt, or use a tokenizer with a BOS token")
         return list(ids)
@@ -274,8 +271,7 @@ def is_reply(message: Message) -> bool:
     """Whether a message is a reply that the policy is to give; one without text or with weight 0 is given."""
     if message.get("role") != "assistant" or is_context(message):
         return False
-    content = message.get("content")
-    return bool(content.strip()) if isinstance(content, str) else bool(content)
+    return bool((message.get("content") or "").strip())
 
 
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
@@ -294,8 +290,3 @@ def _json(row: Mapping[str, Any], name: str) -> Any:
     if isinstance(value, str):
         return json.loads(value) if value else None
     return without_missing(value) if name == TOOLS else value
-
-
-def _clean(messages: Iterable[Message]) -> list[Message]:
-    """Messages without keys that are None: Arrow adds the keys of all messages, and templates check for presence."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]

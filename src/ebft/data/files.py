@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets.data_files import DataFilesList
 
 from ebft.data.added_keys import as_json
-from ebft.data.diagnose import explain, repeated_column
+from ebft.data.diagnose import explain, header_problem
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.json_files import read_json
 from ebft.data.json_values import JsonText
@@ -34,6 +36,7 @@ KINDS = {
 # Formats that can run code when they are loaded; they are never read.
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
+_STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
@@ -104,16 +107,25 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
             stacklevel=2,
         )
+    _refuse_compressed([path for path, found in taken if found != "csv"], source)
     return taken
 
 
 def _refuse_compressed(files: list[Path], source: str) -> None:
-    found = next((path for path in files if path.suffix.lower() in _COMPRESSED), None)
+    found = next((path for path in files if path.suffix.lower() in _COMPRESSED or _starts_compressed(path)), None)
     if found is not None:
         raise DataError(
             f"{source}: {found.name} is compressed; local files are read uncompressed. Unpack it, and set path to the "
             "unpacked file."
         )
+
+
+def _starts_compressed(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(8).startswith(_STARTS)
+    except OSError:
+        return False  # reported when it is read
 
 
 def _split_of(path: Path, root: Path, kind: str) -> str:
@@ -148,20 +160,43 @@ def _read_texts(paths: list[Path]) -> Dataset:
 
 
 def _read_tables(kind: str, paths: list[Path]) -> Dataset:
-    options = reader_options(kind, paths)
+    options, files = reader_options(kind, paths), exact_files(kind, paths)
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
         return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
-    problem = next(filter(None, map(repeated_column, paths)), None) if kind == "csv" else None
-    if problem:
-        raise DataError(problem)
+    variable = next((path for path in map(os.path.abspath, paths) if os.path.expandvars(path) != path), None)
+    if variable is not None:
+        raise DataError(
+            f"{variable}: the datasets library would replace the name of an environment variable in this path. Rename "
+            "the file or the folder."
+        )
     try:
-        rows = load_dataset(kind, contents, data_files=[str(path) for path in paths], split="train", **options)
+        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
         rows.data.validate(full=True)
         return rows
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(explain(kind, paths, error)) from error
+
+
+def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
+    """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
+
+    Raises DataError for a CSV file without a header or with two columns of the same name, and for a path that cannot
+    be read.
+    """
+    tables = [path for path in paths if kind == "csv" and not _starts_compressed(path)]
+    problem = next(filter(None, map(header_problem, tables)), None)
+    if problem:
+        raise DataError(problem)
+    names = [os.path.abspath(path) for path in paths]
+    chained = next((name for name in names if "::" in name), None)
+    if chained is not None:
+        raise DataError(
+            f"{chained}: the datasets library reads a path with '::' as a file within an archive. Rename the file or "
+            "the folder."
+        )
+    return {"train": DataFilesList(names, [])}
 
 
 def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ they are read as they are needed.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from ebft.errors import DataError
 _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"\s*")
+_EXPONENT = re.compile(r"\d[eE]\+?\d{3}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ADVICE = "Correct the file or leave it out."
 
@@ -40,15 +43,16 @@ class JsonFiles(ArrowBasedBuilder):
     """Builder of a dataset with the rows of JSON files."""
 
     BUILDER_CONFIG_CLASS = JsonFilesConfig
-    VERSION = Version("1.0.0")  # part of the folder in the cache
+    VERSION = Version("1.1.0")  # part of the folder in the cache
 
     def _info(self) -> DatasetInfo:
         return DatasetInfo()
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
         types, splits = Types(), []
-        for split, found in dl_manager.download_and_extract(self.config.files).items():
-            paths = list(dl_manager.iter_files(found))
+        for split, paths in self.config.files.items():
+            if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
+                paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
             for path in paths:
                 for row in json_rows(Path(path)):
                     types.add(row)
@@ -75,6 +79,17 @@ def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
     builder = JsonFiles(hash=version, files=files)
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
+
+
+def json_batches(paths: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files one after the other, with the columns of the rows around them, which may be None."""
+    columns: dict[str, None] = {}
+    for path in paths:
+        rows = json_rows(Path(path))
+        while batch := list(islice(rows, _BATCH)):
+            columns |= {name: None for row in batch for name in row}
+            for row in batch:
+                yield columns | row
 
 
 def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
@@ -164,6 +179,11 @@ def _checked(row: Any, text: str, where: str) -> dict[str, Any]:
     """The row, given its text. Raises DataError if it is not an object, or contains a text that is none."""
     if not isinstance(row, dict):
         _fail(where, f"a row must be a JSON object, got {_short(text.strip())}")
+    if _EXPONENT.search(text):
+        try:
+            json.loads(text, parse_float=_finite)
+        except ValueError as error:
+            _fail(where, str(error), error)
     for key, value in row.items() if _SURROGATE.search(text) else ():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -181,6 +201,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in names if names.count(key) > 1)
         raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in an object, so its value is ambiguous")
     return found
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(float(digits)):
+        raise ValueError(f"the number {_short(digits)} is too large for a floating-point number")
+    return float(digits)
 
 
 def _fail(where: str, problem: str, error: Exception | None = None) -> NoReturn:

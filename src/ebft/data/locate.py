@@ -1,6 +1,7 @@
 """Location of a dataset or a base model: a local path, a model of `ebft fetch`, or a Hub id."""
 
 import os
+from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     if looks_local(name):
         raise error(
             f"{key}: the local path {shortened(name)!r} does not exist "
-            f"(working directory: {Path.cwd()}). Correct the path, or use a Hub id such as owner/name."
+            f"(working directory: {Path.cwd()}). {_advice(name, kind)}"
         )
     _ask_hub(name, kind, key, error)
     return None
@@ -62,7 +63,21 @@ def looks_local(name: str) -> bool:
     """Whether `name` can only be a path: a Hub id has at most one slash and no file extension."""
     if name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1:
         return True
+    if has_magic(name) or "$" in name or name != name.strip():
+        return True
     return Path(name).suffix.lower() in {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gguf"}
+
+
+def _advice(name: str, kind: str) -> str:
+    """What to change in a path that does not exist."""
+    if name != name.strip():
+        return "It starts or ends with white space. Remove it."
+    if "$" in name:
+        return "Environment variables in a config are not replaced. Write the path itself."
+    if kind == "dataset" and has_magic(name):
+        folder, pattern = os.path.split(name)
+        return f"For a pattern, name the folder and the pattern: `path: {folder or '.'}`, `data_files: {pattern!r}`."
+    return "Correct the path, or use a Hub id such as owner/name."
 
 
 def _check_shadowing(path: Path, name: str, key: str) -> None:

@@ -1,5 +1,6 @@
-"""Chats as lists of messages: their checks, and finding the turns that are answers."""
+"""Chats as lists of messages: their checks, their contents as texts, and finding the turns that are answers."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ebft.errors import DataError
@@ -7,6 +8,9 @@ from ebft.errors import DataError
 Message = dict[str, Any]
 
 _SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
+_TEXTS = ("text", "input_text", "output_text", None)  # types of parts of contents that are texts
+_MEDIA = ("image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file")
+_RESULTS = ("tool", "function", "ipython")  # roles whose content may be a JSON object
 
 
 def messages_of(messages: Any, where: str) -> list[Message]:
@@ -15,13 +19,63 @@ def messages_of(messages: Any, where: str) -> list[Message]:
         return []
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
-    # Arrow adds the keys of all messages to each message, with the value None; templates check for presence.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return as_texts(messages)
+
+
+def as_texts(messages: Iterable[Message]) -> list[Message]:
+    """The messages with texts as contents, and without the keys that Arrow adds to messages, with the value None.
+
+    Every chat is read here before it is compared or rendered: a chat template that expects texts prints a list of
+    parts, or a missing content, as Python does. Raises DataError for contents that are not text.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        # Templates check for the presence of keys.
+        rest = {key: value for key, value in message.items() if value is not None}
+        if "content" in rest or not rest.get("tool_calls"):
+            rest["content"] = message_text(rest, number)
+        found.append(rest)
+    return found
+
+
+def message_text(message: Mapping[str, Any], number: int) -> Any:
+    """The content of message `number` as text: its parts are joined, and a missing one is empty.
+
+    A result of a tool may be a JSON object, which is returned as it is. Raises DataError for anything else.
+    """
+    content, role = message.get("content"), message.get("role")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Mapping) and role in _RESULTS:
+        return content
+    what = f"the content of message {number} ({role})"
+    if not isinstance(content, list):
+        raise DataError(
+            f"{what} must be text or a list of parts with text, got {type(content).__name__} ({content!r:.60}). Write "
+            "it as text."
+        )
+    return "".join(_part_text(part, what) for part in content)
+
+
+def _part_text(part: Any, what: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in _TEXTS and not any(part.get(key) for key in _MEDIA):
+        if isinstance(part.get("text"), str):
+            return part["text"]
+        raise DataError(
+            f"{what} has a part whose text is missing or is not text ({part!r:.60}). Correct the part, or remove it."
+        )
+    kind = next((key for key in _MEDIA if part.get(key)), None) if kind in _TEXTS else kind
+    raise DataError(
+        f"{what} has a part of type {kind!r}, but models are trained on text only. Remove such parts, or the row."
+    )
 
 
 def _is_message(message: Any) -> bool:
     """Whether a value is a message: a turn that only calls tools may lack its content."""
-    if not isinstance(message, dict) or "role" not in message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     return "content" in message or bool(message.get("tool_calls"))
 
@@ -62,11 +116,5 @@ def before_last_answer(messages: list[Message]) -> tuple[list[Message], Message 
 
 
 def content_text(message: Message) -> str:
-    """The text of an assistant turn, empty if missing. Raises DataError if it is not text."""
-    content = message.get("content", "")
-    if not isinstance(content, str):
-        raise DataError(
-            f"the content of an assistant turn must be text, got {type(content).__name__}. Join its "
-            "parts into one text."
-        )
-    return content
+    """The text of an assistant turn, empty if missing."""
+    return message.get("content", "")

@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from os.path import commonprefix
+from traceback import walk_tb
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.joined import ids_after
 from ebft.data.messages import Message
 from ebft.data.special_tokens import end_tokens, special_texts
 from ebft.data.thinking import THINKING, join_thinking, split_thinking, thinking_spans
-from ebft.errors import DataError
+from ebft.errors import DataError, cause
 
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
@@ -132,13 +133,17 @@ class ChatTemplate:
         return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
 
     @cached_property
-    def _reads_content(self) -> Callable[[Any], Any] | None:
-        """How the template reads contents: as texts only, as lists of parts only, or (None) as they are."""
-        shows = lambda content: self._text([{"role": "user", "content": content}])
-        text, parts = shows(_REPLY), shows([{"type": "text", "text": _REPLY}])
-        if _REPLY in text:
-            return _joined if _REPLY not in parts or "'text'" in parts else None
-        return _in_parts if _REPLY in parts else None
+    def _reads_only_parts(self) -> bool:
+        """Whether the template omits contents that are texts, and not lists of parts."""
+        shows = lambda content: _REPLY in self._text([{"role": "user", "content": content}])
+        return not shows(_REPLY) and shows([{"type": "text", "text": _REPLY}])
+
+    @cached_property
+    def _reads_objects(self) -> bool:
+        """Whether the template writes the result of a tool that is an object as JSON."""
+        calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "ebft_tool", "content": {_REPLY: _REPLY}}
+        return f'"{_REPLY}"' in self._text([_ASKED, self._readable(calls), result])
 
     @cached_property
     def thinking_key(self) -> str | None:
@@ -169,8 +174,11 @@ class ChatTemplate:
 
     def _readable(self, message: Message) -> Message:
         """The message as the template reads it."""
-        if self._reads_content is not None and "content" in message:
-            message = {**message, "content": self._reads_content(message["content"])}
+        content = message.get("content")
+        if isinstance(content, str) and self._reads_only_parts:
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        elif isinstance(content, Mapping) and not self._reads_objects:
+            message = {**message, "content": _as_text(content)}
         if message.get("role") == "assistant":
             message = self._with_thinking(message)
         if not isinstance(message.get("tool_calls"), list):
@@ -187,7 +195,7 @@ class ChatTemplate:
             for content in ("", None):
                 calls = [_with_arguments(_CALL, convert)]
                 text = self._text([_ASKED, {"role": "assistant", "content": content, "tool_calls": calls}])
-                if _CALL["function"]["name"] in text:
+                if _CALL["function"]["name"] in text and "'a'" not in text:  # Python's text of an object
                     return convert, content
         return (lambda arguments: arguments), ""
 
@@ -222,26 +230,26 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.kwargs,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"chat template {self.name} cannot render these messages: {error}") from error
+        except Exception as error:  # a template is a program, which can divide by zero or call itself without end
+            line = _line(error)
+            raise DataError(
+                f"chat template {self.name} cannot render these messages: {cause(error)}"
+                f"{f' (line {line} of the template)' if line else ''}"
+            ) from error
+
+
+def _line(error: Exception) -> int | None:
+    """The line of the template in which an error occurred, None if it is unknown."""
+    if isinstance(error, TemplateSyntaxError):  # also a filter that does not exist
+        return error.lineno
+    lines = [number for frame, number in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return lines[-1] if lines else None
 
 
 def _starts_with_thinking(content: str) -> bool:
     """Whether a content is a thinking block followed by an answer."""
     spans = thinking_spans(content)
     return len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
-
-
-def _joined(content: Any) -> Any:
-    """The text of a content that consists of parts with text."""
-    if not isinstance(content, list) or not content:
-        return content
-    is_text = all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
-    return "".join(part["text"] for part in content) if is_text else content
-
-
-def _in_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:

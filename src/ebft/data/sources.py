@@ -1,6 +1,7 @@
 """The raw rows of a `datasets:` entry: from the Hub, from local files and folders, or from `save_to_disk`."""
 
 import os
+import warnings
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def _read_all(entry: Any) -> Dataset:
         return read_remote(entry)
     if names_a_format(entry):
         return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
-    path = locate(entry.path, "dataset", "datasets.path")
+    path = local_path(entry)
     if path is None:
         return _read_hub(entry)
     if reads_lines(entry.type):
@@ -43,6 +44,22 @@ def _read_all(entry: Any) -> Dataset:
     if path.is_dir() and saved_to_disk(path):
         return _read_saved(path, entry)
     return _read_local(path, entry, kind=entry.ds_type)
+
+
+def local_path(entry: Any) -> Path | None:
+    """The path of an entry, None for a Hub id; with one warning for keys that only apply to the Hub.
+
+    Raises DataError as `locate` does.
+    """
+    path = locate(entry.path, "dataset", "datasets.path")
+    unread = [key for key in ("name", "revision") if getattr(entry, key) is not None]
+    if path is not None and unread:
+        warnings.warn(
+            f"datasets: {' and '.join(f'{key}: {getattr(entry, key)}' for key in unread)} has no effect, since path: "
+            f"{entry.path} is on this machine, not on the Hub. All rows of its split {entry.split} are read.",
+            stacklevel=2,
+        )
+    return path
 
 
 def source_files(entry: Any) -> list[tuple[str, Path]] | None:

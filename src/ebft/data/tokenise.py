@@ -75,6 +75,11 @@ def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> 
     prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
         raise DataError(f"{where}: prompt_length must be a non-negative integer, got {prompt_length!r}.")
+    if prompt_length > length:
+        raise DataError(
+            f"{where}: prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
+            "before the reference, which follows them in input_ids."
+        )
     return {
         "input_ids": input_ids[:length],
         "labels": labels[:length],

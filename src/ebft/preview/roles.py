@@ -7,7 +7,6 @@ from itertools import groupby
 from os.path import commonprefix
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.conversation import Renderer
@@ -27,7 +26,7 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, A
             tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=added, **(kwargs or {}))
             for added in (False, True)
         )
-    except (TemplateError, TypeError, ValueError):  # the template does not accept such a chat
+    except Exception:  # the template does not accept such a chat, or fails in another way
         return None
     if not whole.startswith(plain):
         return None

@@ -81,6 +81,8 @@ def worse(reply: dict) -> dict:
     """Another reply, which differs at its end."""
     if reply.get("tool_calls"):
         return {**reply, "tool_calls": [{**reply["tool_calls"][0], "function": {"name": "other", "arguments": {}}}]}
+    if isinstance(reply["content"], list):
+        return {**reply, "content": [*reply["content"], " Or not"]}
     return {**reply, "content": f"{reply['content']} Or not"}
 
 

@@ -342,22 +342,57 @@ def test_system_messages_are_not_dropped(load, method, template):
         assert "Be brief." in all_text(template, row)
 
 
+PARTS = (
+    lambda text: [{"type": "text", "text": text}],
+    lambda text: [{"type": "input_text", "text": text[:2]}, {"type": "output_text", "text": text[2:]}],
+    lambda text: [text[:2], {"text": text[2:], "image_url": None}],
+)
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("template", ["trl/qwen3", "trl/llama3", "trl/gemma3", "trl/smolvlm"])
-@pytest.mark.parametrize("parts", [True, False])
-def test_contents_as_parts_are_text(load, method, template, parts):
+@pytest.mark.parametrize("template", ["ebft/chatml", "trl/llama3", "trl/gemma3", "trl/qwen2_5_vl", "trl/smolvlm"])
+def test_contents_as_parts_are_text(load, method, template):
     """renderers #134, llama-cpp-python #2324: a list of parts became an empty turn or Python's text of a list.
 
     Templates of models with images leave out contents that are texts instead.
     """
-    asked = {**ASKED, "content": [{"type": "text", "text": ASKED["content"]}]} if parts else ASKED
-    try:
-        (row,) = load(method, template, [chat_row(method, [asked, REPLY])])
-    except DataError as error:
-        assert "row 0" in str(error)
-    else:
-        found = all_text(template, row)
-        assert ASKED["content"] in found and ANSWER in found and "'type'" not in found
+    (plain,) = load(method, template, [chat_row(method, [ASKED, REPLY])])
+    assert ASKED["content"] in all_text(template, plain) and ANSWER in all_text(template, plain)
+    for parts in PARTS:
+        messages = [{**message, "content": parts(message["content"])} for message in (ASKED, REPLY)]
+        assert load(method, template, [chat_row(method, messages)]) == [plain]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("template", ["ebft/chatml", "trl/llama3", "trl/qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}], "of type 'image_url'"),
+        ([{"type": "text", "text": "See", "image": "x"}], "a part of type 'image', but models are trained on text"),
+        ([["See"]], "a part of type 'list'"),
+        ([None], "a part of type 'NoneType'"),
+        ([{"type": "text", "text": None}], "a part whose text is missing"),
+        ({"type": "text", "text": "See"}, "must be text or a list of parts with text, got dict"),
+        (5, "must be text or a list of parts with text, got int"),
+    ],
+)
+def test_contents_that_are_not_text(load, method, template, content, message):
+    """Templates print a number or a list as Python does, and omit parts that they do not know."""
+    for messages in ([{**ASKED, "content": content}, REPLY], [ASKED, {**REPLY, "content": content}]):
+        with pytest.raises(DataError, match=rf"row 0: .*content of message \d \((user|assistant)\).*{message}"):
+            load(method, template, [chat_row(method, messages)])
+
+
+@pytest.mark.parametrize("template", ["trl/llama3_1", "trl/qwen2_5", "trl/qwen3", "trl/glm4moe", "trl/gptoss"])
+@pytest.mark.parametrize("content", [{"sky": "grey"}, [{"type": "text", "text": "Cloudy."}], None, []])
+def test_results_of_tools_are_json_or_text(load, template, content):
+    """Objects are written as JSON, by the template or before it, and never as Python's text."""
+    messages = [ASKED, CALLS, {**RESULT, "content": content}, REPLY]
+    (row,) = load("sft", template, [chat_row("sft", messages, tools=[WEATHER])])
+    found = all_text(template, row)
+    assert ('"sky": "grey"' if isinstance(content, dict) else "Cloudy." if content else "") in found
+    assert not any(text in found for text in ("'sky'", "'type'", "[]", "None"))
 
 
 @pytest.mark.parametrize("method", ["sft", "strided"])

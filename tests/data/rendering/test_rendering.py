@@ -14,7 +14,6 @@ OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
 # Differences that are meant: (methods, templates, kind), the outcome that is right as well, and the reason.
 _COMPARED = "strided last_turn reasoning multiturn"
 MEANT = (
-    ("*", "*", "parts", "error", "contents as parts may be refused: methods that compare texts need text"),
     (
         "*",
         "*gemma*",

@@ -98,10 +98,9 @@ def test_all_turns_of_a_chat_without_an_answer(run):
     assert row == {"prompt": [[user("Hi")]], "ground_truth": [None]}
 
 
-def test_an_answer_that_is_no_text(run):
-    chat = [user("Hi"), assistant([{"type": "text", "text": "Hello"}])]
-    with pytest.raises(DataError, match="content of an assistant turn must be text, got list. Join its parts"):
-        run("ebft_chat_multiturn.transform_last_turn", {"messages": chat})
+def test_an_answer_in_parts(run):
+    chat = [user("Hi"), assistant([{"type": "text", "text": "Hello"}, " you"])]
+    assert run("ebft_chat_multiturn.transform_last_turn", {"messages": chat})["ground_truth"] == "Hello you"
 
 
 @pytest.mark.parametrize("messages", ["Hi", [{"speaker": "human", "text": "Hi"}]])

@@ -35,10 +35,16 @@ class Block(NamedTuple):
 
 
 class Source:
-    """The rows of one dataset entry, in order; `name` is its name in messages."""
+    """The rows of one dataset entry, in order; `name` is its name in messages, and `explain` finds what is wrong."""
 
-    def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
-        self.name, self._skip = name, skip
+    def __init__(
+        self,
+        name: str,
+        rows: IterableDataset,
+        skip: int = 0,
+        explain: Callable[[Exception], str | None] = lambda error: None,
+    ) -> None:
+        self.name, self._skip, self._explain = name, skip, explain
         self._rows = rows.skip(skip) if skip else rows
         self._beginning = copy.deepcopy(self._rows.state_dict())
         self.begin()
@@ -68,7 +74,8 @@ class Source:
             raise
         except Exception as error:  # builders, parsers and networks raise many types of errors
             raise DataError(
-                f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
+                self._explain(error)
+                or f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
             ) from error
         if row is None and not self._read:
             raise DataError(f"{self.name}: there are no rows{f' after skip: {self._skip}' if self._skip else ''}.")

@@ -11,7 +11,7 @@ from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.streaming.documents import Document, Documents, MixedDocuments, Source
 from ebft.data.streaming.rows import StreamRows
 from ebft.data.streaming.settings import StreamSettings
-from ebft.data.streaming.sources import open_source
+from ebft.data.streaming.sources import open_source, problem
 from ebft.data.tokenise import tokeniser
 
 # Keys of a dataset that determine its documents. Files may have moved, so paths are not compared.
@@ -62,7 +62,10 @@ def order_of(config: StreamSettings) -> dict[str, Any]:
 
 
 def _sources(entries: list[Any]) -> list[Source]:
-    return [Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
+    return [
+        Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip, partial(problem, entry))
+        for entry in entries
+    ]
 
 
 def _tokens(functions: list[Any], document: Document) -> list[int]:

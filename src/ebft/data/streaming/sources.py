@@ -5,11 +5,11 @@ from typing import Any
 
 from datasets import IterableDataset, load_dataset
 
-from ebft.data.files import files_by_split, kinds_of, reader_options
-from ebft.data.json_files import json_rows
-from ebft.data.locate import locate
+from ebft.data.diagnose import explain
+from ebft.data.files import exact_files, files_by_split, kinds_of, reader_options
+from ebft.data.json_files import json_batches, json_rows
 from ebft.data.remote import is_url, remote_builders
-from ebft.data.sources import named_files, names_a_format, saved_parts, saved_to_disk
+from ebft.data.sources import local_path, named_files, names_a_format, saved_parts, saved_to_disk, source_files
 from ebft.errors import DataError, cause
 
 
@@ -22,12 +22,24 @@ def open_source(entry: Any) -> IterableDataset:
         return _one(remote_builders(entry), entry).as_streaming_dataset(split="train")
     if names_a_format(entry):
         return _open_files(Path.cwd(), entry, kind=entry.ds_type or entry.path)
-    path = locate(entry.path, "dataset", "datasets.path")
+    path = local_path(entry)
     if path is None:
         return _open_hub(entry)
     if path.is_dir() and saved_to_disk(path):
         return _one(saved_parts(path), entry).to_iterable_dataset()
     return _open_files(path, entry, kind=entry.ds_type)
+
+
+def problem(entry: Any, error: Exception) -> str | None:
+    """What is wrong with the files of an entry in which an error occurred, with the line if there is one."""
+    files = source_files(entry)
+    if not files:
+        return None
+    path = Path(entry.path)
+    if path.is_dir() and saved_to_disk(path):
+        return None
+    kinds = kinds_of([path for _, path in files], entry.ds_type, entry.path)
+    return explain(kinds[0][1], [path for path, _ in kinds], error)
 
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
@@ -49,13 +61,13 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
             "of datasets, or data_files."
         )
     paths = [path for path, _ in files]
-    for path in paths if found == ["json"] else ():
-        next(json_rows(path))  # raises for a file that does not begin with a row
-    options = reader_options(found[0], paths)
+    files, options = exact_files(found[0], paths), reader_options(found[0], paths)
+    if found == ["json"]:
+        for path in paths:
+            next(json_rows(path))  # raises for a file that does not begin with a row
+        return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
     try:
-        return load_dataset(
-            found[0], data_files=[str(path) for path in paths], split="train", streaming=True, **options
-        )
+        return load_dataset(found[0], data_files=files, split="train", streaming=True, **options)
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(f"{entry.path}: cannot be read ({cause(error)}).") from error
 

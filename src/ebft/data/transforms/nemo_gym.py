@@ -63,19 +63,9 @@ def _messages(params: dict[str, Any]) -> list[Message]:
             call = {"name": item["name"], "arguments": item["arguments"]}
             messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "content": _text(item.get("output"))})
+            messages.append({"role": "tool", "content": item.get("output")})
         elif kind in (None, "message") and isinstance(item, dict) and "role" in item:
-            messages.append({"role": item["role"], "content": _text(item.get("content"))})
+            messages.append({"role": item["role"], "content": item.get("content")})
         elif kind != "reasoning":  # templates leave out earlier reasoning
             raise DataError(f"responses_create_params.input contains {item!r:.80}, which is not a supported message.")
     return messages
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise DataError(f"the content of a message must be text, got {content!r:.80}.")

@@ -54,8 +54,6 @@ class Omissions:
 
         Thinking of other turns, and thinking that the template renders in the last turn only, is counted.
         """
-        for index, message in enumerate(messages):
-            _check_parts(index, message)
         text = render(messages) if text is None else text
         if render.tools and not self._checked_tools:
             self._checked_tools = True
@@ -138,17 +136,6 @@ class Omissions:
         return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
 
 
-def _check_parts(index: int, message: Message) -> None:
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if not (isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise DataError(
-                f"the content of message {index} ({message['role']}) has a part of type {kind!r}, but models are "
-                "trained on text only. Remove such parts, or the row."
-            )
-
-
 class _LeftOut:
     """What was left out of the rows that were checked since `take` was called: a count of the report, or nothing."""
 
@@ -175,10 +162,8 @@ def texts_of(message: Message) -> Iterator[Text]:
     content = message.get("content")
     if isinstance(content, str):
         yield from _texts_of_content(content, message["role"] == "assistant")
-    elif isinstance(content, list):
-        for number, item in enumerate(content):
-            if isinstance(item, dict) and isinstance(item.get("text"), str) and item["text"].strip():
-                yield Text("content", "content", item["text"].strip(), _in_part(number))
+    elif content:  # the result of a tool as an object
+        yield Text("content", "content", json.dumps(content, ensure_ascii=False), _in_object)
     for number, call in enumerate(message.get("tool_calls") or ()):
         yield from _texts_of_call(number, call)
 
@@ -236,12 +221,8 @@ def _in_content(number: int) -> Callable[[Message, str], Message]:
     return replaced
 
 
-def _in_part(number: int) -> Callable[[Message, str], Message]:
-    def replaced(message: Message, mark: str) -> Message:
-        parts = message["content"]
-        return {**message, "content": [*parts[:number], {**parts[number], "text": mark}, *parts[number + 1 :]]}
-
-    return replaced
+def _in_object(message: Message, mark: str) -> Message:
+    return {**message, "content": {mark: mark}}
 
 
 def _in_call(number: int, key: str, marked: Callable[[str, Any], Any]) -> Callable[[Message, str], Message]:
