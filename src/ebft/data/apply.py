@@ -13,7 +13,7 @@ from ebft.config.section import Section
 from ebft.config.user_code import RAISED, what_happened
 from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.processes import forked_processes
+from ebft.data.processes import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, cause
@@ -78,13 +78,10 @@ def apply_transform(
         "with_indices": True,
         "remove_columns": raw.column_names,
         "features": Features({**features, _NOTED: Value("string")}),
-        # The cache does not detect changes to a transform's helper functions.
-        "load_from_cache_file": False,
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        with forked_processes():
-            rows = raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
+        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found = np.asarray(rows[_NOTED], dtype=object)

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
+from ebft.data.processes import map_rows
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
 
@@ -74,12 +75,12 @@ def cut_and_drop(
     `block` are dropped, or those without a token to predict if it is None.
     """
     step = _Cutter(sequence_len, block, too_long)  # it counts rows, so this runs in one process
-    kept = rows.map(
+    kept = map_rows(
+        rows,
         step,
         batched=True,
         remove_columns=rows.column_names,
         features=FEATURES,
-        load_from_cache_file=False,
         desc="Cutting rows",
     )
     counts.update(step.counts)
