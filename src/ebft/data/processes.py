@@ -37,8 +37,14 @@ def map_rows(rows: Dataset, function: Callable[..., Any], **options: Any) -> Dat
     if not options.get("keep_in_memory"):
         options.setdefault("cache_file_name", _temporary_file())
     options.setdefault("new_fingerprint", uuid.uuid4().hex)  # otherwise a hash of the pickled tokenizer and rows
+    options.setdefault("writer_batch_size", rows_at_once(rows))
     with forked_processes():
         return rows.map(function, load_from_cache_file=False, **options)
+
+
+def rows_at_once(rows: Dataset) -> int:
+    """The number of rows that are in memory together: up to 1,000, of about 64 MiB."""
+    return max(1, min(1000, 2**26 * rows.data.num_rows // max(1, rows.data.nbytes)))
 
 
 def shuffle_rows(rows: Dataset, seed: int) -> Dataset:
