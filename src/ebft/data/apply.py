@@ -17,6 +17,7 @@ from ebft.data.processes import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, cause
+from ebft.slow_calls import watched
 
 if TYPE_CHECKING:
     from ebft.data.report import RowCounts
@@ -147,7 +148,8 @@ class _Step:
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
         where = f"{self.name}, row {index}"
-        checked = self.check(self._call(self.clean(dict(example)), where), where)
+        with watched(f"Tokenising {where}"):
+            checked = self.check(self._call(self.clean(dict(example)), where), where)
         for field in self.packed:
             checked[field] = np.asarray(checked[field], dtype=np.int32)
         return {
@@ -160,7 +162,8 @@ class _Step:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
-        result = self._call({name: [row[name] for row in given] for name in examples}, where)
+        with watched(f"Tokenising {where}"):
+            result = self._call({name: [row[name] for row in given] for name in examples}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")
