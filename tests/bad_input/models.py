@@ -139,6 +139,22 @@ def remote_code(folder: Path) -> None:
     )
 
 
+def token_ids(number: int, added: bool = False) -> Change:
+    """Change the id of the last token, or add one with an id."""
+
+    def change(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        if added:
+            token = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            content["added_tokens"].append({"id": number, "content": "<|x|>", "special": True, **token})
+        else:
+            content["model"]["vocab"][list(content["model"]["vocab"])[-1]] = number
+        path.write_text(json.dumps(content))
+
+    return change
+
+
 def remote_tokenizer(folder: Path) -> None:
     (folder / "tokenization_own.py").write_text("open('pwned', 'w')\n")
     settings("tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["tokenization_own.T", None]})(
@@ -245,6 +261,11 @@ TOKENIZERS = [
     model("no tokenizer.json", remove("tokenizer.json"), "tokenizer"),
     model("tokenizer.json is not JSON", write("tokenizer.json", "{"), "tokenizer"),
     model("tokenizer.json is cut off", cut("tokenizer.json", 3000), "tokenizer"),
+    model("huge id of a token", token_ids(2**31 - 1), "tokenizer.json", "2147483647", "between 0 and 16,777,215"),
+    model("id of a token beyond 64 bits", token_ids(10**30), "tokenizer.json", "between 0 and"),
+    model("negative id of a token", token_ids(-1), "tokenizer.json", "the id -1"),
+    model("huge id of an added token", token_ids(4 * 10**9, added=True), "tokenizer.json", "'<|x|>' the id 4000000000"),
+    intact("ids with a gap", token_ids(511 + 10**5)),
     model("tokenizer.json is a list", write("tokenizer.json", "[]"), "tokenizer"),
     model("tokenizer_config.json is not JSON", write("tokenizer_config.json", "{"), "tokenizer"),
     model("tokenizer_config.json is a list", write("tokenizer_config.json", "[1]"), "tokenizer"),

@@ -1,10 +1,16 @@
 """Prompts, references and the ids between turns."""
 
+import copy
+import signal
+import time
+
 import pytest
 
 from ebft.data import conversation as conversations
 from ebft.data import rendering
+from ebft.data.apply import _Step
 from ebft.data.conversation import Renderer, without_end
+from ebft.data.rendering import ChatTemplate
 from ebft.errors import DataError
 from tests.structured.conftest import chat_tokenizer  # noqa: F401 - a fixture
 
@@ -152,3 +158,35 @@ def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokeni
     whole = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     ours = [*found.prompt_ids, *found.reference_ids, found.end_id]
     assert whole[: len(ours)] == ours and decoded(chat_tokenizer, ours).endswith("assistant\nb<|im_end|>")
+
+
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(SLOW, "it takes more than 0.2 s, so its loops may have no end"), ("{{ 1 / 0 }}", "division by zero")],
+)
+def test_templates_that_cannot_be_rendered(chatml, text, problem, monkeypatch):
+    monkeypatch.setattr("ebft.data.rendering.SECONDS", 0.2)
+    tokenizer = copy.deepcopy(chatml)
+    tokenizer.chat_template = text
+    for _ in range(2):  # at once when it is rendered again
+        with pytest.raises(DataError, match=f"chat template of the tokenizer cannot render .*: {problem}"):
+            ChatTemplate(tokenizer)([{"role": "user", "content": "?"}])
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    tokenizer.chat_template = "{% for a in range(99999) %}{% endfor %}{{ messages[0].content }}"
+    assert ChatTemplate(tokenizer)([{"role": "user", "content": "?"}]) == "?"
+
+
+def test_a_row_that_takes_long_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("ebft.slow_calls.FIRST", 0.1)
+    step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, set(), lambda row, where: dict(row), [], 0)
+    step.row({"text": "a"}, 3)
+    assert "Tokenising rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err
+
+
+def slow(row, tokenizer):
+    time.sleep(0.4)
+    return row

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 
 import multiprocess
 import pytest
 from datasets import Dataset
 
+from ebft.data import processes
 from ebft.data.processes import forked_processes
 from ebft.errors import DataError
 
@@ -82,3 +86,42 @@ def test_ctrl_c_is_left_to_this_process():
     assert set(found["sigint"]) == {repr(signal.SIG_IGN)} and set(found["sigterm"]) == {repr(signal.SIG_DFL)}
     outside = ROWS.map(handlers, num_proc=2, load_from_cache_file=False)
     assert set(outside["sigint"]) == {repr(signal.getsignal(signal.SIGINT))}
+
+
+WRITES = """
+import os, sys
+from datasets import Dataset, config, load_from_disk
+from ebft.data.processes import discard, map_rows, shuffle_rows
+
+raw = load_from_disk("raw")
+rows = map_rows(raw, lambda row: {"twice": 2 * row["number"]}, num_proc=2)
+files = [file["filename"] for file in rows.cache_files]
+assert files and all(file.startswith(str(config.HF_DATASETS_CACHE)) for file in files)
+mixed = shuffle_rows(rows, seed=0)
+assert sorted(mixed["twice"]) == rows["twice"][:] == [2 * number for number in range(100)]
+if sys.argv[1:] == ["killed"]:
+    os.kill(os.getpid(), 9)
+discard(raw)  # has no file of this process
+discard(rows)
+assert not any(map(os.path.exists, files)) and rows["twice"][99] == 198
+"""
+
+
+def test_results_are_in_files_that_are_deleted_also_after_a_kill(tmp_path):
+    ROWS.save_to_disk(str(tmp_path / "raw"))
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "run.py").write_text(WRITES)
+    for mode, status, left in (("killed", -9, 1), ("", 0, 0)):
+        ended = subprocess.run([sys.executable, "run.py", mode], cwd=tmp_path, env=environment)
+        assert ended.returncode == status
+        assert len(list((tmp_path / "cache").glob("ebft-rows-*"))) == left
+    assert not list((tmp_path / "raw").glob("cache-*"))
+
+
+def test_rows_are_written_elsewhere_if_the_cache_is_read_only(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    processes._folder.cache_clear()
+    rows = processes.map_rows(ROWS, lambda row: row)
+    processes._folder.cache_clear()
+    assert rows.cache_files[0]["filename"].startswith(tempfile.gettempdir()) and len(rows) == 100

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, Features
 
 from ebft.data.json_values import JsonText
+from ebft.data.processes import map_rows
 
 Clean = Callable[[Any], Any]
 Names = Set[str | None]
@@ -31,7 +32,7 @@ def as_json(rows: Dataset, columns: Iterable[str]) -> Dataset:
         return rows
     clean = without_added_keys(rows.features, None)
     encoded = lambda row: {name: kind.encode_example(clean(dict(row))[name]) for name, kind in changed.items()}
-    return rows.map(encoded, features=Features({**rows.features, **changed}), load_from_cache_file=False)
+    return map_rows(rows, encoded, features=Features({**rows.features, **changed}))
 
 
 def with_own_calls(rows: Any) -> Any:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import RAISED, what_happened
 from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.processes import forked_processes
+from ebft.data.processes import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, cause
+from ebft.slow_calls import watched
 
 if TYPE_CHECKING:
     from ebft.data.report import RowCounts
@@ -70,21 +71,20 @@ def apply_transform(
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
+    # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
+    packed = [field for field, kind in features.items() if kind == List(Value("int32"))]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
-    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean)
+    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean, packed)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
         "features": Features({**features, _NOTED: Value("string")}),
-        # The cache does not detect changes to a transform's helper functions.
-        "load_from_cache_file": False,
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        with forked_processes():
-            rows = raw.map(step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
+        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found = np.asarray(rows[_NOTED], dtype=object)
@@ -140,15 +140,20 @@ class _Step:
         fields: list[str],
         first_document: int,
         clean: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        packed: Sequence[str] = (),
     ) -> None:
         self.name, self.transform_fn, self.tokenizer = name, transform_fn, tokenizer
         self.removed, self.check, self.fields, self.first_document = removed, check, fields, first_document
-        self.clean = clean
+        self.clean, self.packed = clean, packed
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
         where = f"{self.name}, row {index}"
+        with watched(f"Tokenising {where}"):
+            checked = self.check(self._call(self.clean(dict(example)), where), where)
+        for field in self.packed:
+            checked[field] = np.asarray(checked[field], dtype=np.int32)
         return {
-            **self.check(self._call(self.clean(dict(example)), where), where),
+            **checked,
             "document": self.first_document + index,
             _NOTED: take_left_out(),
         }
@@ -157,7 +162,8 @@ class _Step:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
-        result = self._call({name: [row[name] for row in given] for name in examples}, where)
+        with watched(f"Tokenising {where}"):
+            result = self._call({name: [row[name] for row in given] for name in examples}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")

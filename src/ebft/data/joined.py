@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.long_texts import token_ids, token_ranges
 from ebft.errors import DataError
 
 Spans = list[tuple[int, int]]  # character ranges
@@ -26,7 +27,7 @@ class Tokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         self.tokenizer, self.text = tokenizer, text
-        self.ids: list[int] = _ids(tokenizer, text)
+        self.ids: list[int] = token_ids(tokenizer, text)
 
     @cached_property
     def ranges(self) -> Spans:
@@ -36,9 +37,8 @@ class Tokens:
                 f"{type(self.tokenizer).__name__} does not support offset mapping, so the tokens of parts of a text "
                 "cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
             )
-        encoded = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ranges, before = [], 0
-        for start, end in encoded["offset_mapping"]:
+        for start, end in token_ranges(self.tokenizer, self.text):
             # Some tokenizers exclude spaces from the range of a token, so that a token of spaces has an empty range.
             ranges.append((start if start < end else before, end))
             before = end
@@ -66,7 +66,7 @@ class Tokens:
     def before(self, character: int) -> int:
         """The number of tokens before the one that has the character at this index or reaches beyond it."""
         if not self.tokenizer.is_fast:
-            start = _ids(self.tokenizer, self.text[:character])
+            start = token_ids(self.tokenizer, self.text[:character])
             if self.ids[: len(start)] == start:
                 return len(start)
         return bisect_right(self.ranges, character, key=lambda place: place[1])
@@ -74,7 +74,7 @@ class Tokens:
 
 def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before the first word of a text."""
-    first = tokenizer.convert_ids_to_tokens(_ids(tokenizer, "x")[:1])
+    first = tokenizer.convert_ids_to_tokens(token_ids(tokenizer, "x")[:1])
     return bool(first) and str(first[0]).startswith(_SPACES)
 
 
@@ -84,14 +84,14 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> lis
     They are the ids of `text` on its own, unless the tokenizer adds a space to it.
     """
     start = _start(tokenizer, before, text)
-    return _ids(tokenizer, start + text)[len(_ids(tokenizer, start)) :]
+    return token_ids(tokenizer, start + text)[len(token_ids(tokenizer, start)) :]
 
 
 def mask_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str, spans: Spans) -> list[bool]:
     """For each of `ids_after`, whether it overlaps one of the character ranges of `text`."""
     start = _start(tokenizer, before, text)
     shifted = [(first + len(start), last + len(start)) for first, last in spans]
-    return Tokens(tokenizer, start + text).mask(shifted)[len(_ids(tokenizer, start)) :]
+    return Tokens(tokenizer, start + text).mask(shifted)[len(token_ids(tokenizer, start)) :]
 
 
 def _start(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
@@ -100,14 +100,10 @@ def _start(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
         return ""
     # If tokens of the joined text span the boundary, the text is put after one that does not merge with it.
     for start in (before, "\n", "x"):
-        head = _ids(tokenizer, start)
-        if start and _ids(tokenizer, start + text)[: len(head)] == head:
+        head = token_ids(tokenizer, start)
+        if start and token_ids(tokenizer, start + text)[: len(head)] == head:
             return start
     raise DataError(
         f"{type(tokenizer).__name__} adds a space to the start of texts and does not tokenise them in parts, so the "
         f"tokens of {text!r:.60} cannot be separated from those before it. Use another tokenizer."
     )
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

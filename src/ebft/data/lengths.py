@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
 from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
+from ebft.data.processes import map_rows, rows_at_once
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.rows import IGNORE
 
@@ -56,6 +60,7 @@ DROPPED = (
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
 SPLIT = "cut into windows of sequence_len"
+_TOKENS = ("input_ids", "labels")
 _NO_CONTENTS = ("document", "reason")  # where a row comes from, and whether it was truncated
 
 
@@ -74,14 +79,16 @@ def cut_and_drop(
     `block` are dropped, or those without a token to predict if it is None.
     """
     step = _Cutter(sequence_len, block, too_long)  # it counts rows, so this runs in one process
-    kept = rows.map(
+    kept = map_rows(
+        rows.with_format("arrow"),
         step,
         batched=True,
+        batch_size=rows_at_once(rows),
         remove_columns=rows.column_names,
         features=FEATURES,
-        load_from_cache_file=False,
         desc="Cutting rows",
     )
+    kept.reset_format()
     counts.update(step.counts)
     for reason, documents in step.documents.items():
         counts.note(reason, documents)
@@ -99,9 +106,10 @@ class _Cutter:
         self.counts: Counter = Counter()
         self.documents: dict[str, list[int]] = defaultdict(list)
 
-    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+    def __call__(self, batch: pa.Table) -> dict[str, list]:
         out: dict[str, list] = {field: [] for field in FEATURES}
-        for values in zip(*(batch[field] for field in FEATURES)):
+        columns = [_arrays(batch[field]) if field in _TOKENS else batch[field].to_pylist() for field in FEATURES]
+        for values in zip(*columns):
             for row in self._pieces(dict(zip(FEATURES, values))):
                 for field in FEATURES:
                     out[field].append(row[field])
@@ -116,7 +124,7 @@ class _Cutter:
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
         if length == 0:
             return self._drop(row, EMPTY)
-        if prompt_length >= length or all(label == IGNORE for label in row["labels"]):
+        if prompt_length >= length or (row["labels"] == IGNORE).all():
             return self._drop(row, NO_REFERENCE)
         if length > self.sequence_len:
             if self.strategy in ("drop", "raise"):
@@ -154,14 +162,19 @@ class _Cutter:
         self.documents[reason].append(row["document"])
 
 
-def _learns(labels: list[int]) -> bool:
+def _arrays(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
+    """The rows of a column of lists of numbers, without copies: Python's numbers would take ten times the memory."""
+    return (row.values.to_numpy() for row in column)
+
+
+def _learns(labels: np.ndarray) -> bool:
     """Whether there is a label that is predicted; nothing predicts the first token."""
-    return any(label != IGNORE for label in labels[1:])
+    return bool((labels[1:] != IGNORE).any())
 
 
 def _up_to_last_turn(row: dict[str, Any]) -> dict[str, Any]:
     """The row up to the end of the last turn with labels, which begins at its new `prompt_length`."""
-    labels = row["labels"]
+    labels = row["labels"].tolist()
     stop = max((place for place, label in enumerate(labels) if label != IGNORE), default=-1) + 1
     if row["turn_spans"]:  # whose last tokens may be masked
         start, end = row["turn_spans"][-1]

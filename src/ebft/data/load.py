@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import TOO_LONG, cut_and_drop, without_repeated
+from ebft.data.processes import discard, shuffle_rows
 from ebft.data.report import RowCounts, SectionReport, report
 from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
@@ -72,6 +73,7 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         rows = tokenise(raw, entry, config, tokenizer, first_document, counts)
         too_long = config.excess_length_strategy
         kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
+        discard(rows)
         if too_long == "raise" and counts[TOO_LONG]:
             row = counts.documents[TOO_LONG][0] - first_document
             raise DataError(_exceeded(f"{entry.path}, {entry.split}: row {row}", counts[TOO_LONG], config.sequence_len))
@@ -105,7 +107,7 @@ def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> Loa
     train = weighted(train, config.datasets, firsts, config.seed)
     if config.shuffle_merged_datasets:
         seed = config.seed if config.data_seed is None else config.data_seed
-        train = train.shuffle(seed=seed, load_from_cache_file=False)
+        train = shuffle_rows(train, seed)
     return LoadedRows(train, evaluation, reports)
 
 

@@ -1,19 +1,98 @@
-"""The processes in which `Dataset.map` runs a transform: none is left behind, and Ctrl-C is not taken for an error."""
+"""`Dataset.map` without what it leaves behind: neither processes nor files, and Ctrl-C is not taken for an error."""
 
 import os
+import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+from typing import Any
 
+import datasets.config
 import multiprocess  # of datasets, which starts its processes with it
+from datasets import Dataset
+from filelock import FileLock, Timeout
 
 from ebft.errors import DataError
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
+_PREFIX, _LOCK = "ebft-rows-", "lock"
+_locks: list[FileLock] = []  # held until the end of the process
 _is_forking = False
 _forking = threading.local()  # mask: the signals that the thread blocked before it forked
+
+
+def map_rows(rows: Dataset, function: Callable[..., Any], **options: Any) -> Dataset:
+    """`rows.map`, whose result is in a temporary file until `discard` or the end of this process.
+
+    In its cache, the library would keep the result for ever. It would not be read again: the key of a result does not
+    contain the helper functions of a transform.
+    """
+    if not options.get("keep_in_memory"):
+        options.setdefault("cache_file_name", _temporary_file())
+    options.setdefault("new_fingerprint", uuid.uuid4().hex)  # otherwise a hash of the pickled tokenizer and rows
+    options.setdefault("writer_batch_size", rows_at_once(rows))
+    with forked_processes():
+        return rows.map(function, load_from_cache_file=False, **options)
+
+
+def rows_at_once(rows: Dataset) -> int:
+    """The number of rows that are in memory together: up to 1,000, of about 64 MiB."""
+    return max(1, min(1000, 2**26 * rows.data.num_rows // max(1, rows.data.nbytes)))
+
+
+def shuffle_rows(rows: Dataset, seed: int) -> Dataset:
+    """`rows.shuffle`, whose order is in a temporary file."""
+    return rows.shuffle(seed=seed, load_from_cache_file=False, indices_cache_file_name=_temporary_file())
+
+
+def discard(rows: Dataset) -> None:
+    """Delete the temporary files of rows that are not read again; those of the user and of the cache are left."""
+    for file in rows.cache_files:
+        if Path(file["filename"]).parent == _folder(os.getpid()):
+            with suppress(OSError):  # on Windows, files that are open cannot be deleted
+                os.unlink(file["filename"])
+
+
+def _temporary_file() -> str:
+    return str(_folder(os.getpid()) / f"{uuid.uuid4().hex}.arrow")
+
+
+@cache
+def _folder(process: int) -> Path:
+    """The folder of the temporary files of this process, beside the cache: /tmp may be small, or in memory.
+
+    It is deleted at the end of the process, and those of killed processes, which hold no lock, are deleted here.
+    """
+    try:
+        return _new_folder(Path(datasets.config.HF_DATASETS_CACHE), process)
+    except OSError:  # read-only
+        return _new_folder(Path(gettempdir()), process)
+
+
+def _new_folder(base: Path, process: int) -> Path:
+    base.mkdir(parents=True, exist_ok=True)
+    with FileLock(base / f".{_PREFIX}{_LOCK}"):
+        for left in base.glob(f"{_PREFIX}*"):
+            with suppress(OSError, Timeout), FileLock(left / _LOCK).acquire(timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = Path(mkdtemp(prefix=_PREFIX, dir=base))
+        lock = FileLock(folder / _LOCK)
+        lock.acquire()
+    _locks.append(lock)
+    weakref.finalize(lock, _delete, folder, process)
+    return folder
+
+
+def _delete(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # and not in a forked one
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

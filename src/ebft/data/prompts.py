@@ -13,6 +13,7 @@ from ebft.data.json_values import Types, stored
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
+from ebft.data.processes import map_rows
 from ebft.data.prompt_rows import FEATURES, PromptRow
 from ebft.data.report import RowCounts
 from ebft.errors import DataError
@@ -98,13 +99,13 @@ def _columns(*datasets: Dataset | None) -> list[str]:
 def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
     """The rows with one column per field, with a type that can represent all of its values."""
     features = _features(rows, columns)
-    return rows.map(
+    return map_rows(
+        rows,
         partial(_unpack, features=features),
         batched=True,
         batch_size=_BATCH,
         remove_columns=rows.column_names,
         features=features,
-        load_from_cache_file=False,
         desc="Reading prompts",
     )
 

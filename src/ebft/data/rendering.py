@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from os.path import commonprefix
 from traceback import walk_tb
@@ -22,6 +26,8 @@ from ebft.errors import DataError, cause
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
+SECONDS = 120  # of computing that rendering a chat may take
+_too_slow: set[str] = set()  # templates
 _ASKED = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "ebft_tool", "arguments": {"a": "b"}}}
 
@@ -223,13 +229,14 @@ class ChatTemplate:
                 "Jinja text), or use text"
             )
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=self.tools or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.kwargs,
-            )
+            with _limited(str(self.tokenizer.chat_template)):
+                return self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=self.tools or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.kwargs,
+                )
         except Exception as error:  # a template is a program, which can divide by zero or call itself without end
             line = _line(error)
             raise DataError(
@@ -244,6 +251,37 @@ def _line(error: Exception) -> int | None:
         return error.lineno
     lines = [number for frame, number in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     return lines[-1] if lines else None
+
+
+class _TooSlow(Exception):
+    """Rendering a chat took longer than `SECONDS`."""
+
+
+@contextmanager
+def _limited(template: str) -> Iterator[None]:
+    """Raise `_TooSlow` if rendering takes more than `SECONDS` of computing, and at once for a template that did before.
+
+    Only the main thread can be interrupted, and only if nothing else uses the timer of computing time.
+    """
+    if template in _too_slow:
+        raise _TooSlow(f"it takes more than {SECONDS} s, so its loops may have no end. Correct the template")
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    started = time.thread_time()
+
+    def stop(*_: object) -> None:
+        if time.thread_time() - started >= SECONDS:  # and not that of other threads
+            _too_slow.add(template)
+            raise _TooSlow(f"it takes more than {SECONDS} s, so its loops may have no end. Correct the template")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _starts_with_thinking(content: str) -> bool:

@@ -70,7 +70,8 @@ def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> 
     if len(labels) != len(input_ids):
         raise DataError(f"{where}: labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
     _check_range(input_ids, "input_ids", vocabulary, where)
-    _check_range([label for label in labels if label != IGNORE], "labels", vocabulary, where)
+    if labels != input_ids:
+        _check_range([label for label in labels if label != IGNORE], "labels", vocabulary, where)
     length = _real_length(row, len(input_ids), where)
     prompt_length = row.get("prompt_length", _leading_masked(labels))
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
@@ -81,8 +82,8 @@ def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> 
             "before the reference, which follows them in input_ids."
         )
     return {
-        "input_ids": input_ids[:length],
-        "labels": labels[:length],
+        "input_ids": input_ids if length == len(input_ids) else input_ids[:length],
+        "labels": labels if length == len(labels) else labels[:length],
         "prompt_length": prompt_length,
         "turn_spans": _turn_spans(row.get("turn_spans"), length, where),
     }

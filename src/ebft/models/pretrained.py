@@ -24,6 +24,8 @@ GENERATION_CONFIG = "generation_config.json"
 # Files that transformers reads without checking that they contain an object.
 _SETTINGS = ("config.json", GENERATION_CONFIG, "tokenizer.json", "tokenizer_config.json")
 
+_MOST_IDS = 2**24  # ids of a tokenizer; known vocabularies have up to 2**20
+
 
 def find_model(name: str, key: str) -> str:
     """Absolute path or Hub id of the model `name`, the value of `key`. Raises ModelError if not found or unreadable."""
@@ -49,6 +51,25 @@ def _check_settings(path: Path, key: str) -> None:
         raise ModelError(f"{key}: {path} must contain a JSON object, got {values!r:.60}. Copy or download it again.")
     if path.name == "config.json":
         check_model_config(values, path, key)
+    if path.name == "tokenizer.json":
+        _check_ids(values, path, key)
+
+
+def _check_ids(tokenizer: dict[str, Any], path: Path, key: str) -> None:
+    """Raise ModelError for an id that no vocabulary has: the tokenizers library counts to it, or aborts."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            ids.setdefault(str(token.get("content")), token.get("id"))
+    for text, number in ids.items():
+        if type(number) is int and not 0 <= number < _MOST_IDS:
+            raise ModelError(
+                f"{key}: {path} gives the token {text!r:.60} the id {number}; ids of its {len(ids):,} tokens must be "
+                f"between 0 and {_MOST_IDS - 1:,}. Correct the id, or copy or download the file again."
+            )
 
 
 def pretrained_config(name: str, **options: Any) -> Any:

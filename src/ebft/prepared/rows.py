@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.schema import RunConfig
 from ebft.data.load import LoadedRows
+from ebft.data.processes import discard
 from ebft.errors import DataError
 from ebft.prepared.difference import closest_difference
 from ebft.prepared.key import data_fingerprints, key_of, row_inputs
@@ -63,6 +64,9 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         if data_fingerprints(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
         write_rows(folder, rows, inputs)
+        for part in (rows.train, rows.evaluation):
+            if part is not None:
+                discard(part)
         return Prepared(read_rows(folder), folder, is_new=True)
 
 

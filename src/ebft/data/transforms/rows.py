@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.long_texts import LONGEST, token_ids
 from ebft.errors import DataError
 
 IGNORE = -100  # label of tokens that are ignored in the loss
@@ -38,10 +39,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list
 
     They are not added to a text that already starts or ends with them.
     """
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     if not special:
-        return ids
+        return token_ids(tokenizer, text)
     before, after = _added_ids(tokenizer)
+    if len(text) > LONGEST:
+        ids = token_ids(tokenizer, text)
+        start = [] if ids[: len(before)] == before else before
+        return [*start, *ids, *([] if after and ids[-len(after) :] == after else after)]
+    ids = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
     if before and ids[: 2 * len(before)] == before * 2:
         ids = ids[len(before) :]
     if after and ids[-2 * len(after) :] == after * 2:
