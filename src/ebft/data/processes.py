@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import multiprocess  # of datasets, which starts its processes with it
 
-from ebft.errors import DataError
+from ebft.errors import DataError, EBFTError
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
@@ -17,7 +17,7 @@ _forking = threading.local()  # mask: the signals that the thread blocked before
 
 
 @contextmanager
-def forked_processes() -> Iterator[None]:
+def forked_processes(name: str = "datasets") -> Iterator[None]:
     """Context manager in which forked processes end at SIGTERM, and with the block, and ignore SIGINT.
 
     A pool ends its idle workers with SIGTERM and waits for them. A handler in Python, such as that of `ebft train`,
@@ -25,13 +25,15 @@ def forked_processes() -> Iterator[None]:
     Ctrl-C reaches all processes; this one ends the others.
 
     An interruption of this process is raised instead of the errors of the pool that follow from it. Raises DataError if
-    a process was killed.
+    a process died, with `name` for what it was doing.
     """
     global _is_forking
     before, was_forking = set(multiprocess.active_children()), _is_forking
     _is_forking = True
     try:
         yield
+    except EBFTError:
+        raise
     except Exception as error:
         reasons = list(_reasons(error))
         interruption = next((reason for reason in reasons if isinstance(reason, KeyboardInterrupt)), None)
@@ -39,8 +41,9 @@ def forked_processes() -> Iterator[None]:
             raise interruption from None
         if isinstance(error, _CONNECTION_LOST) or any(_DIED in str(reason) for reason in reasons):
             raise DataError(
-                "A process that prepared the data was killed, for example because memory ran out. Reduce "
-                "dataset_num_proc."
+                f"{name}: a process that prepared the data ended without an exception: it crashed in C code, called "
+                "os._exit(), or was killed, for example because memory ran out. Reduce dataset_num_proc; with 1, the "
+                "crash of a transform prints the line at which it happened."
             ) from error
         raise
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 
 from ebft.config import rules
+from ebft.config.user_code import user_code
 from ebft.data.prompt_rows import RESERVED
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.structured.reward import FeatureMatchingReward
@@ -87,7 +88,8 @@ def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callabl
         raise ConfigError(problem)
 
     def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        found = rollout_func(copy.deepcopy(prompts), trainer)
+        with user_code(f"The rollout_func {getattr(rollout_func, '__name__', rollout_func)!r}", RolloutError):
+            found = rollout_func(copy.deepcopy(prompts), trainer)
         vocabulary = trainer.model.get_input_embeddings().weight.shape[0]
         problem = _problem(found, len(prompts), trainer.use_vllm, vocabulary)
         if problem:
