@@ -172,6 +172,9 @@ LEFT_BEHIND = [
     leaves("lists that it changed", "prompts.clear()\nprompts += 'ab'\ncompletions[0][0]['content'] = 'x'\n"
            "columns['completion_ids'][0].clear()\ncolumns['ground_truth'][:] = [None] * 2",
            why="each function gets copies"),
+    good("reward: a time limit without workers", config={**GRPO, "trl": GRPO["trl"] | {"reward_timeout": 5}},
+         files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"},
+         warns=("trl.reward_timeout has no effect without reward_num_workers",)),
     leaves("no output folder", "import shutil\nshutil.rmtree('out')",
            why="the folder is created again for the final model"),
 ]  # fmt: skip

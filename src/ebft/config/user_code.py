@@ -40,16 +40,21 @@ def user_code(what: str, error: type[EBFTError], sets_up: bool = False) -> Itera
 
 
 @contextmanager
-def named_call(what: str, error: type[EBFTError], says: Callable[[str], str] | None = None) -> Iterator[None]:
+def named_call(
+    what: str,
+    error: type[EBFTError],
+    says: Callable[[str], str] | None = None,
+    passes: type[Exception] = EBFTError,
+) -> Iterator[None]:
     """Raise what user code, which `what` names, raises as `error`, and report a call that takes minutes.
 
-    Errors of this package and interruptions by a signal stay the same. Everything else is converted, also sys.exit()
-    and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
+    Exceptions that `passes` includes and interruptions by a signal stay the same. Everything else is converted, also
+    sys.exit() and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
     """
     try:
         with watched(what):
             yield
-    except EBFTError:
+    except passes:
         raise
     except BaseException as raised:
         if _is_interruption(raised):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -33,7 +34,8 @@ def add_plugins(trainer: Trainer, names: list[str]) -> None:
         with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
             plugin = found()
         for event, _, _ in _calls(found):
-            setattr(plugin, event, _guarded(getattr(plugin, event), f"plugins: {name}.{event}", event in _SETS_UP))
+            with suppress(AttributeError, ValueError):  # a class with fixed attributes
+                setattr(plugin, event, _guarded(getattr(plugin, event), f"plugins: {name}.{event}", event in _SETS_UP))
         if isinstance(plugin, TrainerCallback):
             trainer.add_callback(plugin)
         if hasattr(plugin, HOOK):
