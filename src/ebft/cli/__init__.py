@@ -25,6 +25,7 @@ from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
 from ebft.cli.console import name_remaining_threads, show_progress_bars_in_terminals_only, show_warnings
+from ebft.config.user_code import name_exits
 from ebft.launch.worker import watch_parent
 
 app = typer.Typer(
@@ -74,6 +75,7 @@ def main() -> None:
     if sys.stderr is not None and hasattr(sys.stderr, "fileno"):
         with suppress(OSError, ValueError):  # closed, or not a file
             faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
+    name_exits()
     watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ebft.errors import EBFTError, cause, shortened
 from ebft.slow_calls import watched
@@ -29,6 +29,7 @@ _DIRECTORY, _SEED, _RANDOM = "the working directory", "torch.manual_seed", "rand
 _SETTINGS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
              "torch.set_float32_matmul_precision", "torch.set_deterministic_debug_mode")  # fmt: skip
 _warned: set[tuple[str, ...]] = set()
+_running: list[str] = []  # the calls that have not returned, the last one at the end
 _entered: list[Any] = []  # modes of PyTorch, which end when they are collected
 
 
@@ -51,6 +52,7 @@ def named_call(
     Exceptions that `passes` includes and interruptions by a signal stay the same. Everything else is converted, also
     sys.exit() and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
     """
+    _running.append(what)
     try:
         with watched(what):
             yield
@@ -61,6 +63,36 @@ def named_call(
             raise
         happened = what_happened(raised)
         raise error(f"{what} failed: {happened}." if says is None else says(happened)) from raised
+    finally:
+        with suppress(ValueError):  # in a process that a call forked
+            _running.remove(what)
+
+
+def name_exits() -> None:
+    """Name the user code that ends this process with os._exit() or os.kill(), which no `except` sees.
+
+    os._exit() is replaced, since Python reports no event for it; a status of 0 becomes 1, as the command is not done.
+    """
+    own, leave = os.getpid(), os._exit
+
+    def exit_named(status: int) -> NoReturn:
+        if os.getpid() == own and _running:  # not in forked processes, which have to end like this
+            _say(f"called os._exit({status})")
+            status = status or 1
+        leave(status)
+
+    def hear(event: str, arguments: tuple) -> None:
+        if event == "os.kill" and arguments[0] == own == os.getpid() and _running and arguments[1]:
+            _say(f"sends signal {arguments[1]} to this process with os.kill()")
+
+    os._exit = exit_named
+    sys.addaudithook(hear)
+
+
+def _say(does: str) -> None:
+    with suppress(Exception):  # stderr is closed
+        sys.stderr.write(f"\nError: {_running[-1]} {does}.\n")
+        sys.stderr.flush()
 
 
 def _is_interruption(error: BaseException | None) -> bool:
