@@ -73,7 +73,7 @@ _OMITTED = " [...] "
 
 def shortened(text: object, longest: int = LONGEST_CAUSE) -> str:
     """`text` with the middle left out if it has more than `longest` characters."""
-    words = str(text).strip()
+    words = str(text).strip().encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be printed
     if len(words) <= longest:
         return words
     end = longest // 4

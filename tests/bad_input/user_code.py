@@ -27,18 +27,36 @@ def module(name: str, text: str, *expect: str, **rest: Any) -> Case:
     return bad(f"module: {name}", *expect, files={"own.py": text}, config=entry(type="own.transform"), **rest)
 
 
-def reward(name: str, body: str, *expect: str, ok: bool = False, trl: dict | None = None, **config: Any) -> Case:
+def reward(
+    name: str,
+    body: str,
+    *expect: str,
+    ok: bool = False,
+    trl: dict | None = None,
+    warns: tuple[str, ...] = (),
+    why: str = "",
+    **config: Any,
+) -> Case:
     """A reward function with this body."""
     text = "import math\n\n\ndef score(prompts, completions, **columns):\n    " + body.replace("\n", "\n    ") + "\n"
     trl = GRPO["trl"] | (trl or {})
     make = good if ok else bad
     name = f"reward: {name}{' in workers' if 'reward_num_workers' in trl else ''}"
-    return make(name, *expect, files={"my_rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True)
+    rest = {"warns": warns, "why": why} if ok else {}
+    return make(
+        name, *expect, files={"my_rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True, **rest
+    )
 
 
 def plugin(name: str, body: str, *expect: str, **rest: Any) -> Case:
     text = "from transformers import TrainerCallback\n\n\nclass Own(TrainerCallback):\n    " + body + "\n"
     return bad(f"plugin: {name}", *expect, files={"own.py": text}, config={"plugins": ["own.Own"]}, **rest)
+
+
+def metric(name: str, body: str, *expect: str) -> Case:
+    text = f"def metric(prompt, completions, row):\n    {body}\n"
+    return bad(f"metric: {name}", *expect, files={"own.py": text}, command="evaluate run.yaml",
+               config={**GRPO, "evaluation": {"metrics": ["own.metric"]}, "val_set_size": 1})  # fmt: skip
 
 
 RAISES = 'raise KeyError("missing")'
@@ -75,6 +93,14 @@ TRANSFORMS = [
                 f'"prompt_length": {value}}}', "row 0", "prompt_length", "own")
       for value in ("21", "2**70", "1.5", "'3'")),
     transform("prompts for strided", 'return {"prompt": "a", "ground_truth": "b"}', "row 0", "input_ids"),
+    transform("raises KeyboardInterrupt", "raise KeyboardInterrupt", "own.py", "line 4", "row 0", "KeyboardInterrupt"),
+    transform("raises a BaseException", "raise BaseException('x')", "own.py", "line 4", "row 0", "BaseException: x"),
+    transform("raises a BaseException in two processes", "raise BaseException('x')", "own.py", "line 4",
+              "BaseException: x", dataset_num_proc=2),
+    transform("dies in two processes", "import os; os.kill(os.getpid(), 9)", "own.transform",
+              "ended without an exception", "os._exit()", dataset_num_proc=2),
+    transform("ends its process of two", "import os; os._exit(0)", "own.transform", "ended without an exception",
+              dataset_num_proc=2),
     transform("raises in two processes", RAISES, "own.py", "line 4", "KeyError", dataset_num_proc=2),
     transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),
     transform("prints", 'print("hello")', ok=True),
@@ -112,6 +138,50 @@ MODULES = [
            "tokenizer"),
 ]  # fmt: skip
 
+ONES = "\nreturn [float(n) for n in range(len(prompts))]"
+
+
+def leaves(name: str, body: str, *warns: str, why: str = "", trl: dict | None = None) -> Case:
+    """A reward function that leaves something behind: it is restored, with a warning that names function and state."""
+    said = ("my_rewards.score", *warns) if warns else ()
+    return reward(f"leaves {name}", body + ONES, ok=True, warns=said, why=why, trl=trl)
+
+
+LEFT_BEHIND = [
+    leaves("inference mode", "import torch\nscore.kept = torch.inference_mode()\nscore.kept.__enter__()",
+           "torch.inference_mode: False became True. This was changed back"),
+    leaves("no gradients", "import torch\ntorch.set_grad_enabled(False)", "torch.set_grad_enabled: True became False"),
+    leaves("no gradients in workers", "import torch\ntorch.set_grad_enabled(False)", trl=PARALLEL,
+           why="processes of reward functions have a state of their own"),
+    leaves("another default device", "import torch\ntorch.set_default_device('meta')",
+           "torch.set_default_device: cpu became meta"),
+    leaves("a device context", "import torch\ntorch.device('meta').__enter__()", "cpu became meta"),
+    leaves("another default dtype", "import torch\ntorch.set_default_dtype(torch.float64)",
+           "torch.float32 became torch.float64"),
+    leaves("autocast", "import torch\ntorch.autocast('cpu').__enter__()", "torch.autocast: False became True"),
+    leaves("another number of threads", "import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)",
+           "torch.set_num_threads"),
+    leaves("deterministic algorithms", "import torch\ntorch.use_deterministic_algorithms(True)",
+           "torch.set_deterministic_debug_mode"),
+    leaves("a random seed", "import torch\ntorch.manual_seed(5)", "torch.manual_seed", "became 5"),
+    leaves("another working directory", "import os\nos.makedirs('elsewhere', exist_ok=True)\nos.chdir('elsewhere')",
+           "the working directory", "elsewhere. This was changed back"),
+    leaves("a handler of SIGTERM", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)",
+           "signal.signal(SIGTERM)"),
+    leaves("nothing", "import torch\nfrom contextlib import chdir\nwith torch.no_grad(), chdir('/'): torch.ones(2)\n"
+           "with torch.random.fork_rng():\n    torch.manual_seed(1)"),
+    leaves("settings that only it reads", "import os, sys, warnings, random\nos.environ['OWN'] = '1'\nrandom.seed(0)\n"
+           "sys.path.append('/own')", why="nothing in a run depends on them"),
+    leaves("lists that it changed", "prompts.clear()\nprompts += 'ab'\ncompletions[0][0]['content'] = 'x'\n"
+           "columns['completion_ids'][0].clear()\ncolumns['ground_truth'][:] = [None] * 2",
+           why="each function gets copies"),
+    good("reward: a time limit without workers", config={**GRPO, "trl": GRPO["trl"] | {"reward_timeout": 5}},
+         files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"},
+         warns=("trl.reward_timeout has no effect without reward_num_workers",)),
+    leaves("no output folder", "import shutil\nshutil.rmtree('out')",
+           why="the folder is created again for the final model"),
+]  # fmt: skip
+
 REWARDS = [
     bad("reward: not there", "trl.reward_funcs", "nowhere",
         config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
@@ -123,6 +193,18 @@ REWARDS = [
     reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score"),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score", trl=PARALLEL),
+    reward("raises KeyboardInterrupt", "raise KeyboardInterrupt('own')", "my_rewards.py", "line 5", "score", "own"),
+    reward("raises KeyboardInterrupt", "raise KeyboardInterrupt('own')", "my_rewards.py", "score", trl=PARALLEL),
+    reward("raises a BaseException", "class Own(BaseException): pass\nraise Own('x')", "score", "rewards.py", "Own: x"),
+    reward("raises a BaseException", "class Own(BaseException): pass\nraise Own('x')", "score", "Own: x", trl=PARALLEL),
+    reward("raises CancelledError", "import asyncio\nraise asyncio.CancelledError", "score", "CancelledError"),
+    reward("raises a surrogate", "raise ValueError('a\\ud800b')", "score", "a\\ud800b"),
+    reward("raises a surrogate", "raise ValueError('a\\ud800b')", "score", "a\\ud800b", trl=PARALLEL),
+    reward("raises RewardError", "from ebft.errors import RewardError\nraise RewardError('\\ud800')", "\\ud800"),
+    reward("returns an endless generator", "import itertools\nreturn itertools.repeat(1.0)", "score", "more than 2"),
+    reward("yields without end", "while True:\n    yield 1.0", "score", "more than 2"),
+    reward("yields and raises", "yield 1.0\nraise KeyError('late')", "score", "KeyError", "late"),
+    reward("yields", "yield from range(len(prompts))", ok=True, why="an iterable in the order of the completions"),
     reward("recursion", DEEP, "my_rewards.py", "RecursionError"),
     reward("long message", LONG, "my_rewards.py", "ValueError"),
     reward("returns None", "return None", "score", "None"),
@@ -168,15 +250,24 @@ PLUGINS = [
     plugin("exits when created", "def __init__(self): raise SystemExit(0)", "own.py", "line 5", "exit"),
     plugin("exits in training", "def on_train_begin(self, *a, **k): raise SystemExit(0)", "own.py", "line 5", "exit",
            trains=True),
+    plugin("interrupts training", "def on_step_end(self, *a, **k): raise KeyboardInterrupt", "own.Own.on_step_end",
+           "own.py", "line 5", trains=True),
+    plugin("raises a BaseException", "def on_log(self, *a, **k): raise BaseException('x')", "own.Own.on_log", "x",
+           trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",
            "missing", trains=True),
     bad("tools: not there", "trl.tools", config={**GRPO, "trl": {
         "num_generations": 2, "reward_funcs": ["feature_matching"], "tools": ["nowhere.tool"]}}),
     bad("metric: not there", "evaluation.metrics", "nowhere", config={
         "evaluation": {"metrics": ["nowhere.metric"]}, "val_set_size": 1}, command="evaluate run.yaml"),
+    metric("raises", "raise KeyError('missing')", "metric failed", "own.py", "line 2", "KeyError: 'missing'"),
+    metric("interrupts", "raise KeyboardInterrupt", "metric failed", "own.py", "KeyboardInterrupt"),
+    metric("raises a surrogate", "raise ValueError('a\\ud800b')", "metric failed", "a\\ud800b"),
+    metric("returns text", "return 'good'", "metric returned 'good'", "finite number"),
+    metric("returns NaN", "return float('nan')", "metric returned nan"),
     bad("metric: raises on import", "own.py", "line 1", config={
         "evaluation": {"metrics": ["own.metric"]}, "val_set_size": 1}, command="evaluate run.yaml",
         files={"own.py": "raise RuntimeError('broken')\n"}),
 ]  # fmt: skip
 
-CASES = [*TRANSFORMS, *MODULES, *REWARDS, *PLUGINS]
+CASES = [*TRANSFORMS, *MODULES, *REWARDS, *LEFT_BEHIND, *PLUGINS]

@@ -94,11 +94,11 @@ def test_names_that_are_shared_stay_apart():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"fails raised KeyError: 'expected'.*called as fails\(prompt, completions, row\)"),
+        ("fails", r"fails failed: KeyError: 'expected'.*called as fails\(prompt, completions, row\)"),
         ("infinite", "infinite returned nan.*finite"),
         ("words", "words returned '.*must return a finite"),
-        ("leaves", "leaves raised SystemExit"),
-        ("huge", "huge raised OverflowError"),
+        ("leaves", "leaves failed: it called sys.exit"),
+        ("huge", "huge failed: OverflowError"),
     ],
 )
 def test_what_a_function_may_not_do(name, message, write_config, models):

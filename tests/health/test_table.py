@@ -1,6 +1,7 @@
 """Every row of the table has a log that it recognises and a similar one that it does not."""
 
 import json
+import math
 import re
 from pathlib import Path
 from random import Random
@@ -188,6 +189,12 @@ def test_a_gradient_without_a_signal_is_not_called_zero(metric, norm):
     text = f"{found['no signal'].saw}. {next(each.meaning for each in CONDITIONS if each.name == 'no signal')}"
     assert "all advantages and gradients are zero" not in text
     assert ("the gradient (grad_norm 1.19) is that of other terms" in text) == (norm > 0)
+
+
+def test_rewards_without_a_signal_are_named():
+    stds = {"rewards__score__std": [0.0] * 25, "rewards__none__std": [math.nan] * 25, "rewards__good__std": [0.5] * 25}
+    found = seen(entries(frac_reward_zero_std=[1.0] * 25, grad_norm=[0.0] * 25, **stds))
+    assert "none, score: the same value, or None, for every completion" in found["no signal"].saw
 
 
 def test_preference_methods_do_not_sample():

@@ -1,9 +1,15 @@
 """Checks of what reward functions return, in the process of training."""
 
 import asyncio
+import copy
+import signal
+import time
+import warnings
+from collections import deque
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from ebft.errors import RewardError
@@ -62,6 +68,62 @@ def test_each_function_has_a_name_for_logs():
 def test_models_and_names_of_models_are_unchanged():
     model = nn.Linear(2, 1)
     assert checked_functions([model, "some/model"]) == [model, "some/model"]
+
+
+def test_each_function_gets_its_own_lists():
+    def changes(prompts, completions, completion_ids, meta, environments, **columns):
+        prompts[0][0]["content"] = completions[0][0]["content"] = "changed"
+        prompts.pop(), completion_ids[0].clear(), meta[0]["tests"].append("x"), environments[0].append(1)
+        return [1.0, 2.0]
+
+    message = lambda: [{"role": "user", "content": "a"}]
+    given = {
+        "prompts": [message(), message()],
+        "completions": [message(), message()],
+        "completion_ids": [[1, 2], [3]],
+        "meta": [{"tests": ["t"], "n": None}, {"tests": [], "n": 1}],
+    }
+    before, environments = copy.deepcopy(given), [deque(), deque()]
+    assert checked_functions(changes)(**given, environments=environments) == [1.0, 2.0]
+    assert given == before and environments[0] == deque([1]), "objects are the user's own"
+
+
+class Stop(KeyboardInterrupt): ...
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, lambda *_: (_ for _ in ()).throw(Stop)])
+def test_ctrl_c_in_a_function_is_not_its_error(handler):
+    def interrupted(prompts, **columns):
+        try:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise
+        return [1.0]
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checked_functions(interrupted)(prompts=["a"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_state_is_restored_and_named_once():
+    def careless(prompts, **columns):
+        torch.set_default_dtype(torch.float64), torch.set_grad_enabled(False), torch.manual_seed(3)
+        return [1.0]
+
+    torch.manual_seed(1)
+    expected, call = torch.random.get_rng_state(), checked_functions(careless)
+    with pytest.warns(
+        UserWarning, match="careless changed torch.set_grad_enabled: True became False; torch.set_default"
+    ):
+        call(prompts=["a"])
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert torch.equal(torch.random.get_rng_state(), expected)
+    with warnings.catch_warnings(action="error"):
+        call(prompts=["a"])
 
 
 def test_a_function_that_shortens_its_prompts_is_found_out():

@@ -11,6 +11,7 @@ import pytest
 from ebft.errors import ConfigError, RewardError
 from ebft.reward_functions.workers import RewardWorkers, run_in_workers
 from tests.reward_functions.functions import (
+    always_ends,
     crashes_for_some,
     crashes_once,
     fails,
@@ -73,6 +74,16 @@ def test_a_dead_process_is_replaced(workers, tmp_path):
     call = pool.parallel(crashes_for_some)
     with pytest.warns(UserWarning, match=r"crashes_for_some ended its process twice \(exit code 7\)"):
         assert call(prompts=["crash", "crash", "a", "a"]) == [None, None, 2, 2]
+
+
+def test_a_function_whose_process_always_ends_is_an_error(workers):
+    call = workers().parallel(always_ends)
+    with pytest.warns(UserWarning, match=r"always_ends ended its process twice \(exit code 0\)"):
+        assert call(prompts=["a"] * 4) == [None] * 4
+    with pytest.raises(
+        RewardError, match=r"functions.always_ends ended its process in each of its 8 calls so far \(exit"
+    ):
+        call(prompts=["a"] * 12)
 
 
 def test_the_first_of_all_calls_may_crash(workers):

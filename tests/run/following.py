@@ -1,5 +1,6 @@
 """Plugins for tests, which a config names by their path."""
 
+import torch
 from transformers import TrainerCallback
 
 seen = []
@@ -16,6 +17,27 @@ class Rollouts:
 
 
 class Both(Steps, Rollouts): ...
+
+
+class Changes(Steps):
+    def on_rollouts_scored(self, rollouts, rewards):
+        rewards.zero_()
+        rollouts.clear()
+
+
+class SetsUp(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        torch.set_float32_matmul_precision("high")
+        seen.append(torch.get_float32_matmul_precision())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        seen.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("medium")
+
+
+class Ruins(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        next(each for each in model.parameters() if each.requires_grad).data.view(-1)[0] = float("nan")
 
 
 class Neither: ...

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from ebft import train
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.run.checks import check_runnable
 from ebft.run.plugins import check_plugins
 from tests.run import following
@@ -33,6 +34,25 @@ def test_callbacks_and_rollouts_of_a_strided_run(make, seen, tmp_path):  # noqa:
         first = entries[0]["blocks"][0]["samples"]
         assert rewards[0, :, 0].tolist() == pytest.approx([sample["rewards"] for sample in first])
         assert isinstance(entries[0]["document"], str)
+
+
+def test_what_plugins_change(make, seen, tmp_path):  # noqa: F811
+    options = {**STRIDED, "ebft": {**STRIDED["ebft"], "log_completions": True}}
+    with pytest.warns(UserWarning, match="Changes.on_rollouts_scored changed the rewards, which has no effect"):
+        train(make("ebft_pretrain.transform", plugins=[PATH + "Changes", PATH + "Rollouts"], **options))
+    assert all(entries and rewards.any() for entries, rewards in (each for each in seen if isinstance(each, tuple)))
+    seen.clear()
+    before = torch.get_float32_matmul_precision()
+    with pytest.warns(UserWarning, match="SetsUp.on_step_end changed torch.set_float32_matmul_precision: high became"):
+        train(make(plugins=[PATH + "SetsUp"], output_dir=str(tmp_path / "set")))
+    torch.set_float32_matmul_precision(before)
+    assert seen == ["high"] * 3
+
+
+def test_weights_that_are_not_finite_are_not_saved(make, tmp_path):  # noqa: F811
+    with pytest.raises(NonFiniteLossError, match="Weights are NaN or infinite after the last step .first"):
+        train(make(plugins=[PATH + "Ruins"]))
+    assert not (tmp_path / "out" / "ebft_final.json").exists()
 
 
 def test_a_callback_of_plain_fine_tuning(make, seen, tmp_path):  # noqa: F811

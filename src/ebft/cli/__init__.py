@@ -1,5 +1,8 @@
 """The command `ebft`. Heavy imports are deferred until a command needs them."""
 
+import faulthandler
+import sys
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated
 
@@ -21,7 +24,8 @@ from ebft.cli import show as show_command
 from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
-from ebft.cli.console import show_progress_bars_in_terminals_only, show_warnings
+from ebft.cli.console import name_remaining_threads, show_progress_bars_in_terminals_only, show_warnings
+from ebft.config.user_code import name_exits
 from ebft.launch.worker import watch_parent
 
 app = typer.Typer(
@@ -68,7 +72,18 @@ def options(
 
 def main() -> None:
     """Run the command line."""
+    if sys.stderr is not None and hasattr(sys.stderr, "fileno"):
+        with suppress(OSError, ValueError):  # closed, or not a file
+            faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
+    name_exits()
     watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()
-    app()
+    code = 0
+    try:
+        app()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    finally:
+        name_remaining_threads(code)

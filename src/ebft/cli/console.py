@@ -5,10 +5,12 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import typer
@@ -104,6 +106,36 @@ def show_progress_bars_in_terminals_only() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
+
+
+def name_remaining_threads(code: int, seconds: tuple[float, float] = (10.0, 300.0)) -> None:
+    """When the command is done: name threads of user code for which Python waits, and end the process without them.
+
+    After the first number of `seconds` they are named; after the second, the process exits with `code`.
+    """
+
+    def watch() -> None:
+        for wait, says in zip(seconds, ("The command is complete, but", "The command ends now:")):
+            time.sleep(wait)
+            found = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+            if not found:
+                return
+            frames = sys._current_frames()
+            places = (frames.get(each.ident) for each in found)
+            named = "; ".join(
+                f"{each.name}{'' if place is None else f' ({place.f_code.co_filename}, line {place.f_lineno})'}"
+                for each, place in zip(found, places)
+            )
+            left = (
+                f" It ends without them in {seconds[1] / 60:.0f} minutes, or at Ctrl-C." if wait == seconds[0] else ""
+            )
+            sys.stderr.write(f"{says} threads that user code started are still running: {named}.{left}\n")
+            sys.stderr.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=watch, name="remaining threads", daemon=True).start()
 
 
 def is_main_process() -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ebft.config.user_code import RAISED, what_happened
+from ebft.config.user_code import user_code
 from ebft.errors import ConfigError, EBFTError
 
 
@@ -23,10 +23,12 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = importlib.import_module(module)
-    except RAISED as failure:
+        with user_code(f"{key}: importing {module!r} for {name!r}", error, sets_up=True):
+            found = importlib.import_module(module)
+    except EBFTError as problem:
+        failure = problem.__cause__
         if not isinstance(failure, ModuleNotFoundError) or not f"{module}.".startswith(f"{failure.name}."):
-            raise error(f"{key}: importing {module!r} for {name!r} failed: {what_happened(failure)}.") from failure
+            raise
         raise error(
             f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
             f"{os.getcwd()} or in the installed packages. Run the command in the folder of {module.partition('.')[0]}, "

@@ -1,20 +1,206 @@
-"""Errors of user-defined functions: what they raised, and in which file and line of the user's code."""
+"""Calls of user-defined functions: their errors, what they leave behind in the process, and how long they take."""
 
+from __future__ import annotations
+
+import asyncio
+import dis
 import linecache
 import os
+import signal
+import sys
 import sysconfig
+import threading
 import traceback
-from types import TracebackType
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
-from ebft.errors import cause, shortened
+from ebft.errors import EBFTError, cause, shortened
+from ebft.slow_calls import watched
 
-# Anything that user code may raise, including sys.exit(): only Ctrl-C is passed on.
-RAISED = (Exception, SystemExit, GeneratorExit)
 _LONGEST_LINE = 120
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
+_DIRECTORY, _SEED, _RANDOM = "the working directory", "torch.manual_seed", "random numbers"
+_SETTINGS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
+             "torch.set_float32_matmul_precision", "torch.set_deterministic_debug_mode")  # fmt: skip
+_warned: set[tuple[str, ...]] = set()
+_running: list[str] = []  # the calls that have not returned, the last one at the end
+_entered: list[Any] = []  # modes of PyTorch, which end when they are collected
+
+
+@contextmanager
+def user_code(what: str, error: type[EBFTError], sets_up: bool = False) -> Iterator[None]:
+    """Context manager for a call of user code, which `what` names: `named_call` and `state_kept`."""
+    with named_call(what, error), state_kept(what, sets_up):
+        yield
+
+
+@contextmanager
+def named_call(
+    what: str,
+    error: type[EBFTError],
+    says: Callable[[str], str] | None = None,
+    passes: type[Exception] = EBFTError,
+) -> Iterator[None]:
+    """Raise what user code, which `what` names, raises as `error`, and report a call that takes minutes.
+
+    Exceptions that `passes` includes and interruptions by a signal stay the same. Everything else is converted, also
+    sys.exit() and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
+    """
+    _running.append(what)
+    try:
+        with watched(what):
+            yield
+    except passes:
+        raise
+    except BaseException as raised:
+        if _is_interruption(raised):
+            raise
+        happened = what_happened(raised)
+        raise error(f"{what} failed: {happened}." if says is None else says(happened)) from raised
+    finally:
+        with suppress(ValueError):  # in a process that a call forked
+            _running.remove(what)
+
+
+def name_exits() -> None:
+    """Name the user code that ends this process with os._exit() or os.kill(), which no `except` sees.
+
+    os._exit() is replaced, since Python reports no event for it; a status of 0 becomes 1, as the command is not done.
+    """
+    own, leave = os.getpid(), os._exit
+
+    def exit_named(status: int) -> NoReturn:
+        if os.getpid() == own and _running:  # not in forked processes, which have to end like this
+            _say(f"called os._exit({status})")
+            status = status or 1
+        leave(status)
+
+    def hear(event: str, arguments: tuple) -> None:
+        if event == "os.kill" and arguments[0] == own == os.getpid() and _running and arguments[1]:
+            _say(f"sends signal {arguments[1]} to this process with os.kill()")
+
+    os._exit = exit_named
+    sys.addaudithook(hear)
+
+
+def _say(does: str) -> None:
+    with suppress(Exception):  # stderr is closed
+        sys.stderr.write(f"\nError: {_running[-1]} {does}.\n")
+        sys.stderr.flush()
+
+
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether a signal, or the cancellation of a task, ended a call: user code did not raise it by itself."""
+    if isinstance(error, asyncio.CancelledError):
+        with suppress(RuntimeError):  # no task is running
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+        return False
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    if _is_interruption(error.__context__):  # caught, and raised again as another one
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not _is_outside(trace.tb_frame.f_code.co_filename):  # of a handler of this package or asyncio
+        return True
+    # Python's handler of SIGINT has no frame: its exception appears at any instruction but a `raise`.
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
+
+
+@contextmanager
+def state_kept(what: str, sets_up: bool = False) -> Iterator[None]:
+    """Restore the state of the process that a run depends on if user code changes it, and warn once.
+
+    `what` names the code. If it `sets_up` something, such as a module that is imported, it may change settings, which
+    are kept: handlers of signals, random seeds, and how PyTorch computes.
+    """
+    before = _state()
+    try:
+        yield
+    finally:
+        fresh, changes = _fresh_state(), {}
+        for name, value in _state().items():
+            expected = before.get(name, fresh.get(name, value))
+            if name == _RANDOM or value == expected or (sets_up and name in _SETTINGS):
+                continue
+            _restore(name, expected, before)
+            if name != "torch.set_grad_enabled" or "torch.inference_mode" not in changes:  # which includes it
+                changes[name] = f"{name}: {expected} became {value}"
+        if changes and (what, *changes) not in _warned:
+            _warned.add((what, *changes))
+            warnings.warn(
+                f"{what} changed {'; '.join(changes.values())}. This was changed back, because the run depends on it. "
+                "This warning is given once.",
+                stacklevel=4,
+            )
+
+
+def _state() -> dict[str, Any]:
+    state: dict[str, Any] = {_DIRECTORY: None}
+    with suppress(FileNotFoundError):  # it was deleted
+        state[_DIRECTORY] = os.getcwd()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            state[f"signal.signal({number.name})"] = signal.getsignal(number)
+    torch = sys.modules.get("torch")  # never imported from here
+    if torch is None:
+        return state
+    return state | {
+        "torch.inference_mode": torch.is_inference_mode_enabled(),  # before the gradient mode, which it changes
+        "torch.set_grad_enabled": torch.is_grad_enabled(),
+        "torch.set_default_device": str(torch.get_default_device()),
+        "torch.set_default_dtype": torch.get_default_dtype(),
+        "torch.autocast": torch.is_autocast_enabled("cpu"),
+        "torch.set_num_threads": torch.get_num_threads(),
+        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.set_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+        _SEED: torch.initial_seed(),
+        _RANDOM: _random_states(torch),
+    }
+
+
+def _fresh_state() -> dict[str, Any]:
+    """What the state was if user code is the first that imports PyTorch."""
+    dtype = {"torch.set_default_dtype": sys.modules["torch"].float32} if "torch" in sys.modules else {}
+    state = {"torch.inference_mode": False, "torch.set_grad_enabled": True, "torch.autocast": False}
+    return state | {"torch.set_default_device": "cpu"} | dtype
+
+
+def _random_states(torch: ModuleType) -> tuple[Any, Any]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore(name: str, value: Any, before: dict[str, Any]) -> None:
+    torch = sys.modules.get("torch")
+    if name == _DIRECTORY:
+        with suppress(OSError, TypeError):  # it was deleted
+            os.chdir(value)
+    elif name.startswith("signal."):
+        signal.signal(signal.Signals[name[len("signal.signal(") : -1]], value)
+    elif name == "torch.inference_mode":
+        _entered.append(torch.inference_mode(value))
+        _entered[-1].__enter__()
+    elif name == "torch.autocast":
+        torch.set_autocast_enabled("cpu", value)
+    elif name == "torch.set_default_device":
+        torch.set_default_device(None if value == "cpu" else value)
+        if str(torch.get_default_device()) != value:  # a `with torch.device(...)` that was not left
+            torch.device(value).__enter__()
+    elif name == _SEED:
+        of_cpu, of_gpu = before[_RANDOM]
+        torch.set_rng_state(of_cpu)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu)
+    else:
+        getattr(torch, name.removeprefix("torch."))(value)
 
 
 def what_happened(error: BaseException) -> str:
@@ -48,7 +234,10 @@ def _users_frame(trace: TracebackType | None) -> tuple[str, int] | None:
 
 
 def _is_users(file: str) -> bool:
+    return os.path.isfile(file) and _is_outside(file)  # compiled code and <string> have no file
+
+
+def _is_outside(file: str) -> bool:
+    """Whether a file belongs neither to this package nor to Python and the installed packages."""
     path = os.path.realpath(file)
-    if path.startswith(_OURS + os.sep) or not os.path.isfile(path):  # compiled code and <string> have no file
-        return False
-    return not any(path.startswith(library + os.sep) for library in _LIBRARIES)
+    return not any(path.startswith(folder + os.sep) for folder in (_OURS, *_LIBRARIES))

@@ -10,14 +10,13 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
-from ebft.config.user_code import RAISED, what_happened
+from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.added_keys import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.processes import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
-from ebft.errors import DataError, cause
-from ebft.slow_calls import watched
+from ebft.errors import DataError, EBFTError, cause
 
 if TYPE_CHECKING:
     from ebft.data.report import RowCounts
@@ -75,7 +74,8 @@ def apply_transform(
     packed = [field for field, kind in features.items() if kind == List(Value("int32"))]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
-    step = _Step(named(entry), transform_fn, tokenizer, removed, check, fields, first_document, clean, packed)
+    name = named(entry)
+    step = _Step(name, transform_fn, tokenizer, removed, check, fields, first_document, clean, packed)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
         "with_indices": True,
@@ -84,9 +84,12 @@ def apply_transform(
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, **options, **map_kwargs)
+        with state_kept(name):
+            rows = map_rows(
+                raw, step.batch if map_kwargs.get("batched") else step.row, name=name, **options, **map_kwargs
+            )
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
-        raise DataError(f"{named(entry)}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
+        raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found = np.asarray(rows[_NOTED], dtype=object)
     for what in (LEFT_OUT, UNTHINKING) if counts is not None else ():
         documents = np.unique(np.asarray(rows["document"])[found == what])
@@ -106,14 +109,8 @@ def row_function(
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
     make = find_transform(entry.type)
-    try:
+    with user_code(f"transform {entry.type!r}, called with (cfg, dataset=...),", DataError, sets_up=True):
         built = make(ConfigView(config), dataset=entry)
-    except DataError:
-        raise
-    except RAISED as error:
-        raise DataError(
-            f"transform {entry.type!r}, called with (cfg, dataset=...), failed: {what_happened(error)}."
-        ) from error
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(
             f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
@@ -148,8 +145,7 @@ class _Step:
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
         where = f"{self.name}, row {index}"
-        with watched(f"Tokenising {where}"):
-            checked = self.check(self._call(self.clean(dict(example)), where), where)
+        checked = self.check(self._call(self.clean(dict(example)), where), where)
         for field in self.packed:
             checked[field] = np.asarray(checked[field], dtype=np.int32)
         return {
@@ -162,8 +158,7 @@ class _Step:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
-        with watched(f"Tokenising {where}"):
-            result = self._call({name: [row[name] for row in given] for name in examples}, where)
+        result = self._call({name: [row[name] for row in given] for name in examples}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")
@@ -179,13 +174,10 @@ class _Step:
 
     def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
-        except DataError as error:
+            with named_call(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
+                result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
+        except EBFTError as error:
             raise DataError(f"{where}: {error}") from error
-        except RAISED as error:
-            raise DataError(
-                f"{where}: {what_happened(error)}. The row has the columns {', '.join(example)}."
-            ) from error
         if not isinstance(result, Mapping):
             raise DataError(
                 f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."

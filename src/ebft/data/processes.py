@@ -18,7 +18,7 @@ import multiprocess  # of datasets, which starts its processes with it
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError
+from ebft.errors import DataError, EBFTError
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
@@ -28,8 +28,8 @@ _is_forking = False
 _forking = threading.local()  # mask: the signals that the thread blocked before it forked
 
 
-def map_rows(rows: Dataset, function: Callable[..., Any], **options: Any) -> Dataset:
-    """`rows.map`, whose result is in a temporary file until `discard` or the end of this process.
+def map_rows(rows: Dataset, function: Callable[..., Any], name: str = "datasets", **options: Any) -> Dataset:
+    """`rows.map`, whose result is in a temporary file until `discard` or the end of this process; `name` is for errors.
 
     In its cache, the library would keep the result for ever. It would not be read again: the key of a result does not
     contain the helper functions of a transform.
@@ -38,7 +38,7 @@ def map_rows(rows: Dataset, function: Callable[..., Any], **options: Any) -> Dat
         options.setdefault("cache_file_name", _temporary_file())
     options.setdefault("new_fingerprint", uuid.uuid4().hex)  # otherwise a hash of the pickled tokenizer and rows
     options.setdefault("writer_batch_size", rows_at_once(rows))
-    with forked_processes():
+    with forked_processes(name):
         return rows.map(function, load_from_cache_file=False, **options)
 
 
@@ -96,7 +96,7 @@ def _delete(folder: Path, process: int) -> None:
 
 
 @contextmanager
-def forked_processes() -> Iterator[None]:
+def forked_processes(name: str = "datasets") -> Iterator[None]:
     """Context manager in which forked processes end at SIGTERM, and with the block, and ignore SIGINT.
 
     A pool ends its idle workers with SIGTERM and waits for them. A handler in Python, such as that of `ebft train`,
@@ -104,13 +104,15 @@ def forked_processes() -> Iterator[None]:
     Ctrl-C reaches all processes; this one ends the others.
 
     An interruption of this process is raised instead of the errors of the pool that follow from it. Raises DataError if
-    a process was killed.
+    a process died, with `name` for what it was doing.
     """
     global _is_forking
     before, was_forking = set(multiprocess.active_children()), _is_forking
     _is_forking = True
     try:
         yield
+    except EBFTError:
+        raise
     except Exception as error:
         reasons = list(_reasons(error))
         interruption = next((reason for reason in reasons if isinstance(reason, KeyboardInterrupt)), None)
@@ -118,8 +120,9 @@ def forked_processes() -> Iterator[None]:
             raise interruption from None
         if isinstance(error, _CONNECTION_LOST) or any(_DIED in str(reason) for reason in reasons):
             raise DataError(
-                "A process that prepared the data was killed, for example because memory ran out. Reduce "
-                "dataset_num_proc."
+                f"{name}: a process that prepared the data ended without an exception: it crashed in C code, called "
+                "os._exit(), or was killed, for example because memory ran out. Reduce dataset_num_proc; with 1, the "
+                "crash of a transform prints the line at which it happened."
             ) from error
         raise
     finally:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ebft.config.imports import find_function
+from ebft.config.user_code import named_call, state_kept
 from ebft.errors import ConfigError
 from ebft.scores import Scores, best_of
 
@@ -56,14 +57,13 @@ def add_downstream(
 
 
 def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[str, Any]) -> float | None:
-    try:
-        value = metric(prompt, [completion], copy.deepcopy(row))
+    says = lambda happened: (
+        f"{KEY}: {name} failed: {happened}. It is called as {name}(prompt, completions, row) with a "
+        f"list of one completion, here {completion!r:.200}."
+    )
+    with named_call(f"{KEY}: {name}", ConfigError, says), state_kept(f"{KEY}: {name}"):
+        value = metric(copy.deepcopy(prompt), [copy.deepcopy(completion)], copy.deepcopy(row))
         found = float(value) if isinstance(value, numbers.Real | np.bool_) else value
-    except (Exception, SystemExit) as error:  # a user-defined function may raise anything
-        raise ConfigError(
-            f"{KEY}: {name} raised {type(error).__name__}: {error}. It is called as {name}(prompt, completions, row) "
-            f"with a list of one completion, here {completion!r:.200}."
-        ) from error
     if found is None or (isinstance(found, float) and math.isfinite(found)):
         return found
     said = repr(found)[:200] if isinstance(found, float | str) else type(found).__name__

@@ -81,6 +81,11 @@ def no_signal(log: Log) -> Sighting | None:
     since = log["frac_reward_zero_std"].all_since(lambda value: value > 0.99, PERSISTENT)
     if since is not None:
         equal = "the rewards of each prompt's completions are all equal (frac_reward_zero_std is 1)"
+        stds = [name for name in sorted(log.names) if name.startswith("rewards/") and name.endswith("/std")]
+        without = lambda std: std == 0 or math.isnan(std)
+        constant = [name for name in stds if log[name].all_since(without, PERSISTENT) is not None]
+        named = ", ".join(name.removeprefix("rewards/").removesuffix("/std") for name in constant)
+        equal += f"; {named}: the same value, or None, for every completion" if named else ""
         return Sighting(since, equal + _other_gradient(log))
     since = log["ebft/advantages_std"].all_since(lambda value: abs(value) < 1e-6, WINDOW)
     if since is not None:

@@ -45,6 +45,12 @@ def warn_of_idle_keys(config: RunConfig) -> None:
             "functions for one prompt at a time.",
             stacklevel=2,
         )
+    if "reward_timeout" in given and config.trl.reward_num_workers == 1:
+        warnings.warn(
+            "trl.reward_timeout has no effect without reward_num_workers above 1: the training process cannot end a "
+            "call that it makes itself, and only reports one that takes longer than a minute.",
+            stacklevel=2,
+        )
     if "prefetch_depth" in given and not config.trl.async_prefetch:
         warnings.warn("trl.prefetch_depth has no effect without async_prefetch: true.", stacklevel=2)
     for key in ("train_on_inputs", "sample_packing"):

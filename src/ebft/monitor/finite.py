@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,19 @@ class StopOnNonFinite:
         if norm is not None and not self.args.fp16 and not math.isfinite(norm):
             raise NonFiniteLossError(f"The gradient norm is {norm} at step {self.state.global_step + 1}. " + _HINT)
         return norm
+
+
+def check_weights(model: nn.Module, anywhere: Callable[[bool], bool]) -> None:
+    """Raise NonFiniteLossError if a trained weight is NaN or infinite, here or `anywhere`, on any process."""
+    local = ((name, each.to_local() if hasattr(each, "to_local") else each) for name, each in model.named_parameters())
+    found = [name for name, each in local if each.requires_grad and not torch.isfinite(each).all()]
+    if anywhere(bool(found)):
+        raise NonFiniteLossError(
+            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, although its "
+            "loss was finite, so the final model was not saved. A plugin changed them, or the last update overflowed. "
+            "Check the plugins, or reduce learning_rate; an earlier checkpoint can be used as base_model or "
+            "lora_model_dir."
+        )
 
 
 _HINT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -11,6 +12,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -73,13 +75,14 @@ class RolloutLog:
 class ScoredRollouts:
     """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
 
-    A hook is called as `hook(rollouts, rewards)`: the entries of the log, a list of dicts, and the total rewards of
-    this process's rollouts, in the shape that the trainer documents.
+    A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
+    total rewards of this process's rollouts, in the shape that the trainer documents.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         args = trainer.args
         self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
+        self._has_warned = False
         self._log = None
         if args.log_completions:
             self._log = RolloutLog(args.output_dir, args.process_index)
@@ -93,7 +96,15 @@ class ScoredRollouts:
         if self._log is not None:
             self._log.write(entries)
         for hook in self.hooks:
-            hook(entries, rewards)
+            given = rewards.clone()
+            hook(copy.deepcopy(entries), given)
+            if not self._has_warned and not torch.equal(given, rewards):
+                self._has_warned = True
+                warnings.warn(
+                    f"{getattr(hook, '__qualname__', hook)} changed the rewards, which has no effect on training: it "
+                    "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
+                    stacklevel=2,
+                )
 
 
 class _ContinueLog(TrainerCallback):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from functools import update_wrapper
+from itertools import islice
 from typing import Any
 
-from ebft.config.user_code import RAISED, what_happened
+from ebft.config.user_code import named_call, user_code, what_happened
 from ebft.errors import EBFTError, RewardError
 
 _SHOWN = 80  # characters of a prompt in messages
@@ -30,17 +30,35 @@ def _checked(function: Any) -> Any:
 
         async def call_later(**given: Any) -> list[float | None]:
             prompts = list(given["prompts"])
-            with errors_of(function):
-                return rewards_of(function, await function(**given), prompts)
+            with named_call(_what(function), RewardError):  # others run at the same time, in the same process
+                return rewards_of(function, await function(**_own(given)), prompts)
 
         return _named(call_later, function)
 
     def call(**given: Any) -> list[float | None]:
         prompts = list(given["prompts"])
-        with errors_of(function):
-            return rewards_of(function, function(**given), prompts)
+        with user_code(_what(function), RewardError):
+            return rewards_of(function, function(**_own(given)), prompts)
 
     return _named(call, function)
+
+
+def _own(value: Any) -> Any:
+    """A copy of nested lists and dicts, such as messages, for a function that may change what it is given.
+
+    Lists of token ids are copied as a whole.
+    """
+    if type(value) is dict:
+        return {key: _own(each) for key, each in value.items()}
+    if type(value) is not list:
+        return value
+    if value and type(value[0]) is int and type(value[-1]) is int:
+        return value.copy()
+    return [_own(each) for each in value]
+
+
+def _what(function: Any) -> str:
+    return f"The reward function {name_of(function)}"
 
 
 def _is_model(function: Any) -> bool:
@@ -64,27 +82,13 @@ def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | 
     """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
     prompts = list(columns["prompts"])
     try:
-        with errors_of(function):
+        with named_call(_what(function), RewardError):
             return rewards_of(function, function(**columns), prompts), None
     except EBFTError as error:
         if type(error).__module__.partition(".")[0] == "ebft" and all(isinstance(each, str) for each in error.args):
             return [], error
-        return [], _failed(function, error)  # a class of the user's, which may not survive the way back
-
-
-@contextmanager
-def errors_of(function: Callable) -> Iterator[None]:
-    """Convert what a reward function raises to RewardError, which says where; errors of this package stay the same."""
-    try:
-        yield
-    except EBFTError:
-        raise
-    except RAISED as error:
-        raise _failed(function, error) from error
-
-
-def _failed(function: Callable, error: BaseException) -> RewardError:
-    return RewardError(f"The reward function {name_of(function)} failed: {what_happened(error)}.")
+        # A class of the user's, which may not survive the way back
+        return [], RewardError(f"{_what(function)} failed: {what_happened(error)}.")
 
 
 def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:
@@ -100,11 +104,13 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
             f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
             "for no reward, per completion, in their order."
         )
-    found = list(found)
+    count = len(found) if isinstance(found, Sized) else None
+    found = list(islice(found, len(prompts) + 1))  # a generator may have no end
     if len(found) != len(prompts):
+        count = f"more than {len(prompts)}" if count is None and len(found) > len(prompts) else count or len(found)
         raise RewardError(
-            f"The reward function {name} returned {len(found)} rewards for {len(prompts)} completions. It must return "
-            "one per completion, or None for no reward."
+            f"The reward function {name} returned {count} rewards for {len(prompts)} completions. It must return one "
+            "per completion, or None for no reward."
         )
     return [_reward(name, value, index, prompts[index]) for index, value in enumerate(found)]
 

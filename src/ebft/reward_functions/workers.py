@@ -7,15 +7,17 @@ import multiprocessing
 import pickle
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-from ebft.errors import ConfigError
-from ebft.reward_functions.checked import outcome
+from ebft.errors import ConfigError, RewardError
+from ebft.reward_functions.checked import name_of, outcome
 from ebft.reward_functions.chunks import split
 from ebft.reward_functions.processes import NAME, Expired, Processes
 
+_DEATHS = 8  # calls after which a function whose process always ended is an error
 _GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
 RewardFunction = Callable[..., list[float | None]]
 
@@ -25,7 +27,8 @@ class RewardWorkers:
 
     Each process calls the function in its main thread, where `signal.alarm` can be used. A call that takes longer than
     `timeout` seconds ends its process, and so does a crash; the process is replaced. A group whose call timed out, or
-    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where.
+    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where,
+    and so does a function that crashed in each of its first 8 calls.
     """
 
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
@@ -33,6 +36,8 @@ class RewardWorkers:
         self._processes = Processes(count, timeout)
         self._has_called = False
         self._warned: set[str] = set()
+        self._deaths: Counter[str] = Counter()  # by function, until a call returns
+        self._returned: set[str] = set()
         self.close = self._processes.close
 
     def parallel(self, function: Any) -> Any:
@@ -64,7 +69,21 @@ class RewardWorkers:
         for i, result in zip(again, self._processes.map(outcome, [(function, groups[i]) for i in again])):
             found[i] = result
         self._has_called = self._has_called or any(not isinstance(each, Expired) or each.was_called for each in found)
+        self._count(function, found)
         return [reward for group, result in zip(groups, found) for reward in self._rewards(function, group, result)]
+
+    def _count(self, function: RewardFunction, found: list[Any]) -> None:
+        name, ends = name_of(function), [each for each in found if isinstance(each, Expired)]
+        codes = [end.exit_code for end in ends if end.exit_code is not None and end.was_called]
+        self._deaths[name] += len(codes)
+        if len(ends) < len(found):
+            self._returned.add(name)
+        if codes and name not in self._returned and self._deaths[name] >= _DEATHS:
+            raise RewardError(
+                f"The reward function {name} ended its process in each of its {self._deaths[name]} calls so far (exit "
+                f"code {codes[-1]}; a negative one is a signal), so that it gave no reward. It crashes, or calls "
+                "os._exit() or os.kill(). Call it with known completions in a script of its own."
+            )
 
     def _rewards(self, function: RewardFunction, group: dict[str, list], result: Any) -> list[float | None]:
         size = len(group["prompts"])

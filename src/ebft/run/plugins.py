@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from ebft.config.imports import call_problem, find_function
-from ebft.config.user_code import RAISED, what_happened
+from ebft.config.user_code import user_code
 from ebft.errors import ConfigError
 
 HOOK = "on_rollouts_scored"
 # Keyword arguments that transformers passes to every method of a callback, and to single ones.
 _KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_SETS_UP = ("on_init_end", "on_train_begin")  # where a plugin may change settings of the process
 _ADDED = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 
 
@@ -27,16 +30,27 @@ def check_plugins(names: list[str]) -> None:
 def add_plugins(trainer: Trainer, names: list[str]) -> None:
     """Create the plugins, and add them to the trainer. Raises ConfigError if it has no rollouts for a plugin."""
     for name in names:
-        try:
-            plugin = _find(name)()
-        except RAISED as error:
-            raise ConfigError(f"plugins: creating {name} without arguments failed: {what_happened(error)}.") from error
+        found = _find(name)
+        with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
+            plugin = found()
+        for event, _, _ in _calls(found):
+            with suppress(AttributeError, ValueError):  # a class with fixed attributes
+                setattr(plugin, event, _guarded(getattr(plugin, event), f"plugins: {name}.{event}", event in _SETS_UP))
         if isinstance(plugin, TrainerCallback):
             trainer.add_callback(plugin)
         if hasattr(plugin, HOOK):
             if not hasattr(trainer, "scored_rollouts"):
                 raise ConfigError(f"plugins: {name} has {HOOK}, but this method samples no rollouts. Remove it.")
             trainer.scored_rollouts.hooks.append(getattr(plugin, HOOK))
+
+
+def _guarded(method: Callable[..., Any], what: str, sets_up: bool) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with user_code(what, ConfigError, sets_up):
+            return method(*args, **kwargs)
+
+    return call
 
 
 def _find(name: str) -> type[Any]:

@@ -27,6 +27,7 @@ from ebft.models.base import check_sequence_len, load_model, load_model_config
 from ebft.models.precision import warn_of_lost_steps
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
+from ebft.monitor.finite import check_weights
 from ebft.monitor.run_files import RunFiles
 from ebft.over_trainer import OverTrainer
 from ebft.prepared.rows import run_rows
@@ -269,11 +270,21 @@ def last_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
 
 
+def _anywhere(trainer: OverTrainer, here: bool) -> bool:
+    """Whether `here` is true on any process."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes == 1:
+        return here
+    return bool(accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum") > 0)
+
+
 def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
     """Save the final model, the tokenizer, the trainer state and the model card.
 
-    After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not.
+    After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not, and NonFiniteLossError
+    for weights that are not finite.
     """
+    check_weights(trainer.model, partial(_anywhere, trainer))
     stop.is_saving_model = True
     try:
         save_final(config, trainer, metrics)

@@ -36,7 +36,7 @@ from ebft.reward_functions.workers import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.conversations import CONVERSATION, Row
 from ebft.structured.generation import GeneratesRollouts
-from ebft.structured.interactive import check_interactive, checked
+from ebft.structured.interactive import check_interactive, guarded
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.agents import Agents
 from ebft.structured.validation import (
@@ -97,8 +97,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             check_rows(name, kwargs.get(name), args)
             kwargs |= {name: with_own_calls(kwargs[name])} if name in kwargs else {}
         self.is_interactive: bool = check_interactive(args, reward_funcs, kwargs)
-        if kwargs.get("rollout_func") is not None:
-            kwargs["rollout_func"] = checked(kwargs["rollout_func"])
+        kwargs |= guarded(kwargs)
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
+from ebft.config.user_code import state_kept
 from ebft.structured.over_trl.grouped_batches import ROW, by_group
 from ebft.structured.shared_prompt import Padded
 
@@ -83,7 +84,9 @@ class HasHooks(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         self.before_rewards()
-        return self.after_rewards(inputs, super()._calculate_rewards(inputs, *args))
+        with state_kept("The reward functions"):  # coroutines run at the same time
+            rewards = super()._calculate_rewards(inputs, *args)
+        return self.after_rewards(inputs, rewards)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         self.inputs_of_loss = inputs
