@@ -11,8 +11,9 @@ import pytest
 from ebft.dashboard import files
 from ebft.dashboard.files import JsonTail, Tail, read_all, read_object, rollout_files
 from ebft.dashboard.run import check_rollouts, check_run, is_alive, state_of
-from ebft.dashboard.text import duration, printable
+from ebft.dashboard.text import duration
 from ebft.errors import RunError
+from ebft.printed import printable
 from tests.dashboard.runs import append, write_run
 
 

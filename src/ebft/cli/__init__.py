@@ -1,5 +1,6 @@
 """The command `ebft`. Heavy imports are deferred until a command needs them."""
 
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -21,8 +22,9 @@ from ebft.cli import show as show_command
 from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
-from ebft.cli.console import show_progress_bars_in_terminals_only, show_warnings
+from ebft.cli.console import FAILED, say_error, show_progress_bars_in_terminals_only, show_warnings
 from ebft.launch.worker import watch_parent
+from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -35,7 +37,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"ebft {version('ebft')}")
+        say(f"ebft {version('ebft')}")
         raise typer.Exit()
 
 
@@ -68,7 +70,17 @@ def options(
 
 def main() -> None:
     """Run the command line."""
+    open_streams()
     watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OutputError as error:
+        if error.is_broken_pipe:  # as with `| head`
+            sys.exit(BROKEN_PIPE)
+        say_error(str(error))
+        sys.exit(FAILED)

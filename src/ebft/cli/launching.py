@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from ebft.config.load import load_config
@@ -19,6 +18,7 @@ from ebft.launch.plan import LaunchOptions, Plan, plan_launch
 from ebft.launch.sweep import read_sweep
 from ebft.launch.sweep_runs import Sweep
 from ebft.launch.worker import is_launched
+from ebft.printed import safe_console, say
 from ebft.run.checks import check_runnable
 
 PANEL = "Several processes"
@@ -134,14 +134,14 @@ def _check_passed_on(plan: Plan) -> None:
 def announce(plan: Plan) -> None:
     """Print how the run is started, if there is a choice."""
     if plan.note:
-        typer.echo(plan.note, err=True)
+        say(plan.note, err=True)
 
 
 def show(plan: Plan, words: Sequence[str]) -> None:
     """Print the command that starts `ebft WORDS`."""
     from ebft.launch.command import command_line
 
-    typer.echo(command_line(plan, words))
+    say(command_line(plan, words))
 
 
 def start(plan: Plan, words: Sequence[str]) -> int:
@@ -160,11 +160,11 @@ def sweep(
     runs = Sweep(config, overrides, read_sweep(file), options, lambda words: _checked(config, words, options))
     if dry_run:
         for run in runs.runs:
-            typer.echo(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
-            typer.echo(shlex.join([sys.executable, "-m", "ebft.cli", *runs.words(run)]))
+            say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
+            say(shlex.join([sys.executable, "-m", "ebft.cli", *runs.words(run)]))
         return 0
-    status = runs.train_all(lambda line: typer.echo(line, err=True))
-    Console(soft_wrap=False).print(runs.table())
+    status = runs.train_all(lambda line: say(line, err=True))
+    safe_console(soft_wrap=False).print(runs.table())
     return status
 
 

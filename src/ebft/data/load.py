@@ -1,7 +1,6 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.data.weights import weighted
 from ebft.errors import DataError, shortened
+from ebft.printed import say
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
@@ -139,7 +139,7 @@ def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hin
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
-        print(found.with_example(), file=sys.stderr)
+        say(found.with_example(), err=True)
     return Section(joined, found, [first for _, first in sources])
 
 
