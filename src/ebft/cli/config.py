@@ -15,6 +15,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
 from ebft.run.checks import check_runnable, imported_names
+from ebft.secrets import REMOVED, value_without_secrets
 
 HELP = """List all config keys with their descriptions, or check a config file.
 
@@ -83,8 +84,14 @@ def command(
         return
     config = load_config(check, words or [])
     check_runnable(config)
+    hides = False
     for key, value in changed_keys(config):
-        console.print(f"{key}: {value!r}", markup=False)
+        shown = repr(value_without_secrets(key, value))
+        is_hidden = shown.count(REMOVED) > repr(value).count(REMOVED)
+        hides |= is_hidden
+        console.print(f"{key}: {shown if is_hidden else repr(value)}", markup=False)
+    if hides:
+        console.print(f"Passwords, tokens and keys are shown as {REMOVED}; the run uses their values.", markup=False)
     own = imported_names(config)
     if own:
         console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)

@@ -12,6 +12,7 @@ from ebft.cli.console import listing
 from ebft.config.load import load_config
 from ebft.doctor.check import Attempt, Check
 from ebft.printed import safe_console, say
+from ebft.secrets import without_secrets_in_text
 
 HELP = """Check the installation, and whether a config can be trained on this machine.
 
@@ -82,4 +83,4 @@ class _Report:
 
     def _print(self, check: Check) -> None:
         level = Text(f"{check.level:<8}", style=_STYLES[check.level])
-        self._console.print(Text.assemble(level, f"{check.name}: ", check.message))
+        self._console.print(Text.assemble(level, f"{check.name}: ", without_secrets_in_text(check.message)))

@@ -15,7 +15,7 @@ from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.launch.plan import LaunchOptions, Plan, plan_launch
-from ebft.launch.sweep import read_sweep
+from ebft.launch.sweep import MOST_RUNS, read_sweep
 from ebft.launch.sweep_runs import Sweep
 from ebft.launch.worker import is_launched
 from ebft.printed import safe_console, say
@@ -72,6 +72,16 @@ SweepFile = Annotated[
         help="Train every combination of a YAML file one after another, each in its own folder in output_dir, and "
         "compare them on the held-out rows. The file maps keys to lists of values, or lists mappings, one per run. "
         "The same command again skips finished runs and resumes others.",
+        show_default=False,
+    ),
+]
+MaxRuns = Annotated[
+    int,
+    typer.Option(
+        "--max-runs",
+        metavar="N",
+        min=1,
+        help=f"Largest number of runs of --sweep. Default: {MOST_RUNS}.",
         show_default=False,
     ),
 ]
@@ -153,11 +163,11 @@ def start(plan: Plan, words: Sequence[str]) -> int:
 
 
 def sweep(
-    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, dry_run: bool, tui: bool
+    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool, tui: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
     _check_sweep(options, tui)
-    runs = Sweep(config, overrides, read_sweep(file), options, lambda words: _checked(config, words, options))
+    runs = Sweep(config, overrides, read_sweep(file, most), options, lambda words: _checked(config, words, options))
     if dry_run:
         for run in runs.runs:
             say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")

@@ -18,7 +18,7 @@ from ebft.dashboard.rollouts import REWARD, Sample, all_samples, take, without_r
 from ebft.dashboard.run import check_rollouts
 from ebft.dashboard.text import sample_text
 from ebft.errors import RunError
-from ebft.printed import safe_console
+from ebft.printed import printable_json, safe_console
 
 HELP = """Show the rollouts of a run with their references and the terms of their rewards.
 
@@ -94,7 +94,7 @@ def command(
     if not samples:
         raise RunError(_nothing(folder, step, sort if order != "newest" else None))
     if as_json:
-        print(json.dumps([_as_object(sample) for sample in samples], indent=2, ensure_ascii=False))
+        print(printable_json(json.dumps([_as_object(sample) for sample in samples], indent=2, ensure_ascii=False)))
         return
     console = safe_console(soft_wrap=True, highlight=False)
     os.environ.setdefault("LESS", "-R")  # shows colours

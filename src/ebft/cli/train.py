@@ -18,6 +18,7 @@ from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
 from ebft.fetch.catalog import is_gguf
 from ebft.launch.plan import RAY
+from ebft.launch.sweep import MOST_RUNS
 from ebft.launch.worker import join_launch, launch_command, typed_command
 from ebft.printed import say
 
@@ -70,6 +71,7 @@ def command(
         ),
     ] = False,
     sweep: launching.SweepFile = None,
+    max_runs: launching.MaxRuns = MOST_RUNS,
     dry_run: launching.DryRun = False,
     launcher: launching.Launcher = None,
     num_processes: launching.NumProcesses = None,
@@ -84,7 +86,8 @@ def command(
     launching.check_options(context, words[1:])
     options = launching.options_of(context)
     if sweep is not None:
-        raise typer.Exit(launching.sweep(sweep, config, words[1:], options, dry_run=dry_run, tui=tui))
+        status = launching.sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
+        raise typer.Exit(status)
     run_config, plan = launching.checked_plan(config, words[1:], options)
     if dry_run:
         launching.show(plan, ["train", *words])

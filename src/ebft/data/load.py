@@ -1,6 +1,7 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -167,6 +168,12 @@ def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Data
     """
     owner = np.asarray(rows["document"])
     size = config.val_set_size
+    if 0 < size < 1 and size * documents < 0.5:
+        warnings.warn(
+            f"val_set_size: {size:g} of {documents:,} documents is less than one: 1 document is held out, which says "
+            "little about others. Increase it, or set the number of documents.",
+            stacklevel=2,
+        )
     chosen = held_documents(documents, size, config.seed)
     held, is_held = len(chosen), np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
