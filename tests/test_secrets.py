@@ -3,7 +3,9 @@ import os
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from ebft.cli import app
 from ebft.config.schema import RunConfig
 from ebft.dashboard.report import report
 from ebft.run.card import model_card
@@ -59,6 +61,11 @@ def test_variables_of_a_mapping_of_the_environment(name, key):
         ("key sk-proj-abcDEF0123456789", "key (removed)"),
         ("Authorization: Bearer abcdefgh", "Authorization: Bearer (removed)"),
         ("env HF_TOKEN=abc vllm", "env HF_TOKEN=(removed) vllm"),
+        ("'vllm.env.NGC_TOKEN='abc'", "'vllm.env.NGC_TOKEN='(removed)'"),
+        ("hub_token=abc wandb.api_key=\"d e", "hub_token=(removed) wandb.api_key=\"(removed) e"),
+        ("wandb_v1_abcdefghij0123456789 AIzaSyA-abcdefghij0123456789", "(removed) (removed)"),
+        ("https://hooks.slack.com/services/T0/B0/x", "https://hooks.slack.com/services/(removed)"),
+        ("a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b", "a (removed) b"),
     ],
 )  # fmt: skip
 def test_secrets_in_text(text, shown):
@@ -69,10 +76,27 @@ def test_secrets_in_text(text, shown):
     "text",
     ["https://host:80/a?split=x&max_tokens=5", "hf://datasets/a/b@main/c.jsonl", "git@host:me/x.git", "a@b.org",
      "/data/hf_checkpoints/run", "x/sk-learn", "{% for m in messages %}{{ bos_token + m }}", "C:/data",
-     "ValueError: no text", "pad_token=<pad>", "https://host/@scope/x"],
+     "ValueError: no text", "pad_token=<pad>", "expected key=value", "num_tokens=5", 
+     "npm_config_registry=x", "pypi-mirror-of-our-company", "https://host/@scope/x"],
 )  # fmt: skip
 def test_text_without_secrets_is_unchanged(text):
     assert without_secrets_in_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["vllm.env.NGC_TOKEN={}", "vllm.env.NGC_TOKEN=[{}]", "vllm.env={{auth: [{}]}}", "vllm.env='hf_abcdefghijkl{}'",
+     "hub_token={}", "vllm.env.NGC_TOKEN='{}", "mlflow_tracking_uri=http://me:{}@host", "vllm=http://u:{}@h",
+     "datasets.0.path=https://u:{}@h/x.jsonl", "wandb_name=sk-proj-abcDEF01{}", "chat_template_kwargs.api_key={}",
+     "datasets.0.path=[https://u:{}@h]", "vllm.env.NGC_TOKEN.x={}", "deepspeed={{wandb: {{api_key: {}}}}}"],
+)  # fmt: skip
+def test_checks_of_configs_do_not_print_secrets(override, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("base_model: m\ndatasets: [{path: rows.jsonl, type: completion}]\n")
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["config", "--check", str(file), override.format("SEKRIT")])
+    assert "SEKRIT" not in done.output and isinstance(done.exception, SystemExit | None)
+    if done.exit_code == 0:
+        assert "(removed)" in done.stdout and "are shown as (removed); the run uses their values" in done.stdout
 
 
 KEYS = {

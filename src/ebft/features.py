@@ -5,7 +5,6 @@ B  rows   G  tokens per block   D  feature dimension
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, unwr
 from ebft.models.frozen import frozen_copy
 from ebft.models.placement import spare_gpu
 from ebft.over_transformers import override_attn_implementation
+from ebft.printed import say
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 
@@ -156,9 +156,9 @@ def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:
     spare = spare_gpu(first.index, sum(weight.nbytes for weight in frozen.parameters()))
     if spare is None:
         return first
-    print(
+    say(
         f"The feature network is on the idle GPU {spare}; feature_device: {first} places it beside the policy.",
-        file=sys.stderr,
+        err=True,
     )
     return torch.device(spare)
 

@@ -1,4 +1,4 @@
-"""Removing passwords, tokens and keys from what is written to files or shown."""
+"""Removing passwords, tokens and keys from what is written to files or shown: errors, configs, reports."""
 
 from __future__ import annotations
 
@@ -26,13 +26,26 @@ _TEXTS = (
     (re.compile(r"(?<![^\s\"'<>=(,`])[^\s/@:\"'<>=(,`]+:(?!//)[^\s\"'<>`]*@(?=[\w\[])"), f"{REMOVED}@"),  # no scheme
     (re.compile(rf"(?i)([?&;][^=&;?\s]*(?:{_URL_PARAMETER})[^=&;?\s]*=)[^&;#\s\"'<>`]+"), rf"\1{REMOVED}"),
     (
-        re.compile(r"\b([A-Z0-9_]{0,60}?(?:TOKEN(?!I[ZS]|S)|KEY|SECRET|PASSW|CREDENTIAL)[A-Z0-9_]{0,60}=)[^\s\"'`]+"),
+        re.compile(
+            r"\b([A-Z0-9_]{0,60}?(?:TOKEN(?!I[ZS]|S)|KEY|SECRET|PASSW|CREDENTIAL)[A-Z0-9_]{0,60}=[\"']?)[^\s\"'`]+"
+        ),
+        rf"\1{REMOVED}",
+    ),
+    # An override, such as hub_token=...
+    (
+        re.compile(
+            r"(?i)\b([\w.-]{0,60}?(?:api_?key|secret(?:_key)?|passw(?:or)?d|(?:hub|auth|access)_token)=[\"']?)[^\s\"'`]+"
+        ),
         rf"\1{REMOVED}",
     ),
     (re.compile(r"\b([Bb]earer|BEARER)\s+[\w.~+/=-]{6,}"), rf"\1 {REMOVED}"),
     (re.compile(r"\b(hf_|api_org_|gh[oprsu]_)[A-Za-z0-9]{12,}"), REMOVED),
     (re.compile(r"\b(github_pat_\w{12,}|(glpat|xox[abeprs])-[\w-]{10,}|A[KS]IA[0-9A-Z]{16})"), REMOVED),
     (re.compile(r"(?<![\w-])sk[-_](?=[\w-]*[0-9A-Z])[\w-]{10,}"), REMOVED),
+    # Of W&B, NVIDIA, Groq, npm, PyPI, Replicate, Databricks, Google, Azure and Slack.
+    (re.compile(r"\b((wandb_v1_|nvapi-|gsk_|AIza|pypi-AgE)[\w-]{20,}|(npm_|r8_)\w{32,}|dapi[0-9a-f]{32})"), REMOVED),
+    (re.compile(r"(AccountKey=|SharedAccessKey=|hooks\.slack\.com/services/)[^\s;\"'`]+"), rf"\1{REMOVED}"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*-----|\Z)", re.DOTALL), REMOVED),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), REMOVED),  # a JSON Web Token
 )
 
@@ -63,6 +76,12 @@ def without_secrets(value: Any, key: str = "") -> Any:
     if isinstance(value, str):
         return without_secrets_in_text(value)
     return value if isinstance(value, int | float | None) else without_secrets_in_text(str(value))
+
+
+def value_without_secrets(key: str, value: Any) -> Any:
+    """The value of a dotted key as `without_secrets` shows it; a key in a mapping such as `vllm.env` has a parent."""
+    section, _, last = key.rpartition(".")
+    return without_secrets({last: value}, section)[last]
 
 
 def _value_of(name: str, value: Any, in_environment: bool) -> Any:

@@ -1,6 +1,7 @@
 """What commands write to stderr: progress bars in terminals only, messages on separate lines, the summary of a run."""
 
 import io
+import shlex
 import subprocess
 import sys
 import warnings
@@ -91,3 +92,48 @@ def test_variables_of_the_user_stay(monkeypatch):
 def test_the_start_of_a_run_names_the_rounding_of_whitening(run_file, keys, expected):
     found = _whitening(load_config(run_file, ["ebft.use_whitening=true", "bf16=false", *keys]))
     assert expected in found and bool(found) == bool(expected)
+
+
+PIPES = {  # shell redirections, with the exit status of a listing command
+    "| head -1": 141,
+    ">&-": 1,
+    "> /dev/full": 1,
+    "2>&-": 0,
+    "2> /dev/full": 0,
+    "<&-": 0,
+}
+
+
+def in_shell(words, redirection, **options):
+    command = f"set -o pipefail; {sys.executable} -m ebft.cli {shlex.join(words)} {redirection}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT, **options)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("redirection", "status"), PIPES.items())
+def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffered, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
+    done = in_shell(["config"], redirection)
+    assert done.returncode == status
+    said = "Error: The standard output cannot be written: " if status == 1 else ""
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&- <&-", "> /dev/full 2>&1", "2>&1 | true"])
+def test_training_goes_on_without_its_output(run_file, tmp_path, redirection):
+    keys = ["max_steps=3", "save_strategy=steps", "save_steps=2", f"output_dir={tmp_path / 'out'}"]
+    done = in_shell(["train", str(run_file), *keys], redirection)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "checkpoint-2").is_dir() and (tmp_path / "out" / "model.safetensors").is_file()
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 3
+    if redirection == "| head -1":
+        assert done.stderr.count("Broken pipe. The command continues without it.") == 1
+
+
+def test_files_do_not_get_the_descriptors_of_closed_streams(tmp_path):
+    code = (
+        f"from ebft.printed import open_streams; open_streams(); open({str(tmp_path / 'f')!r}, 'w').fileno() > 2 or 1/0"
+    )
+    command = f"{sys.executable} -c {shlex.quote(code)} >&- 2>&- <&-"
+    assert subprocess.run(["bash", "-c", command], env=ENVIRONMENT).returncode == 0

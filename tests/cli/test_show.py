@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -24,6 +25,42 @@ def test_the_newest_rollouts_beside_their_references(ebft, run):
         "reference       return a + b\n"
         "completion  completion 1 of step 8"
     )
+
+
+def test_a_folder_of_runs_names_them(ebft, run, tmp_path_factory):
+    parent = tmp_path_factory.mktemp("runs")
+    (parent / "first").symlink_to(run)
+    assert "Give the output_dir of a run. Runs in it: first." in ebft("show", parent).stderr
+    assert "is a file, not a folder" in ebft("show", run / "run.json").stderr
+
+
+HOSTILE = "a\x1b[31mb\x1b]0;title\x07\r\x08\x7f\x9b2J\u202ec"
+UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def test_data_does_not_control_the_terminal(ebft, tmp_path):
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    write_run(folder)
+    entry = prompt_entry(1)
+    entry["prompt"][0]["content"] = entry["ground_truth"] = HOSTILE
+    entry["samples"][0] |= {"replies": [HOSTILE], "rewards": {HOSTILE: 0.5}}
+    append(folder / "rollouts.jsonl", entry)
+    (folder / "run.yaml").write_text(
+        json.dumps({"base_model": HOSTILE, HOSTILE: 1, "datasets": [{"path": HOSTILE, "type": HOSTILE}]})
+    )
+    commands = [
+        *(["show", folder, *options] for options in ([], ["--json"], ["--sort", HOSTILE], ["--full", "--best"])),
+        *(["config", "--check", folder / "run.yaml"], ["doctor", folder / "run.yaml"], ["config", HOSTILE]),
+        *(["report", folder], ["report", folder / "none"], ["fetch", HOSTILE], ["inference", folder / "none"]),
+        ["train", folder / "run.yaml", f"{HOSTILE}=1"],
+        ["evaluate", folder / "run.yaml", "--model", HOSTILE],
+    ]
+    for command in commands:
+        result = ebft(*command)
+        assert result.output.strip() and isinstance(result.exception, SystemExit | None), command
+        assert not UNPRINTABLE.search(result.output), command
+    assert f"rewards/{HOSTILE}" in json.loads(ebft("show", folder, "--json").stdout)[0]["terms"]
 
 
 @pytest.mark.parametrize(

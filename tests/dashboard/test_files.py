@@ -11,8 +11,9 @@ import pytest
 from ebft.dashboard import files
 from ebft.dashboard.files import JsonTail, Tail, read_all, read_object, rollout_files
 from ebft.dashboard.run import check_rollouts, check_run, is_alive, state_of
-from ebft.dashboard.text import duration, printable
+from ebft.dashboard.text import duration
 from ebft.errors import RunError
+from ebft.printed import printable
 from tests.dashboard.runs import append, write_run
 
 
@@ -87,9 +88,9 @@ def test_a_process_that_has_ended_is_lost(tmp_path):
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):
-    with pytest.raises(RunError, match="nowhere is not a folder"):
+    with pytest.raises(RunError, match="nowhere does not exist"):
         check_run(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="has neither run.json nor metrics.jsonl"):
+    with pytest.raises(RunError, match="has none of run.json, metrics.jsonl and rollouts.jsonl"):
         check_run(tmp_path)
     append(tmp_path / "metrics.jsonl", {"step": 1})
     check_run(tmp_path)

@@ -87,6 +87,15 @@ def test_files_that_are_no_sweep(read, text, message):
         read(text)
 
 
+def test_combinations_are_counted_before_they_are_made(read, tmp_path):
+    axes = "\n".join(f"key_{n}: [{', '.join(map(str, range(10)))}]" for n in range(20))
+    with pytest.raises(ConfigError, match=f"describes {10**20:,} runs, more than 1,000. .* --max-runs {10**20}"):
+        read(axes)
+    with pytest.raises(ConfigError, match="describes 1,001 runs"):
+        read(str([{"seed": n} for n in range(1001)]))
+    assert len(read_sweep(tmp_path / "sweep.yaml", most=1001)) == 1001
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="Cannot read sweep file"):
         read_sweep(tmp_path / "missing.yaml")

@@ -93,6 +93,19 @@ def test_broken_pattern(make_config):
         adapted(make_config(**LORA, lora_target_modules="(q_proj"))
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {**LORA, "lora_target_modules": r"((\w|\.)+)+!"},
+        {"adapter": None, "unfrozen_parameters": [r"((\w|\.)+)+!"]},
+    ],
+)
+def test_expressions_that_take_forever(make_config, monkeypatch, keys):
+    monkeypatch.setattr("ebft.models.adapter_targets._SECONDS", 0.5)
+    with pytest.raises(ConfigError, match=r"names of the model takes more than 0.5 seconds. Repetitions inside"):
+        adapted(make_config(**keys))
+
+
 def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
     config = make_config(**LORA, lora_target_linear=True)
     model = load_model(config, load_tokenizer(config), gradient_checkpointing=True)

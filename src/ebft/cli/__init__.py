@@ -24,9 +24,16 @@ from ebft.cli import show as show_command
 from ebft.cli import train as train_command
 from ebft.cli import tui as tui_command
 from ebft.cli import vllm_serve as vllm_serve_command
-from ebft.cli.console import name_remaining_threads, show_progress_bars_in_terminals_only, show_warnings
+from ebft.cli.console import (
+    FAILED,
+    name_remaining_threads,
+    say_error,
+    show_progress_bars_in_terminals_only,
+    show_warnings,
+)
 from ebft.config.user_code import name_exits
 from ebft.launch.worker import watch_parent
+from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -39,7 +46,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"ebft {version('ebft')}")
+        say(f"ebft {version('ebft')}")
         raise typer.Exit()
 
 
@@ -72,18 +79,31 @@ def options(
 
 def main() -> None:
     """Run the command line."""
-    if sys.stderr is not None and hasattr(sys.stderr, "fileno"):
-        with suppress(OSError, ValueError):  # closed, or not a file
-            faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
+    open_streams()
+    with suppress(OSError, ValueError):  # not a file
+        faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
     name_exits()
     watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()
     code = 0
     try:
-        app()
+        _run()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         raise
     finally:
         name_remaining_threads(code)
+
+
+def _run() -> None:
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OutputError as error:
+        if error.is_broken_pipe:  # as with `| head`
+            sys.exit(BROKEN_PIPE)
+        say_error(str(error))
+        sys.exit(FAILED)

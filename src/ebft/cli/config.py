@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ebft.cli.completion import complete_config, complete_word
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.cli.listing import option_listing
 from ebft.config.load import load_config
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.printed import safe_console
 from ebft.run.checks import check_runnable, imported_names
+from ebft.secrets import REMOVED, value_without_secrets
 
 HELP = """List all config keys with their descriptions, or check a config file.
 
@@ -44,7 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command("config", help=HELP, short_help=short, context_settings=settings)(command)
 
 
-@polite
+@listing
 def command(
     words: Annotated[
         list[str] | None,
@@ -69,7 +70,7 @@ def command(
             raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
         return
-    console = Console(soft_wrap=check is not None)
+    console = safe_console(soft_wrap=check is not None)
     if check is None:
         unknown = next((word for word in words or [] if word.startswith("-")), None)
         if unknown is not None:
@@ -83,8 +84,14 @@ def command(
         return
     config = load_config(check, words or [])
     check_runnable(config)
+    hides = False
     for key, value in changed_keys(config):
-        console.print(f"{key}: {value!r}", markup=False)
+        shown = repr(value_without_secrets(key, value))
+        is_hidden = shown.count(REMOVED) > repr(value).count(REMOVED)
+        hides |= is_hidden
+        console.print(f"{key}: {shown if is_hidden else repr(value)}", markup=False)
+    if hides:
+        console.print(f"Passwords, tokens and keys are shown as {REMOVED}; the run uses their values.", markup=False)
     own = imported_names(config)
     if own:
         console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)

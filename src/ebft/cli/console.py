@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ebft.config.user_code import place_of, what_happened
 from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
 from ebft.launch.worker import leave_traceback, reports_failure
+from ebft.printed import go_on_without_output, safe_console
+from ebft.secrets import without_secrets_in_text
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -27,27 +28,35 @@ DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed w
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
-def polite(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C."""
+def listing(command: Callable[..., None]) -> Callable[..., None]:
+    """The same as `polite`, for a command without other results than what it prints: it ends if nobody reads it."""
+    return polite(command, goes_on=False)
+
+
+def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., None]:
+    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C.
+
+    If it `goes_on`, it does so without its output when that cannot be written, for example to a closed pipe.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        if goes_on:
+            go_on_without_output()
         try:
             command(*args, **kwargs)
         except EBFTError as error:
-            _say_error(error, str(error))
+            _report(error, str(error))
             raise typer.Exit(error.status if isinstance(error, LaunchError) else WRONG_INPUT) from None
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
-            _say_error(
-                error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
-            )
+            _report(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
             raise typer.Exit(WRONG_INPUT) from None
         except Exception as error:
             if not place_of(error):  # not from a file of the user: the traceback is needed
                 if os.environ.get(DEBUG) or not leave_traceback(traceback.format_exc()):
                     raise
                 raise typer.Exit(FAILED) from None
-            _say_error(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
+            _report(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
             raise typer.Exit(WRONG_INPUT) from None
         except KeyboardInterrupt as error:
             if is_main_process():  # signals reach all processes
@@ -60,7 +69,12 @@ def polite(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _say_error(error: BaseException, message: str) -> None:
+def say_error(message: str, before: str = "") -> None:
+    """Print an error, without passwords and tokens, after the text `before`."""
+    _say(before, ("Error: ", "bold red"), (without_secrets_in_text(message), "red"))
+
+
+def _report(error: BaseException, message: str) -> None:
     if not reports_failure() and not os.environ.get(DEBUG):
         return
     _end_progress_bars()
@@ -69,8 +83,7 @@ def _say_error(error: BaseException, message: str) -> None:
     else:
         message = shortened(message, LONGEST_MESSAGE)
     # The progress bar of another process is not ended from here.
-    line = "\n" if isinstance(error, LaunchError) or not is_main_process() else ""
-    _say(line, ("Error: ", "bold red"), (message, "red"))
+    say_error(message, "\n" if isinstance(error, LaunchError) or not is_main_process() else "")
 
 
 def _end_progress_bars() -> None:
@@ -88,7 +101,7 @@ def show_warnings() -> None:
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if is_main_process() and str(message) not in seen:
             seen.add(str(message))
-            _say(("Warning: ", "bold yellow"), str(message))
+            _say(("Warning: ", "bold yellow"), without_secrets_in_text(str(message)))
 
     warnings.showwarning = show
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
@@ -145,7 +158,7 @@ def is_main_process() -> bool:
 
 def _say(*parts: str | tuple[str, str]) -> None:
     with _between_progress_bars():
-        Console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
+        safe_console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
 
 
 def _between_progress_bars() -> AbstractContextManager:

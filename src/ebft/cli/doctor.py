@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ebft.cli.arguments import Overrides
 from ebft.cli.completion import complete_config
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.config.load import load_config
 from ebft.doctor.check import Attempt, Check
+from ebft.printed import safe_console, say
+from ebft.secrets import without_secrets_in_text
 
 HELP = """Check the installation, and whether a config can be trained on this machine.
 
@@ -36,7 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", help=HELP, short_help="Check the installation, and a config before training.")(command)
 
 
-@polite
+@listing
 def command(
     config: Annotated[
         Path | None,
@@ -62,7 +63,7 @@ def command(
             from ebft.doctor.run import check_config  # imports torch
 
             report.add(check_config(loaded.result, step=step))
-    typer.echo(f"{report.errors} errors, {report.warnings} warnings")
+    say(f"{report.errors} errors, {report.warnings} warnings")
     if report.errors:
         raise typer.Exit(FOUND_ERRORS)
 
@@ -72,7 +73,7 @@ class _Report:
 
     def __init__(self) -> None:
         self.errors = self.warnings = 0
-        self._console = Console(soft_wrap=True)
+        self._console = safe_console(soft_wrap=True)
 
     def add(self, checks) -> None:
         for check in checks:
@@ -82,4 +83,4 @@ class _Report:
 
     def _print(self, check: Check) -> None:
         level = Text(f"{check.level:<8}", style=_STYLES[check.level])
-        self._console.print(Text.assemble(level, f"{check.name}: ", check.message))
+        self._console.print(Text.assemble(level, f"{check.name}: ", without_secrets_in_text(check.message)))

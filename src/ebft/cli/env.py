@@ -8,8 +8,9 @@ import typer
 
 from ebft.cli.arguments import Overrides
 from ebft.cli.completion import complete_config
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.config.load import load_config
+from ebft.printed import say
 
 HELP = """Show the versions, the machine and the environment variables for a bug report.
 
@@ -30,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command("env", help=HELP, short_help="Show versions and machine for a bug report.")(command)
 
 
-@polite
+@listing
 def command(
     config: Annotated[
         Path | None,
@@ -49,4 +50,4 @@ def command(
     from ebft.doctor.environment import as_text, environment  # imports torch
 
     found = environment(python)
-    typer.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    say(json.dumps(found, indent=2) if as_json else as_text(found))

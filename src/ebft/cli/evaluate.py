@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.completion import complete_model
 from ebft.cli.console import polite
 from ebft.config.load import load_config
+from ebft.printed import safe_console, say
 
 HELP = """Evaluate and compare models on the held-out data of a config.
 
@@ -77,9 +77,9 @@ def command(
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
     for table in filter(None, (evaluation.table(), evaluation.differences_table())):
-        Console(soft_wrap=False).print(table)
+        safe_console(soft_wrap=False).print(table)
     if output is not None:
-        typer.echo(f"Results written to {output}")
+        say(f"Results written to {output}")
     if plot is not None:
         save_plots(evaluation, plot)
-        typer.echo(f"Plots written to {plot}")
+        say(f"Plots written to {plot}")

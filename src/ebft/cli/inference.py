@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from ebft.cli.arguments import BaseModel, ConfigOrFolder, LoraModelDir, Overrides, read_source
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.errors import ConfigError, DataError
+from ebft.printed import say
 
 HELP = """Sample from a trained model, its adapter on or off.
 
@@ -31,7 +32,7 @@ def register(app: typer.Typer) -> None:
     app.command("inference", help=HELP, short_help="Sample from a trained model.")(command)
 
 
-@polite
+@listing
 def command(
     source: ConfigOrFolder,
     overrides: Overrides = None,
@@ -110,14 +111,14 @@ def command(
     if serve:
         from ebft.inference.serve import serve_page
 
-        typer.echo(f"Settings of /score: {loaded.reward_settings}", err=True)
-        serve_page(sampler, chats, host, port, typer.echo)
+        say(f"Settings of /score: {loaded.reward_settings}", err=True)
+        serve_page(sampler, chats, host, port, say)
         return
     scorer = Scorer(sampler, samples) if reference is not None else None
     if scorer is not None:
-        typer.echo(f"Reward settings: {loaded.reward_settings}", err=True)
+        say(f"Reward settings: {loaded.reward_settings}", err=True)
         if loaded.reward.get("use_whitening") and 1 < samples < FEWEST_WHITENED:
-            typer.echo(
+            say(
                 f"Note: rewards with use_whitening are relative to the {samples} samples that they are whitened with. "
                 f"With fewer than {FEWEST_WHITENED}, they only tell which sample is closer to the reference. Increase "
                 "--samples, best to n_samples_per_prompt of the run.",

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.launch.plan import LaunchOptions, Plan, plan_launch
-from ebft.launch.sweep import read_sweep
+from ebft.launch.sweep import MOST_RUNS, read_sweep
 from ebft.launch.sweep_runs import Sweep
 from ebft.launch.worker import is_launched
+from ebft.printed import safe_console, say
 from ebft.run.checks import check_runnable
 
 PANEL = "Several processes"
@@ -72,6 +72,16 @@ SweepFile = Annotated[
         help="Train every combination of a YAML file one after another, each in its own folder in output_dir, and "
         "compare them on the held-out rows. The file maps keys to lists of values, or lists mappings, one per run. "
         "The same command again skips finished runs and resumes others.",
+        show_default=False,
+    ),
+]
+MaxRuns = Annotated[
+    int,
+    typer.Option(
+        "--max-runs",
+        metavar="N",
+        min=1,
+        help=f"Largest number of runs of --sweep. Default: {MOST_RUNS}.",
         show_default=False,
     ),
 ]
@@ -134,14 +144,14 @@ def _check_passed_on(plan: Plan) -> None:
 def announce(plan: Plan) -> None:
     """Print how the run is started, if there is a choice."""
     if plan.note:
-        typer.echo(plan.note, err=True)
+        say(plan.note, err=True)
 
 
 def show(plan: Plan, words: Sequence[str]) -> None:
     """Print the command that starts `ebft WORDS`."""
     from ebft.launch.command import command_line
 
-    typer.echo(command_line(plan, words))
+    say(command_line(plan, words))
 
 
 def start(plan: Plan, words: Sequence[str]) -> int:
@@ -153,18 +163,18 @@ def start(plan: Plan, words: Sequence[str]) -> int:
 
 
 def sweep(
-    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, dry_run: bool, tui: bool
+    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool, tui: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
     _check_sweep(options, tui)
-    runs = Sweep(config, overrides, read_sweep(file), options, lambda words: _checked(config, words, options))
+    runs = Sweep(config, overrides, read_sweep(file, most), options, lambda words: _checked(config, words, options))
     if dry_run:
         for run in runs.runs:
-            typer.echo(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
-            typer.echo(shlex.join([sys.executable, "-m", "ebft.cli", *runs.words(run)]))
+            say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
+            say(shlex.join([sys.executable, "-m", "ebft.cli", *runs.words(run)]))
         return 0
-    status = runs.train_all(lambda line: typer.echo(line, err=True))
-    Console(soft_wrap=False).print(runs.table())
+    status = runs.train_all(lambda line: say(line, err=True))
+    safe_console(soft_wrap=False).print(runs.table())
     return status
 
 

@@ -15,6 +15,7 @@ from ebft.cli.arguments import (
     renamed,
 )
 from ebft.cli.console import polite
+from ebft.printed import say
 
 HELP = """Merge a LoRA adapter into the weights of its base model.
 
@@ -86,8 +87,8 @@ def command(
     peak = peak_bytes()
     again = f" ({result.resumed} of them from the interrupted merge)" if result.resumed else ""
     shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
-    typer.echo(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")
-    typer.echo(f"Peak memory: {as_mib(peak)}, {as_mib(peak - before)} more than before the merge")
+    say(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")
+    say(f"Peak memory: {as_mib(peak)}, {as_mib(peak - before)} more than before the merge")
     if result.untied:
-        typer.echo("Input and output embeddings were tied in the base model; the merged model has them separately.")
-    typer.echo(f"Merged model saved in {result.folder}")
+        say("Input and output embeddings were tied in the base model; the merged model has them separately.")
+    say(f"Merged model saved in {result.folder}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ebft.cli.console import polite
+from ebft.printed import say
 
 HELP = """Merge a checkpoint that FSDP2 has saved in parts into one model.
 
@@ -56,6 +57,6 @@ def command(
 
     merged = merge_sharded(folder, output, base_model, max_shard_size)
     kind = "adapter" if merged.is_adapter else "model"
-    typer.echo("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)
-    typer.echo(f"{merged.weights} weights, {as_mib(merged.bytes)}")
-    typer.echo(f"Merged {kind} saved in {merged.folder}")
+    say("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)
+    say(f"{merged.weights} weights, {as_mib(merged.bytes)}")
+    say(f"Merged {kind} saved in {merged.folder}")

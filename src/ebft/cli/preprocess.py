@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ebft.cli.arguments import ConfigFile, Overrides, renamed
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError
+from ebft.printed import safe_console, say
 from ebft.run.checks import check_types
 
 DEFAULT_FOLDER = "last_run_prepared"
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command("preprocess", help=HELP, short_help="Prepare and show the rows of a config.")(command)
 
 
-@polite
+@listing
 def command(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -85,10 +85,10 @@ def command(
     prepared = prepare_rows(run_config, tokenizer, base)
     if shows:
         _show(run_config, tokenizer, prepared.rows, prepared.is_new, count or 5, debug or html is None, html)
-    typer.echo(describe(prepared))
+    say(describe(prepared))
     if run_config.dataset_prepared_path is None:
         command = ["ebft", "train", str(config), *(overrides or []), f"dataset_prepared_path={DEFAULT_FOLDER}"]
-        typer.echo(f"Train on them with: {shlex.join(command)}", err=True)
+        say(f"Train on them with: {shlex.join(command)}", err=True)
 
 
 def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
@@ -101,15 +101,16 @@ def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool,
     train = config.method.arrange(config, rows.train)
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
     note = generation_prompt(tokenizer, config.required_rows.chat_template_kwargs)
-    if in_terminal:
-        console = Console(highlight=False)
-        for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
-            console.print(line)
-        for title, view in shown:
-            console.print(*show_row(title, view), sep="\n")
     if html is not None:
         try:
             html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
         except OSError as error:
             raise DataError(f"--html {html}: cannot be written ({error.strerror}). Choose another file.") from error
-        typer.echo(f"Rows written to {html}")
+    if in_terminal:
+        console = safe_console(highlight=False)
+        for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
+            console.print(line)
+        for title, view in shown:
+            console.print(*show_row(title, view), sep="\n")
+    if html is not None:
+        say(f"Rows written to {html}")

@@ -8,6 +8,7 @@ import typer
 from ebft.cli.arguments import ConfigOrFolder, FormerTo, Overrides, read_source, renamed
 from ebft.cli.console import polite
 from ebft.errors import ConfigError
+from ebft.printed import say
 
 HELP = """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
@@ -72,7 +73,7 @@ def command(
         return held_out_sequences(config, tokenizer, max_tokens)
 
     result = quantize_model(folder, output, kind, sequences)
-    typer.echo(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
+    say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
     perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
-    typer.echo(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
-    typer.echo(f"Quantised model saved in {result.folder}")
+    say(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
+    say(f"Quantised model saved in {result.folder}")

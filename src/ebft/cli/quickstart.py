@@ -9,6 +9,7 @@ import typer
 
 from ebft.cli.console import polite
 from ebft.errors import EBFTError
+from ebft.printed import say
 
 HELP = """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
 
@@ -70,7 +71,7 @@ def command(
 ) -> None:
     """Run the quickstart and print its results."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    typer.echo("Loading PyTorch ...")
+    say("Loading PyTorch ...")
     from ebft.quickstart.main import quickstart
 
     try:

@@ -11,6 +11,7 @@ from ebft.dashboard.files import read_object
 from ebft.dashboard.report import write_report
 from ebft.dashboard.run import check_run
 from ebft.errors import RunError
+from ebft.printed import say
 
 HELP = """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
 
@@ -52,4 +53,4 @@ def command(
         path = write_report(folder, evaluation)
     except OSError as error:
         raise RunError(f"The report cannot be written to {folder} ({error}).") from error
-    typer.echo(path)
+    say(path)

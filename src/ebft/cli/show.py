@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from ebft.cli.arguments import RunFolder
 from ebft.cli.completion import complete_term
-from ebft.cli.console import polite
+from ebft.cli.console import listing
 from ebft.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions
 from ebft.dashboard.run import check_rollouts
 from ebft.dashboard.text import sample_text
 from ebft.errors import RunError
+from ebft.printed import printable_json, safe_console
 
 HELP = """Show the rollouts of a run with their references and the terms of their rewards.
 
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command("show", help=HELP, short_help="Show the rollouts of a run.")(command)
 
 
-@polite
+@listing
 def command(
     folder: RunFolder,
     best: Annotated[bool, typer.Option("--best", help="The best rollouts by --sort, best first.")] = False,
@@ -94,9 +94,9 @@ def command(
     if not samples:
         raise RunError(_nothing(folder, step, sort if order != "newest" else None))
     if as_json:
-        print(json.dumps([_as_object(sample) for sample in samples], indent=2, ensure_ascii=False))
+        print(printable_json(json.dumps([_as_object(sample) for sample in samples], indent=2, ensure_ascii=False)))
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = safe_console(soft_wrap=True, highlight=False)
     os.environ.setdefault("LESS", "-R")  # shows colours
     with console.pager(styles=True) if interactive else nullcontext():
         for sample in samples:

@@ -18,7 +18,9 @@ from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
 from ebft.fetch.catalog import is_gguf
 from ebft.launch.plan import RAY
+from ebft.launch.sweep import MOST_RUNS
 from ebft.launch.worker import join_launch, launch_command, typed_command
+from ebft.printed import say
 
 HELP = """Train a model with the settings of a config.
 
@@ -69,6 +71,7 @@ def command(
         ),
     ] = False,
     sweep: launching.SweepFile = None,
+    max_runs: launching.MaxRuns = MOST_RUNS,
     dry_run: launching.DryRun = False,
     launcher: launching.Launcher = None,
     num_processes: launching.NumProcesses = None,
@@ -83,7 +86,8 @@ def command(
     launching.check_options(context, words[1:])
     options = launching.options_of(context)
     if sweep is not None:
-        raise typer.Exit(launching.sweep(sweep, config, words[1:], options, dry_run=dry_run, tui=tui))
+        status = launching.sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
+        raise typer.Exit(status)
     run_config, plan = launching.checked_plan(config, words[1:], options)
     if dry_run:
         launching.show(plan, ["train", *words])
@@ -127,17 +131,17 @@ def train_in_ray(run_config: RunConfig, config: Path, overrides: list[str]) -> N
     evaluate = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
     outcome, _ = train_with_ray(run_config, values, command, evaluate)
     if outcome.status:
-        typer.echo(outcome.message, err=True)
+        say(outcome.message, err=True)
         raise typer.Exit(outcome.status)
     say_result(outcome.learned, run_config, folder)
 
 
 def say_result(learned: str, config: RunConfig, folder: Path) -> None:
     """Print what a complete run learned, where its model is, and what to do next."""
-    typer.echo(learned, err=True)
-    typer.echo(f"Model saved in {folder}")
+    say(learned, err=True)
+    say(f"Model saved in {folder}")
     for line in what_next(config, folder):
-        typer.echo(line, err=True)
+        say(line, err=True)
 
 
 def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:

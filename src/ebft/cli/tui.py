@@ -12,6 +12,7 @@ from ebft.cli.arguments import RunFolder
 from ebft.cli.console import polite
 from ebft.dashboard.run import check_run
 from ebft.errors import RunError
+from ebft.printed import say
 
 HELP = """Follow a run in a terminal dashboard, from the files in its output folder.
 
@@ -74,14 +75,14 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
         traceback.print_exc()
         result = None
     if training.is_running() and result == "left":
-        typer.echo(
+        say(
             f"Training goes on in process {training.pid}, with its output in {training.log}. Follow it with "
             f"`ebft tui {folder}`, stop it with `kill -INT {training.pid}`."
         )
         return 0
     if training.is_running() and result is None:
-        typer.echo(f"The dashboard ended. Waiting for training (process {training.pid}, output in {training.log}).")
+        say(f"The dashboard ended. Waiting for training (process {training.pid}, output in {training.log}).")
     status = training.wait()
     for line in training.output(_LAST_LINES if status == 0 else _OUTPUT_LINES):
-        typer.echo(line, err=status != 0)
+        say(line, err=status != 0)
     return status

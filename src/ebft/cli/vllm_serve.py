@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from ebft.cli.arguments import ConfigFile, Overrides
-from ebft.cli.console import polite
+from ebft.cli.console import polite, say_error
 from ebft.config.load import load_config
+from ebft.printed import say
 
 HELP = """Serve the model of a config with vLLM, for training in structured mode.
 
@@ -72,12 +73,12 @@ def command(
         server = VLLMServer(started, Path(run_config.output_dir) / LOG)
         try:
             with server, _shown(server.log, verbose):
-                typer.echo(f"Starting vLLM (log: {server.log.path})", err=True)
+                say(f"Starting vLLM (log: {server.log.path})", err=True)
                 server.wait_until_healthy(run_config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
-                typer.echo(_ready_line(server.command))
+                say(_ready_line(server.command))
                 server.wait()
         except ServerError as error:
-            typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+            say_error(str(error))
             raise typer.Exit(SERVER_FAILED) from None
 
 

@@ -4,9 +4,10 @@ Contradictions raise a ConfigError that names both keys and how to resolve the c
 setting other than the one requested, one warning names the key.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebft.config.adapter_checks import adapter_problems, unfrozen_problems
 from ebft.config.carried_checks import carried_problems, resolve_carried
@@ -34,6 +35,13 @@ _ATTENTION_FLAGS = {
     "eager_attention": "eager",
     "xformers_attention": "sdpa",
 }
+
+
+_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|(^|/)\$[A-Za-z_]\w*(?=/|$)")
+# Templates, formats, texts of tokens, regular expressions, and arguments of other libraries.
+_ANY_TEXT = re.compile(
+    r"template|format|separator|token|regex|pattern|lora_target|unfrozen|modules|kwargs|optim_args|deepspeed|system_prompt"
+)
 
 
 def refuse_contradictions(config: "RunConfig") -> None:
@@ -195,6 +203,7 @@ def resolve(config: "RunConfig") -> None:
     _set_attention(config)
     resolve_carried(config)
     _warn_ignored(config)
+    _warn_of_variables(config)
     _warn_of_activations(config)
     _warn_of_adapter(config)
     _warn_without_held_out_data(config)
@@ -257,6 +266,30 @@ def _warn_ignored(config: "RunConfig") -> None:
             continue  # rows of a stream are not prepared
         if key in config.model_fields_set and value not in harmless:
             warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
+
+
+def _warn_of_variables(config: "RunConfig") -> None:
+    """Some programs replace `${NAME}` in YAML files; it would become a part of a path or the name of a run."""
+    found = dict(_variables(config.model_dump(exclude_unset=True)))
+    if found:
+        given = ", ".join(f"{key}: {text!r:.100}" for key, text in found.items())
+        warnings.warn(
+            f"{given}: environment variables are not replaced in configs, and the text is used as it is. Write the "
+            "value, or set the key on the command line, where the shell replaces them.",
+            stacklevel=2,
+        )
+
+
+def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of texts that contain an environment variable, except those whose texts may contain any character."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _variables(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _variables(item, f"{key}.{place}")
+    elif isinstance(value, str) and _VARIABLE.search(value) and not _ANY_TEXT.search(key):
+        yield key, value
 
 
 def _warn_of_other_methods(config: "RunConfig") -> None:

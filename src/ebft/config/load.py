@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import YAMLError, parse_yaml, problem
+from ebft.config.yaml_text import DEEPEST, YAMLError, parse_yaml, problem
 from ebft.errors import ConfigError, shortened
 from ebft.paths import check_regular
 
@@ -67,6 +67,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
         key, value = _split(override)
         if not all(key.split(".")):
             raise ConfigError(f"Invalid override {_shown(override)}: a part of the key {key!r:.100} is empty.")
+        if key.count(".") >= DEEPEST:
+            raise ConfigError(f"Invalid override {_shown(override)}: the key has more than {DEEPEST} parts.")
         _assign(values, key.split("."), value, override)
 
 

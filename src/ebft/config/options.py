@@ -13,6 +13,7 @@ from ebft.config.section import Section, section_of_options, with_help
 
 MAX_TOKENS = 1_000_000
 MIN_TEMPERATURE = 1e-3  # dividing logits by a smaller temperature overflows
+MAX_TEMPERATURE = 100  # at larger ones, all tokens are equally likely
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -149,6 +150,7 @@ class StridedOptions(FeatureOptions):
         float,
         Field(
             ge=0,
+            le=MAX_TEMPERATURE,
             description="Sampling temperature, also applied when computing the log-probabilities of rollouts. "
             f"Training requires at least {MIN_TEMPERATURE}. 0 (greedy decoding) is only supported in Python, for "
             "computing a loss without training.",
@@ -176,6 +178,7 @@ class StridedOptions(FeatureOptions):
         int | None,
         Field(
             ge=1,
+            le=10**9,
             description="Maximum number of rollout tokens per forward pass. Set it if n_samples_per_prompt * blocks * "
             "generate_max_len tokens do not fit in memory: larger batches are processed in several passes with the "
             "same loss and gradient. If unset, all rollouts are processed in one pass.",
@@ -248,6 +251,7 @@ class StructuredOptions:
         float,
         Field(
             ge=0.1,
+            le=MAX_TOKENS,
             description="Structured mode: length limit of adaptive_max_tokens as a multiple of the reference length in "
             "tokens.",
         ),

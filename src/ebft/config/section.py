@@ -4,6 +4,7 @@ Options that trainers also accept from Python are dataclasses whose annotations 
 converts them to config sections.
 """
 
+import math
 from dataclasses import MISSING, fields
 from functools import cache
 from types import MappingProxyType
@@ -23,7 +24,13 @@ from pydantic import (
 from ebft.paths import expand_home
 
 Options = TypeVar("Options", bound=type)
+MAX_COUNT, MAX_NUMBER = 10**15, 1e30  # of keys that declare no smaller bound
 NotBlank = Annotated[str, Field(pattern=r"\S")]
+
+
+class ExpectedError(ValueError):
+    """An invalid value of a key; the message is what was expected instead of it."""
+
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -41,6 +48,18 @@ class Section(BaseModel):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
 
+    @field_validator("*")
+    @classmethod
+    def _can_be_meant(cls, value: Any) -> Any:
+        """Refuse numbers that overflow those of libraries, and in mappings for them, NaN and infinity."""
+        if isinstance(value, int | float):
+            largest = MAX_COUNT if isinstance(value, int) else MAX_NUMBER
+            if abs(value) > largest:
+                raise ExpectedError(f"a value of at most {largest:g}")
+        elif isinstance(value, dict | list) and not _is_finite(value):
+            raise ExpectedError("finite numbers")
+        return value
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """The JSON schema, in which keys with a default also accept null, which means unset."""
@@ -50,6 +69,12 @@ class Section(BaseModel):
             if name not in required:
                 schema["properties"][name] = or_null(key)
         return schema
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def or_null(key: dict[str, Any]) -> dict[str, Any]:
@@ -64,11 +89,18 @@ def or_null(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(*names: str) -> Any:
-    """A validator of a section that expands `~` in these keys, which hold paths."""
+    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line."""
 
     def expanded(value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value != value.strip("\r\n"):
+            raise ValueError(
+                f"{info.field_name}: {value!r:.200} begins or ends with a line break, as blocks that start with > or | "
+                "do. Start the block with >- or |-, or write the value on one line."
+            )
         try:
-            return expand_home(value) if isinstance(value, str) else value
+            return expand_home(value)
         except ValueError as error:
             raise ValueError(f"{info.field_name}: {error}") from error
 

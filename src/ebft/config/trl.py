@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ebft.config.options import MIN_TEMPERATURE
+from ebft.config.options import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE
 from ebft.config.section import Section, section_of_options, with_help
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -53,7 +53,7 @@ class RolloutOptions:
         ),
     ] = False
     prefetch_depth: Annotated[
-        int, Field(ge=1, description="Number of generation batches to prefetch with async_prefetch.")
+        int, Field(ge=1, le=1000, description="Number of generation batches to prefetch with async_prefetch.")
     ] = 1
     replay_buffer_size: Annotated[
         int,
@@ -86,6 +86,7 @@ class RolloutOptions:
         int,
         Field(
             ge=1,
+            le=4096,
             description="Number of processes that call reward functions, one prompt group at a time, each in its main "
             "thread, where signal.alarm can be used. 1: the training process calls them with all completions.",
         ),
@@ -118,14 +119,16 @@ class RolloutOptions:
 class SamplingKeys(Section):
     """How completions are sampled."""
 
-    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="Number of completions per prompt.")
+    num_generations: Annotated[int, Field(ge=2, le=MAX_TOKENS)] = Field(
+        8, description="Number of completions per prompt."
+    )
     generation_batch_size: Count | None = Field(
         None,
         description="Number of completions per generation step, over all processes. If unset, the completions of one "
         "optimizer step.",
     )
     max_completion_length: Count = Field(256, description="Maximum number of tokens in a completion.")
-    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = Field(
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] = Field(
         0.7, description="Sampling temperature, also applied when computing the log-probabilities of completions."
     )
     top_p: Probability | None = Field(None, description="Cumulative probability kept by nucleus (top-p) sampling.")

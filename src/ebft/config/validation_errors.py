@@ -9,7 +9,9 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED, UNSUPPORTED_IN_DATASETS
+from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
+from ebft.secrets import value_without_secrets
 
 _WANTED = {
     "int_type": "an integer",
@@ -81,6 +83,8 @@ def _wanted(detail: dict[str, Any]) -> str | None:
         return context["expected"]
     if kind == "too_short":
         return f"a list with at least {context['min_length']} element"
+    if kind == "value_error" and isinstance(context["error"], ExpectedError):
+        return str(context["error"])
     return _WANTED.get(kind)
 
 
@@ -90,14 +94,15 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
         return _unknown_key(key, detail["loc"], model, prefix)
     if detail["type"] == "missing":
         return f"{key} is missing. It is required and has no default."
-    if detail["type"] == "value_error":
+    if detail["type"] == "value_error" and not detail["wanted"]:
         message = str(detail["ctx"]["error"])
         is_entry = any(isinstance(part, int) for part in detail["loc"])
         return f"{key}: {message}" if is_entry and not message.startswith(key) else message
     wanted = " or ".join(detail["wanted"]) or detail["msg"]
     if key == "rl":
         wanted += " (leave it out for SFT)"
-    return f"{key}: invalid value {shortened(repr(detail['input']), _SHOWN)}; expected {wanted}."
+    given = value_without_secrets(".".join(str(part) for part in detail["loc"]), detail["input"])
+    return f"{key}: invalid value {shortened(repr(given), _SHOWN)}; expected {wanted}."
 
 
 def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:

@@ -10,12 +10,27 @@ from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
+DEEPEST = 100  # levels of nesting in a config
 LARGEST = 100_000  # values in a config: nested aliases can describe more than fits in memory
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
 
 
 class _Values(SafeConstructor):
     """Only plain values, without numbers that parsers read differently and without dates, which no key takes."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:  # for example !!int in front of a word
+            given = f"{str(node.value)[:20]!r} " if isinstance(node, ScalarNode) else ""
+            words = f"the value {given}does not have the type of its tag {node.tag} ({error})"
+            raise ConstructorError(None, None, words, node.start_mark) from error
 
     def construct_yaml_int(self, node: ScalarNode) -> int:
         text = self.construct_scalar(node)
@@ -59,18 +74,29 @@ def parse_yaml(text: str) -> Any:
 def _copied(value: Any, parents: tuple[int, ...], counter: Iterator[int]) -> Any:
     if next(counter) > LARGEST:
         raise YAMLError(f"more than {LARGEST} values, including aliases")
-    if isinstance(value, str) and "\0" in value:
-        raise YAMLError(f"the text {value!r:.60} contains a NUL character")
+    if isinstance(value, str):
+        _check_text(value)
     if not isinstance(value, (dict, list)):
         return value
     if id(value) in parents:
         raise YAMLError("an alias (*name) refers to a value that contains it")
+    if len(parents) >= DEEPEST:
+        raise YAMLError(f"nesting is too deep (more than {DEEPEST} levels)")
     parents = (*parents, id(value))
     if isinstance(value, list):
         return [_copied(item, parents, counter) for item in value]
     if any(isinstance(key, (tuple, dict)) for key in value):
         raise YAMLError("a key must be a scalar, not a list or a mapping")
+    for key in value:
+        _check_text(str(key))
     return {key: _copied(item, parents, counter) for key, item in value.items()}
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise YAMLError(f"the text {text!r:.60} contains a NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise YAMLError(f"the text {text!r:.60} contains half of a surrogate pair, which is not a character")
 
 
 def problem(error: YAMLError) -> tuple[int | None, str]:

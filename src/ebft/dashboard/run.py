@@ -17,11 +17,14 @@ _INSIDE = re.compile(r"checkpoint-\d+|merged|quantized")  # folders of models in
 def check_run(folder: Path) -> None:
     """Raise RunError if `folder` is not the output folder of a run."""
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder. Give the output_dir of a run.")
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise RunError(f"{folder} {problem}. Give the output_dir of a run.")
     if not (folder / RUN).is_file() and not (folder / METRICS).is_file() and not rollout_files(folder):
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{RUN}"))
+        meant = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
         raise RunError(
-            f"{folder} has neither {RUN} nor {METRICS}, which `ebft train` writes to output_dir. Give the output_dir "
-            "of a run."
+            f"{folder} has none of {RUN}, {METRICS} and {ROLLOUTS}, which `ebft train` writes to output_dir. Give the "
+            f"output_dir of a run.{meant}"
         )
 
 

@@ -7,39 +7,16 @@ from html import escape
 from rich.text import Text
 
 from ebft.dashboard.rollouts import Sample
+from ebft.printed import printable
 
 PROMPT_CHARACTERS = 400  # at most, of the end of a prompt
 _LABELS = {"prompt": "dim", "reference": "green", "completion": "cyan"}
-# Characters that change the order in which the following text is displayed, with their names.
-_DIRECTIONS = {
-    **dict(zip(range(0x202A, 0x202F), ("LRE", "RLE", "PDF", "LRO", "RLO"))),
-    **dict(zip(range(0x2066, 0x206A), ("LRI", "RLI", "FSI", "PDI"))),
-}
 _INTEGERS = ("length",)
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters as visible symbols; a completion must not control the terminal.
-
-    Characters that override the direction of text are replaced by their names, such as `<RLO>`.
-    """
-    return "".join(_visible(character) for character in text)
 
 
 def html_text(value: object) -> str:
     """Any value as text in HTML, escaped, with control characters as visible symbols; empty for None."""
     return escape(printable("" if value is None else str(value)))
-
-
-def _visible(character: str) -> str:
-    code = ord(character)
-    if 0xD800 <= code < 0xE000:  # half of a surrogate pair, which no encoding can write
-        return "\ufffd"
-    if code in _DIRECTIONS:
-        return f"<{_DIRECTIONS[code]}>"
-    if character in "\n\t" or 32 <= code < 127 or code > 159:
-        return character
-    return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
 
 
 def value_text(name: str, value: float | None) -> str:

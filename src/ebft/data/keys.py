@@ -12,6 +12,7 @@ from ebft.config.section import STRICT, NotBlank, Section, paths
 from ebft.config.shapes import PromptFormat, ShapeKeys, without_empty_names
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
+MAX_LENGTH = 2**25  # tokens; no model takes more
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 # input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps; prompt,
 # chosen and rejected; prompt, completion and label.
@@ -330,11 +331,12 @@ class DataKeys(Section):
         "that were prepared from the same data, transforms, tokenizer and settings; if there are none, it prepares and "
         "stores them. If unset, rows are prepared in every run and not stored.",
     )
-    dataset_num_proc: int = Field(1, ge=1, description="Number of processes for preparing the data.")
+    dataset_num_proc: int = Field(1, ge=1, le=4096, description="Number of processes for preparing the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows after all sources are joined.")
     sequence_len: int = Field(
         512,
         ge=2,
+        le=MAX_LENGTH,
         description="Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with "
         "their reference are dropped.",
     )

@@ -1,7 +1,7 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
 import os
-import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ebft.data.sources import read_source
 from ebft.data.tokenise import tokenise
 from ebft.data.weights import weighted
 from ebft.errors import DataError, shortened
+from ebft.printed import say
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
@@ -141,7 +142,7 @@ def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hin
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
     if os.environ.get("RANK", "0") == "0":
-        print(found.with_example(), file=sys.stderr)
+        say(found.with_example(), err=True)
     return Section(joined, found, [first for _, first in sources])
 
 
@@ -169,6 +170,12 @@ def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Data
     """
     owner = np.asarray(rows["document"])
     size = config.val_set_size
+    if 0 < size < 1 and size * documents < 0.5:
+        warnings.warn(
+            f"val_set_size: {size:g} of {documents:,} documents is less than one: 1 document is held out, which says "
+            "little about others. Increase it, or set the number of documents.",
+            stacklevel=2,
+        )
     chosen = held_documents(documents, size, config.seed)
     held, is_held = len(chosen), np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from ebft.data.lengths import token_counts
+from ebft.printed import say
 
 
 class PackedRows(Dataset):
@@ -41,9 +41,9 @@ def pack_and_report(rows: Any, length: int) -> PackedRows:
     if os.environ.get("RANK", "0") == "0":
         full = sum(packed.lengths) / (len(packed) * length)
         before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
-        print(
+        say(
             f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)",
-            file=sys.stderr,
+            err=True,
         )
     return packed
 

@@ -1,7 +1,6 @@
 """How often the rows of each dataset appear in an epoch: `weight` of the entries of `datasets`."""
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from datasets import Dataset
 
 from ebft.errors import DataError
+from ebft.printed import say
 
 
 def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed: int) -> Dataset:
@@ -33,7 +33,7 @@ def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed:
                 f"{entry.path} rounds to none. Raise it, or remove the dataset."
             )
         if len(found) != len(own) and os.environ.get("RANK", "0") == "0":
-            print(f"datasets.{number}.weight: {entry.weight}: {len(own):,} -> {len(found):,} rows", file=sys.stderr)
+            say(f"datasets.{number}.weight: {entry.weight}: {len(own):,} -> {len(found):,} rows", err=True)
         taken.append(found)
     return rows.select(np.concatenate(taken))
 

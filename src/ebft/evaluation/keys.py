@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ebft.config.options import MIN_TEMPERATURE
+from ebft.config.options import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE
 from ebft.config.section import Section
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -20,7 +20,7 @@ class EvaluationSection(Section):
         description="User-defined metrics, module.function(prompt, completions, row) -> float (None: does not apply), "
         "evaluated on sampled and on greedy completions; called with one completion at a time.",
     )
-    samples: Annotated[int, Field(ge=2)] | None = Field(
+    samples: Annotated[int, Field(ge=2, le=MAX_TOKENS)] | None = Field(
         None,
         description="Number of samples per group; if unset, ebft.n_samples_per_prompt or trl.num_generations, at "
         "least 2.",
@@ -31,17 +31,20 @@ class EvaluationSection(Section):
         description="Values of k for pass@k, each at most the number of samples; if unset, 1 and the number of "
         "samples.",
     )
-    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] | None = Field(
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = Field(
         None, description="Sampling temperature; if unset, 1 for rows of tokens and trl.temperature for prompts."
     )
-    max_new_tokens: Count | None = Field(
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
         None,
         description="Maximum number of tokens of a full completion; if unset, trl.max_completion_length, and with "
         "rl: ebft also the limit by the reference's length (ebft.adaptive_max_tokens).",
     )
     documents: Count | None = Field(None, description="Evaluate on the first N documents; if unset, on all.")
     bootstrap: int = Field(
-        1000, ge=0, description="Number of bootstrap resamples for the confidence intervals; 0 disables intervals."
+        1000,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Number of bootstrap resamples for the confidence intervals; 0 disables intervals.",
     )
     confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the intervals.")
     per_document: bool = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from ebft.fetch.catalog import (
     require_gguf,
 )
 from ebft.fetch.wheels import check_wheel, remove_wheel, wheel_in_use
+from ebft.printed import say
 
 
 def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) -> Path:
@@ -42,7 +42,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     with locked(folder, in_cache=to is None):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
             if to is None and fetched_sizes(folder, model) is not None:
-                print(f"{folder} is damaged and is replaced", file=sys.stderr, flush=True)
+                say(f"{folder} is damaged and is replaced", err=True)
                 shutil.rmtree(folder)
             _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
     return folder
@@ -115,7 +115,7 @@ def _save(gguf: Path, folder: Path) -> None:
     from ebft.models.pretrained import find_model, pretrained_model, pretrained_tokenizer
 
     name = find_model(str(gguf), "GGUF file")
-    print(f"Converting {gguf.name} to safetensors (float32)", file=sys.stderr, flush=True)
+    say(f"Converting {gguf.name} to safetensors (float32)", err=True)
     try:
         model, tokenizer = pretrained_model(name, dtype=torch.float32), pretrained_tokenizer(name)
     except ValueError as error:  # of transformers, for example for an architecture that it cannot read from GGUF

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ebft.errors import FetchError
 from ebft.fetch.cache import cache_dir, locked
+from ebft.printed import say
 
 RETRIES = 2
 _BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)")
@@ -87,7 +88,7 @@ def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:
 
 
 def _download(folder: Path, name: str, version: str) -> Path:
-    print(f"Downloading {name} {version}", file=sys.stderr, flush=True)
+    say(f"Downloading {name} {version}", err=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     what = ["--retries", str(RETRIES), "--no-deps", "--only-binary=:all:", "--dest", str(folder), f"{name}=={version}"]
     done = subprocess.run([*pip, *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

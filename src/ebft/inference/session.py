@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from ebft.data.messages import Message
 from ebft.errors import DataError
 from ebft.inference.sampling import Sampler
 from ebft.inference.scoring import ScoredReplies, Scorer
+from ebft.printed import safe_console, say
 
 COMMANDS = {
     "/base": "answer with the base model",
@@ -44,7 +44,7 @@ class Session:
     ) -> None:
         self._sampler, self._chats, self.base = sampler, chats, base
         self._compares, self._scorer, self._reference = compare, scorer, reference
-        self._console = Console()
+        self._console = safe_console()
         self._messages: dict[bool, list[Message]] = {False: [], True: []}
 
     def answer(self, text: str) -> None:
@@ -56,17 +56,17 @@ class Session:
         else:
             streamer = TextStreamer(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if not self._reply(text, self.base, streamer).strip():
-                print("(The reply is empty: the model ended it at once.)", file=sys.stderr)
+                say("(The reply is empty: the model ended it at once.)", err=True)
 
     def run(self, read: Callable[[str], str] = input) -> None:
         """Read prompts and answer them until the end of input, /exit or Ctrl-C."""
         kind = "chat" if self._chats else "completion"
-        print(f"{self._sampler.loaded.name}: {kind}. /help shows the commands; Ctrl-D ends the session.")
+        say(f"{self._sampler.loaded.name}: {kind}. /help shows the commands; Ctrl-D ends the session.")
         while True:
             try:
                 line = read(f"{'base' if self.base else 'tuned'}> ").strip()
             except (EOFError, KeyboardInterrupt):
-                print()
+                say()
                 return
             if line == "/exit":
                 return
@@ -78,14 +78,14 @@ class Session:
             self._command(line)
             return
         if line.startswith("/") and " " not in line:
-            print(f"Unknown command {line}; /help shows the commands.")
+            say(f"Unknown command {line}; /help shows the commands.")
             return
         try:
             self.answer(line)
         except KeyboardInterrupt:
-            print("\n(stopped)")
+            say("\n(stopped)")
         except DataError as error:  # such as a conversation that is too long
-            print(error, file=sys.stderr)
+            say(error, err=True)
 
     def _command(self, name: str) -> None:
         if name in ("/base", "/tuned"):
@@ -94,7 +94,7 @@ class Session:
             self._messages = {False: [], True: []}
         else:
             for command, about in COMMANDS.items():
-                print(f"{command}  {about}")
+                say(f"{command}  {about}")
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
         return [*self._messages[base], {"role": "user", "content": text}] if self._chats else text

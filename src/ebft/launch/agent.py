@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from ebft.launch.passed_on import parsed_arguments
 from ebft.launch.plan import ACCELERATE, Plan
 from ebft.launch.signals import SIGNALS, passed_on, received_signals
 from ebft.launch.worker import COMMAND, FAILED, FOLDER, PARENT, TRACEBACK, typed_command
+from ebft.printed import say
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _KILLING = 3  # so many times Ctrl-C kills processes that do not end
@@ -122,7 +122,7 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
     if code < 0:
         return _of_signal(-code, who, was_signalled)
     if (folder / TRACEBACK).exists():
-        print(f"\n{who} failed:\n{(folder / TRACEBACK).read_text(encoding='utf-8')}", file=sys.stderr)
+        say(f"\n{who} failed:\n{(folder / TRACEBACK).read_text(encoding='utf-8')}", err=True)
     elif not (folder / FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code

@@ -17,7 +17,9 @@ class RayKeys(Section):
         description="Train in workers of Ray Train: of the cluster at RAY_ADDRESS, or else of a local Ray that `ebft "
         "train` starts. output_dir and the data must be on a file system that all workers share.",
     )
-    ray_num_workers: int = Field(1, ge=1, description="Number of Ray workers, each of which is one training process.")
+    ray_num_workers: int = Field(
+        1, ge=1, le=100_000, description="Number of Ray workers, each of which is one training process."
+    )
     ray_run_name: Annotated[NotBlank, Field(pattern=r"^[\w.-]+$")] | None = Field(
         None, description="Name of the run in Ray, also of its folder in output_dir/ray. If unset, Ray generates one."
     )

@@ -19,6 +19,7 @@ from ebft.errors import ConfigError, LaunchError, cause
 from ebft.launch.plan import RAY_ADDRESS, uses_cluster
 from ebft.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
 from ebft.launch.signals import passed_on, received_signals
+from ebft.printed import say
 
 DEBUG = "EBFT_DEBUG"
 FOLDER = "ray"  # in output_dir: what Ray stores about the run
@@ -147,7 +148,7 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
             f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce ray_num_workers or "
             "resources_per_worker, or set RAY_ADDRESS to a cluster."
         )
-    print(f"The cluster has too few resources so far, and training waits for them: {needed}.", file=sys.stderr)
+    say(f"The cluster has too few resources so far, and training waits for them: {needed}.", err=True)
     return resources
 
 
@@ -212,9 +213,9 @@ def _forward(number: int, control: Any, is_first: bool) -> None:
     if is_first:
         if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
             raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-        print(
+        say(
             "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
-            file=sys.stderr,
+            err=True,
         )
     elif number == signal.SIGINT:
         raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
@@ -239,5 +240,5 @@ def _raise(error: BaseException, control: Any) -> None:
         raise LaunchError(f"Ray Train failed: {cause(error)}") from error
     first = failures[0]
     if not first.message or os.environ.get(DEBUG):
-        print(f"\nThe Ray worker of rank {first.rank} failed:\n{first.traceback}", file=sys.stderr)
+        say(f"\nThe Ray worker of rank {first.rank} failed:\n{first.traceback}", err=True)
     raise LaunchError(first.message or f"The Ray worker of rank {first.rank} failed.", status=first.status) from error

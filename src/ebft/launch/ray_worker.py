@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import threading
 import traceback
@@ -22,6 +21,7 @@ from ebft.config.user_code import place_of, what_happened
 from ebft.errors import EBFTError, LaunchError
 from ebft.launch.ray_control import Attempt, Failure, Outcome, Task
 from ebft.launch.worker import join_ray
+from ebft.printed import say
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
 from ebft.run.interrupt import StopOnSignal, TrainingInterrupted
 from ebft.run.lock import wait_until_free
@@ -87,9 +87,7 @@ def _trained(task: Task, rank: int) -> Outcome:
     config = RunConfig.from_dict(task.values)
     attempt, changes = broadcast_from_rank_zero(_begin(task, config) if rank == 0 else None)
     if attempt.earlier and rank == 0:
-        print(
-            f"Attempt {attempt.earlier + 1} of {config.ray_max_failures + 1}, after: {attempt.reason}", file=sys.stderr
-        )
+        say(f"Attempt {attempt.earlier + 1} of {config.ray_max_failures + 1}, after: {attempt.reason}", err=True)
     if attempt.signal is not None:
         raise TrainingInterrupted(_stopped_before(config, task, attempt), attempt.signal)
     result = train_until(config.model_copy(update=changes), StopOnDriver(task))

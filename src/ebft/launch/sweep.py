@@ -6,6 +6,7 @@ A mapping of keys to lists is a grid: every combination of one value per key. A 
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from ebft.errors import ConfigError, shortened
 from ebft.paths import check_regular
 
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
+MOST_RUNS = 1000  # of a sweep, unless --max-runs is given
 _LONGEST = 120  # characters of a name, which is the name of a folder
 _SPACE = re.compile(r"\s")
 _OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
@@ -35,12 +37,13 @@ class Combination:
         return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
 
 
-def read_sweep(path: Path) -> list[Combination]:
-    """The combinations of a sweep file, in its order. Raises ConfigError if it does not describe any."""
+def read_sweep(path: Path, most: int = MOST_RUNS) -> list[Combination]:
+    """The combinations of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
     found = _read(path)
     if isinstance(found, dict) and found:
-        combinations = list(_grid(path, found))
+        combinations = list(_grid(path, found, most))
     elif isinstance(found, list) and found:
+        _check_number(path, len(found), most)
         combinations = [_explicit(path, place, entry) for place, entry in enumerate(found)]
     else:
         raise ConfigError(
@@ -70,7 +73,15 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path}{f', line {line}' if line else ''}: invalid YAML: {shortened(words)}.") from None
 
 
-def _grid(path: Path, lists: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+def _check_number(path: Path, runs: int, most: int) -> None:
+    if runs > most:
+        raise ConfigError(
+            f"{path} describes {runs:,} runs, more than {most:,}. Remove keys or values, or allow them with --max-runs "
+            f"{runs}."
+        )
+
+
+def _grid(path: Path, lists: dict[Any, Any], most: int) -> Iterator[dict[str, Any]]:
     for key, values in lists.items():
         _check_key(path, key)
         if isinstance(values, dict):
@@ -80,6 +91,7 @@ def _grid(path: Path, lists: dict[Any, Any]) -> Iterator[dict[str, Any]]:
         if not values:
             raise ConfigError(f"{path}: {key}: the list is empty. Give at least one value, or remove the key.")
         _check_values(path, {key: values})
+    _check_number(path, math.prod(map(len, lists.values())), most)
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values))
 

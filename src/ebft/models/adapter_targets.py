@@ -8,9 +8,11 @@ parameters, in all layers. It then adapts no linear layer of the same name.
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
 _LINEAR = (torch.nn.Linear, Conv1D)
+_SECONDS = 10  # for comparing a regular expression with all names
 _ROUTERS = ("gate", "router")
 _PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
@@ -190,7 +193,7 @@ def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Se
         *(name for name, _ in model.named_modules()),
         *(f"{name}.{part}" for name in _stacks(model) for part in parts),
     ]
-    found = [name for name in names if _full_match(pattern, name)]
+    found = matching(re.fullmatch, pattern, names, "lora_target_modules")
     if not found:
         experts = _short(fused_experts(model))
         fused = (
@@ -208,8 +211,28 @@ def _short(names: list[str]) -> list[str]:
     return sorted({".".join(name.split(".")[-2:]) for name in names})
 
 
-def _full_match(pattern: str, name: str) -> bool:
+def matching(match: Callable[[str, str], Any], pattern: str, names: Sequence[str], key: str) -> list[str]:
+    """The names for which `match` (of the module re) finds the regular expression `pattern`, the value of `key`.
+
+    Raises ConfigError if it is invalid, or takes more than some seconds, as nested repetitions such as (a+)+ can.
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    can_stop = threading.current_thread() is threading.main_thread()  # only it can receive signals
+    before = signal.signal(signal.SIGALRM, stop) if can_stop else None
+    timer = signal.setitimer(signal.ITIMER_REAL, _SECONDS) if can_stop else (0.0, 0.0)
     try:
-        return re.fullmatch(pattern, name) is not None
+        return [name for name in names if match(pattern, name)]
     except re.error as error:
-        raise ConfigError(f"lora_target_modules: {pattern!r} is not a valid regular expression: {error}.") from error
+        raise ConfigError(f"{key}: {pattern!r} is not a valid regular expression: {error}.") from error
+    except TimeoutError:
+        raise ConfigError(
+            f"{key}: comparing {pattern!r:.200} with the {len(names):,} names of the model takes more than {_SECONDS} "
+            "seconds. Repetitions inside repetitions, such as (a+)+, try every way to divide a name: remove one."
+        ) from None
+    finally:
+        if can_stop:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, before)

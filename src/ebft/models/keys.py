@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
+from ebft.errors import shortened
 
-Layer = Annotated[int, Field(ge=0)]
+Layer = Annotated[int, Field(ge=0, le=100_000)]
 ALL_LINEAR = "all-linear"  # in PEFT
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -59,7 +60,7 @@ class ModelKeys(Section):
     tokens: list[NotBlank] | None = Field(
         None, description="Tokens to add to the vocabulary; new embeddings are appended to the model's."
     )
-    added_tokens_overrides: dict[Annotated[int, Field(ge=0)], NotBlank] | None = Field(
+    added_tokens_overrides: dict[Annotated[int, Field(ge=0, lt=2**31)], NotBlank] | None = Field(
         None,
         description="Other texts for tokens that the tokenizer reserves, by id: the embeddings keep their number. "
         "Tokens that are special stay special.",
@@ -176,13 +177,16 @@ class AttentionKeys(Section):
         return name
 
 
+MAX_RANK = 2**16  # more than any model has hidden units
+
+
 class AdapterKeys(Section):
     """LoRA adapters."""
 
     adapter: Literal["lora", "qlora"] | None = Field(
         None, description="Adapter to train. If unset, all weights are trained."
     )
-    lora_r: Annotated[int, Field(ge=1)] | None = Field(None, description="Rank of the adapter.")
+    lora_r: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = Field(None, description="Rank of the adapter.")
     lora_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Scaling of the adapter: its output is multiplied by lora_alpha / lora_r."
     )
@@ -242,8 +246,9 @@ class AdapterKeys(Section):
             return data
         if len(names) > 1:
             raise ValueError(
-                f"lora_target_modules: {ALL_LINEAR} selects every linear layer, but the list has other modules too. "
-                "Set lora_target_linear: true, and list only the others, or remove them."
+                f"lora_target_modules: {ALL_LINEAR} selects every linear layer, but the list has other modules too: "
+                f"{shortened(', '.join(str(name) for name in names if name != ALL_LINEAR), 200)}. If they are linear "
+                "layers, remove them; if not, replace all-linear with lora_target_linear: true."
             )
         if data.get("lora_target_linear") is False:
             raise ValueError(

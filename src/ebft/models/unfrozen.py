@@ -7,6 +7,7 @@ import re
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
+from ebft.models.adapter_targets import matching
 
 
 def freeze_except(
@@ -19,15 +20,18 @@ def freeze_except(
     if patterns is None:
         return model
     names = dict(model.named_parameters())
+    trained: set[str] = set()
     for pattern in patterns:
-        if not any(re.match(pattern, name) for name in names):
+        found = matching(re.match, pattern, list(names), "unfrozen_parameters")
+        trained.update(found)
+        if not found:
             _refuse_tied(model, pattern)
             raise ModelError(
                 f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
                 f"{_example(names)}."
             )
     for name, parameter in names.items():
-        parameter.requires_grad_(any(re.match(pattern, name) for pattern in patterns))
+        parameter.requires_grad_(name in trained)
     if gradient_checkpointing and not model.get_input_embeddings().weight.requires_grad:
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
         model.enable_input_require_grads()

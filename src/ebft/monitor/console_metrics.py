@@ -5,6 +5,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
+from ebft.printed import printable
+
 # Label, metric, format, desired direction (^ up, v down).
 _TERMS = (
     ("align", "alignment", "+.3f", "^"),
@@ -31,7 +33,7 @@ class ConsoleMetrics(TrainerCallback):
             return
         line = format_logs(logs, state.global_step, state.max_steps)
         if line:
-            tqdm.write(line)  # does not interfere with a progress bar
+            tqdm.write(printable(line))  # does not interfere with a progress bar
 
 
 class ProgressBar(ProgressCallback):

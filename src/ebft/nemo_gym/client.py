@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 import weakref
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import httpx2
 
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, RolloutError
+from ebft.printed import say
 from ebft.structured.rollouts.background import BackgroundLoop
 
 HOST = "127.0.0.1"
@@ -209,7 +209,7 @@ class GymClient:
                 )
             if not has_said:
                 has_said = True
-                print(f"Waiting up to {timeout:g} s for {what} at {url}.", file=sys.stderr)
+                say(f"Waiting up to {timeout:g} s for {what} at {url}.", err=True)
             await asyncio.sleep(_POLL)
 
     async def _answer(self, url: str, any_status: bool = False) -> tuple[str | None, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ebft.errors import ConfigError, ServerError
 from ebft.nemo_gym.client import HOST, GymClient
 from ebft.nemo_gym.keys import NemoGymKeys
+from ebft.printed import say
 from ebft.serving.log import ServerLog
 from ebft.serving.server import end_supervisor
 
@@ -34,7 +35,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     client = GymClient(keys.nemo_gym_head_port, keys.nemo_gym_verify_timeout)
     try:
         if client.is_up():
-            print(f"Using the NeMo Gym servers that run at {client.head}.", file=sys.stderr)
+            say(f"Using the NeMo Gym servers that run at {client.head}.", err=True)
             yield
             return
         log = ServerLog(Path(output_dir) / LOG)

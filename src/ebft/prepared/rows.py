@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from ebft.errors import DataError
 from ebft.prepared.difference import closest_difference
 from ebft.prepared.key import data_fingerprints, key_of, row_inputs
 from ebft.prepared.store import DamagedRows, locked, read_rows, write_rows
+from ebft.printed import say
 
 
 class Prepared(NamedTuple):
@@ -79,4 +79,4 @@ def describe(prepared: Prepared) -> str:
 
 def _say(line: str, of_any_rank: bool = False) -> None:
     if of_any_rank or os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+        say(line, err=True)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from ebft.printed import safe_console
 
-console = Console(soft_wrap=True)
+console = safe_console(soft_wrap=True)
 
 
 class Phases:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from ebft.models.causal_lm import evaluating
+from ebft.printed import safe_console
 from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.hf import Generator
 
@@ -85,6 +86,6 @@ def side_by_side(sample: Sample, width: int) -> RenderableType:
 def save_samples(samples: list[Sample], path: Path) -> None:
     """Write the samples side by side as a text file."""
     with path.open("w", encoding="utf-8") as file:
-        page = Console(file=file, width=FILE_WIDTH)
+        page = safe_console(file=file, width=FILE_WIDTH)
         for sample in samples:
             page.print(side_by_side(sample, FILE_WIDTH), "")

@@ -52,6 +52,13 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
         warnings.warn("fsdp on CPU is slow, and only useful for tests: DDP is faster if the model fits.", stacklevel=2)
     if config.fp16 and not machine.has_accelerator:
         raise ConfigError("fp16: true requires a GPU, but none is available. Remove it, or set bf16: true.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.dataloader_num_workers > cores:
+        warnings.warn(
+            f"dataloader_num_workers: {config.dataloader_num_workers} is more than the {cores} CPU cores of this "
+            "machine, so the processes that load batches slow down each other and training.",
+            stacklevel=2,
+        )
     if config.tf32 and not machine.supports_tf32:
         warnings.warn(
             "tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.",

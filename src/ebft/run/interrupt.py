@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from transformers import TrainerCallback
 
 from ebft.launch.worker import has_failed
 from ebft.over_trainer import OverTrainer
+from ebft.printed import say
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -79,7 +79,7 @@ class StopOnSignal(TrainerCallback):
         if os.environ.get("RANK", "0") != "0" or has_failed():  # a failed process ends the others
             return
         before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
-        print(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", file=sys.stderr)
+        say(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", err=True)
 
     def _can_stop(self) -> bool:
         if self.is_saving_model:

@@ -9,7 +9,11 @@ from ebft.data.keys import SeedKeys
 from ebft.evaluation.keys import Steps
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 
-Degree = Annotated[int, Field(ge=1)]
+MAX_ROWS = 1_000_000  # per batch
+MAX_RATE = 1e6  # of learning rates; some optimizers take large ones
+MAX_STEPS, MAX_EPOCHS = 10**9, 1_000_000
+MAX_WORKERS = 4096
+Degree = Annotated[int, Field(ge=1, le=MAX_WORKERS)]
 # Keys of learning rates of single parameters.
 RATE_KEYS = ("lr_groups", "embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio", "loraplus_lr_embedding")
 
@@ -21,13 +25,13 @@ class LearningRateGroup(Section):
     modules: Annotated[list[NotBlank], Field(min_length=1)] = Field(
         description="Parts of names; the group has the trained parameters whose names contain one of them."
     )
-    lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate of the group.")
+    lr: Annotated[float, Field(gt=0, le=MAX_RATE)] = Field(description="Peak learning rate of the group.")
 
 
 class OptimizerKeys(Section):
     """Optimizer and learning-rate schedule."""
 
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(1e-5, gt=0, le=MAX_RATE, description="Peak learning rate.")
     optimizer: str = Field("adamw_torch_fused", description="Name of the optimizer, as in transformers' `optim`.")
     optim_args: dict[NotBlank, bool | int | float | NotBlank] | None = Field(
         None, description="Additional arguments of the optimizer, such as r for schedule_free_adamw."
@@ -63,7 +67,7 @@ class OptimizerKeys(Section):
     lr_groups: Annotated[list[LearningRateGroup], Field(min_length=1)] | None = Field(
         None, description="Parameters with learning rates of their own; the first element that applies is used."
     )
-    embedding_lr: Annotated[float, Field(gt=0)] | None = Field(
+    embedding_lr: Annotated[float, Field(gt=0, le=MAX_RATE)] | None = Field(
         None, description="Peak learning rate of the input embedding and the output layer, if they are trained."
     )
     embedding_lr_scale: Annotated[float, Field(gt=0)] | None = Field(
@@ -112,24 +116,29 @@ class LengthKeys(SeedKeys):
     """Batches, epochs, seeds."""
 
     micro_batch_size: int = Field(
-        1, ge=1, description="Rows per device and forward pass (completions, if full completions are sampled)."
+        1,
+        ge=1,
+        le=MAX_ROWS,
+        description="Rows per device and forward pass (completions, if full completions are sampled).",
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Number of micro-batches to accumulate gradients for, per optimizer step."
+        1, ge=1, le=MAX_ROWS, description="Number of micro-batches to accumulate gradients for, per optimizer step."
     )
-    batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    batch_size: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = Field(
         None,
         description="micro_batch_size times gradient_accumulation_steps: rows per device and optimizer step. It "
         "determines the one of these two keys that is not set.",
     )
-    eval_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    eval_batch_size: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = Field(
         None, description="Rows per device in evaluation. If unset, micro_batch_size."
     )
-    num_epochs: float = Field(1.0, gt=0, description="Number of passes over the training data.")
-    max_steps: Annotated[int, Field(ge=1)] | None = Field(
+    num_epochs: float = Field(1.0, gt=0, le=MAX_EPOCHS, description="Number of passes over the training data.")
+    max_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = Field(
         None,
         description="Number of optimizer steps; overrides num_epochs. -1 is the same as unset.",
-        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]},
+        json_schema_extra={
+            "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_STEPS}, {"const": -1}, {"type": "null"}]
+        },
     )
 
     budget: BudgetSection = Field(
@@ -169,8 +178,8 @@ class LengthKeys(SeedKeys):
         return self
 
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
-    dataloader_num_workers: int = Field(0, ge=0, description="Number of processes that load batches.")
-    dataloader_prefetch_factor: Annotated[int, Field(ge=1)] | None = Field(
+    dataloader_num_workers: int = Field(0, ge=0, le=MAX_WORKERS, description="Number of processes that load batches.")
+    dataloader_prefetch_factor: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = Field(
         None, description="Number of batches that each of these processes loads in advance. If unset, 2."
     )
     dataloader_pin_memory: bool = Field(True, description="Pin the memory of batches for faster copies to a GPU.")
@@ -323,6 +332,8 @@ class HubKeys(Section):
     hub_private_repo: bool = Field(
         True, description="Create the Hub repository as private. An existing one keeps its visibility."
     )
+
+    _hub_name = paths("hub_model_id")
 
 
 class ReportingKeys(Section):

@@ -5,7 +5,6 @@ training or resuming, saving.
 """
 
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from ebft.monitor.finite import check_weights
 from ebft.monitor.run_files import RunFiles
 from ebft.over_trainer import OverTrainer
 from ebft.prepared.rows import run_rows
+from ebft.printed import say
 from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.card import model_card
@@ -182,7 +182,7 @@ def _train_with(
 
     if finished is None:
         if trainer.is_world_process_zero():
-            print(start_summary(config, trainer.model, train_data, eval_data, checkpoint), file=sys.stderr)
+            say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
         run(config, trainer, checkpoint, stop)
     else:
         restore(config, trainer, finished)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ebft.errors import EBFTError, ServerError
+from ebft.printed import say
 from ebft.serving.address import check_free, reachable_host
 from ebft.serving.command import ServerCommand
 from ebft.serving.log import ServerLog
@@ -195,10 +196,9 @@ class VLLMServer:
         with self._lock:
             if self._stopping.is_set():
                 return
-            print(
+            say(
                 f"vLLM exited unexpectedly (exit code {dead.poll()}) and is restarted. See its log {self.log.path}",
-                file=sys.stderr,
-                flush=True,
+                err=True,
             )
             self._launch()
 
@@ -222,7 +222,7 @@ class VLLMServer:
                 return
             self.failure = failure
             end_supervisor(self._process)
-        print(f"vLLM is not restarted: {failure}", file=sys.stderr, flush=True)
+        say(f"vLLM is not restarted: {failure}", err=True)
 
 
 def end_supervisor(supervisor: subprocess.Popen) -> None:

@@ -12,7 +12,8 @@ from rich.text import Text
 from ebft.dashboard.live import LiveRun, clock
 from ebft.dashboard.rollouts import Sample
 from ebft.dashboard.run import logs_rollouts, samples_rollouts, settings_in_effect
-from ebft.dashboard.text import duration, printable, value_text
+from ebft.dashboard.text import duration, value_text
+from ebft.printed import printable
 
 STATES = {
     "running": ("running", "bold green"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 import httpx2
 
 from ebft.errors import RolloutError
+from ebft.printed import say
 from ebft.structured.rollouts.backend import Completion, Sampling
 from ebft.structured.rollouts.background import BackgroundLoop
 
@@ -181,7 +181,7 @@ class VLLMClient:
                 )
             if announce:
                 announce = False
-                print(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", file=sys.stderr)
+                say(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", err=True)
             await asyncio.sleep(_POLL)
 
     async def _why_not_up(self) -> str | None:
