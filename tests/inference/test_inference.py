@@ -106,12 +106,14 @@ def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_full_model_that_diverged_is_refused(folders, tmp_path, temperature):
     shutil.copytree(folders["full"], tmp_path / "nan")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nan")
-    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
-    model.save_pretrained(tmp_path / "nan")
     sampler = Sampler(model_in_folder(str(tmp_path / "nan")), SamplingOptions(4, temperature))
+    model = sampler.loaded.tuned
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(ModelError, match="nan computes NaN, as after training that diverged. Use an earlier"):
         sampler.reply_ids(CHAT)
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ModelError, match="the weights contain NaN.*layers.1.mlp.down_proj.weight"):
+        model_in_folder(str(tmp_path / "nan"))
 
 
 def test_a_prompt_that_is_too_long(sampler):
