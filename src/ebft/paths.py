@@ -1,7 +1,9 @@
-"""Paths that a user gives: `~` is the home folder, and only regular files are read."""
+"""Paths that a user gives: `~` is the home folder, and only regular files are read; and the object in a JSON file."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ebft.errors import EBFTError
 
@@ -28,3 +30,14 @@ def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
     """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
     if exists(path) and not path.is_file() and not path.is_dir():
         raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError if it cannot be read, and ValueError if it does not contain one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, got {found!r:.60}")
+    return found

@@ -9,14 +9,15 @@ from tests.bad_input.cases import Case, bad, good
 
 Change = Callable[[Path], None]
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def model(name: str, change: Change, *expect: str, **config: Any) -> Case:
     return bad(name, *expect, model=change, config=config)
 
 
-def intact(name: str, change: Change, warns: tuple[str, ...] = (), **config: Any) -> Case:
-    return good(name, model=change, config=config, warns=warns)
+def intact(name: str, change: Change, warns: tuple[str, ...] = (), why: str = "", **config: Any) -> Case:
+    return good(name, model=change, config=config, warns=warns, why=why)
 
 
 def write(name: str, content: str | bytes) -> Change:
@@ -123,8 +124,56 @@ def sharded(folder: Path) -> None:
     loaded.save_pretrained(folder, max_shard_size="40KB")
 
 
-def nan(folder: Path) -> None:
-    tensors(lambda found: {key: value * float("nan") for key, value in found.items()})(folder)
+def values(edit: Callable[[Any], Any], part: str = "", name: str = WEIGHTS) -> Change:
+    """Change the tensors whose name contains `part`."""
+    return tensors(lambda found: {key: edit(value) if part in key else value for key, value in found.items()}, name)
+
+
+def stored_as(dtype: str, part: str = "", name: str = WEIGHTS) -> Change:
+    import torch
+
+    return values(lambda value: (value * 10).to(getattr(torch, dtype)), part, name)
+
+
+def with_more(**more: list[int]) -> Change:
+    """Add tensors of the given sizes."""
+    import torch
+
+    return tensors(lambda found: found | {key.replace("__", "."): torch.ones(*size) for key, size in more.items()})
+
+
+def more_layers(found: dict) -> dict:
+    last = {key: value for key, value in found.items() if "layers.1." in key}
+    return found | {key.replace(".1.", f".{n}."): value.clone() for key, value in last.items() for n in range(2, 7)}
+
+
+def index(**changes: Any) -> Change:
+    """A sharded model with other values in its index."""
+    return then(sharded, settings(INDEX, **changes))
+
+
+def entries(keep: Callable[[str, str], bool]) -> Change:
+    """A sharded model with only some names and files in its index."""
+
+    def change(folder: Path) -> None:
+        sharded(folder)
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        settings(INDEX, weight_map={key: file for key, file in weights.items() if keep(key, file)})(folder)
+
+    return change
+
+
+def exchanged(folder: Path) -> None:
+    sharded(folder)
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    first.rename(folder / "other")
+    second.rename(first)
+    (folder / "other").rename(second)
+
+
+def smaller_vocabulary(size: int) -> Change:
+    cut_off = tensors(lambda found: {key: own[:size].clone() if len(own) == 512 else own for key, own in found.items()})
+    return then(settings(vocab_size=size), cut_off)
 
 
 def lost_shard(folder: Path) -> None:
@@ -244,7 +293,35 @@ MODELS = [
     model("a tensor renamed", renamed("q_proj", "query"), "q_proj"),
     model("a smaller tensor", halved("layers.0.self_attn.q_proj"), "q_proj"),
     model("a shard missing", lost_shard, "safetensors"),
-    bad("weights are NaN", "finite", model=nan, trains=True),
+    model("weights are NaN", values(lambda own: own * float("nan")), "NaN", "embed_tokens"),
+    model("one tensor is infinite", values(lambda own: own / 0, "layers.1.mlp.up"), "infinite", "layers.1.mlp.up_proj"),
+    model("weights are 1e38", values(lambda own: own * 0 + 1e38), "above 1e+19", "embed_tokens"),
+    model("weights are zeros", values(lambda own: own * 0), "embeddings of all 512 tokens are equal"),
+    model("int32 weights", stored_as("int32"), "stored as int32", "no quantization_config"),
+    model("bool weights", stored_as("bool"), "stored as bool", "no quantization_config"),
+    model("one int8 tensor", stored_as("int8", "layers.0.mlp.up"), "int8 (model.layers.0.mlp.up_proj.weight)"),
+    model("float8 weights with scales", then(
+        stored_as("float8_e4m3fn", "q_proj"), with_more(model__layers__0__self_attn__q_proj__weight_scale_inv=[1, 1])),
+        "float8_e4m3fn with scales", "weight_scale_inv", "quantization_config"),
+    model("unknown quantisation", settings(quantization_config={"quant_method": "magic"}), "does not know", "'magic'"),
+    model("quantisation is text", settings(quantization_config="gptq"), "config.json: quantization_config", "'gptq'"),
+    model("no method of quantisation", settings(quantization_config={"bits": 4}), "config.json", "quant_method"),
+    model("index is not JSON", then(sharded, write(INDEX, "{")), INDEX, "read as JSON"),
+    model("index is binary", then(sharded, write(INDEX, bytes(range(256)))), INDEX, "read as JSON"),
+    model("index is a list", then(sharded, write(INDEX, "[]")), INDEX, "expected an object"),
+    model("index nested deeply", then(sharded, write(INDEX, "[" * 100_000)), INDEX, "nested too deeply"),
+    model("index without metadata", index(metadata=None), f"{INDEX}: metadata"),
+    model("index without weights", index(weight_map=None), f"{INDEX}: weight_map"),
+    model("index with no weights", index(weight_map={}), f"{INDEX}: weight_map"),
+    model("index with a number as file", index(weight_map={"lm_head.weight": 5}), f"{INDEX}: weight_map", "got 5"),
+    model("index of a file not there", index(weight_map={"lm_head.weight": "a.safetensors"}), INDEX, "a.safetensors"),
+    model("index of one shard only", entries(lambda key, file: "-00001-" in file), "weights lack"),
+    model("rope_theta is text", settings(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
+          "config.json: rope_parameters.rope_theta: invalid value '1e4'"),
+    model("old rope_theta is text", settings(rope_theta="1e4"), "config.json: rope_theta: invalid value '1e4'"),
+    model("rope_theta is negative", settings(rope_parameters={"rope_type": "default", "rope_theta": -5}), "rope_theta"),
+    model("rope factor is text", settings(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "8"}),
+          "config.json: rope_parameters.factor: invalid value '8'"),
     model("pickle .bin", as_pickle("pytorch_model.bin"), "pytorch_model.bin", "safetensors"),
     model("pickle .pt", as_pickle("model.pt"), "model.pt", "safetensors"),
     model("pickle .pth", as_pickle("consolidated.00.pth"), "consolidated.00.pth", "safetensors"),
@@ -269,6 +346,10 @@ TOKENIZERS = [
     model("tokenizer.json is a list", write("tokenizer.json", "[]"), "tokenizer"),
     model("tokenizer_config.json is not JSON", write("tokenizer_config.json", "{"), "tokenizer"),
     model("tokenizer_config.json is a list", write("tokenizer_config.json", "[1]"), "tokenizer"),
+    model("longest text is text", settings("tokenizer_config.json", model_max_length="many"),
+          "tokenizer_config.json: model_max_length: invalid value 'many'"),
+    model("longest text is a list", settings("tokenizer_config.json", model_max_length=[1]), "model_max_length"),
+    model("tokenizer.json nested deeply", write("tokenizer.json", "[" * 100_000), "tokenizer.json", "too deeply"),
     model("no end of text", settings("tokenizer_config.json", eos_token=None), "eos_token"),
     model("tokenizer_config not there", unchanged, "tokenizer_config", tokenizer_config="./nothing"),
     model("chat_template not there", unchanged, "chat_template", chat_template="./nothing.jinja"),
@@ -291,6 +372,14 @@ ADAPTERS = [
     saved("config is a list", write(CONFIG, "[]"), "adapter_config.json"),
     saved("config is null", write(CONFIG, "null"), "adapter_config.json"),
     saved("config is {}", write(CONFIG, "{}"), "peft_type"),
+    saved("config is noise", write(CONFIG, "[" * 10**7), "adapter_config.json", "nested too deeply"),
+    saved("config is binary noise", write(CONFIG, bytes(range(256)) * 40_000), "adapter_config.json", "read as JSON"),
+    saved("int32 tensors", stored_as("int32", name=ADAPTER), "as int32", "floating-point"),
+    saved("tensors of another model", tensors(
+        lambda found: found | {f"x.{key}": own.clone() for key, own in found.items()}, ADAPTER), "no part"),
+    saved("more layers", tensors(lambda found: found | {
+        key.replace(".1.", ".7."): own.clone() for key, own in found.items()}, ADAPTER), "layers.7.self_attn.q_proj"),
+    saved("modules is a number", unchanged, "adapter_config.json", target_modules=5),
     saved("no peft_type", unchanged, "peft_type", peft_type=None),
     saved("unknown peft_type", unchanged, "adapter_config.json: peft_type: invalid value 'MAGIC'", peft_type="MAGIC"),
     saved("lora_alpha is text", unchanged, "adapter_config.json: lora_alpha: invalid value 'x'", lora_alpha="x"),
@@ -310,6 +399,8 @@ ADAPTERS = [
     saved("pickle", pickled_adapter, "adapter_model.bin", "safetensors"),
     bad("adapter: no such module", "lora_target_modules", "query",
         config={**LORA, "lora_target_linear": False, "lora_target_modules": ["query"]}),
+    bad("adapter: unknown modules beside known ones", "lora_target_modules: 'query'", "q_proj",
+        config={**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "query"]}),
     bad("adapter: not a regular expression", "lora_target_modules",
         config={**LORA, "lora_target_linear": False, "lora_target_modules": "q_proj("}),
     bad("adapter: no such module to save", "lora_modules_to_save", config={**LORA, "lora_modules_to_save": ["heads"]}),
@@ -321,12 +412,49 @@ VALID = [
     intact("tied output layer", tied),
     intact("tied output layer, lora", tied, **LORA),
     intact("shards", sharded),
+    intact("index without an entry", entries(lambda key, file: "layers.1.mlp.up_proj" not in key),
+           why="all tensors of the files that the index names are read"),
+    intact("exchanged shards", exchanged, why="tensors are found by their names in the files, not by the index"),
+    intact("index beside one file", write(INDEX, "{"), why="transformers reads model.safetensors, not the index"),
+    intact("damaged file that is not read", write("consolidated.safetensors", "x"), why="it is not in an index"),
+    intact("more layers than config.json", tensors(more_layers), warns=("contain 45 tensors", "layers.2"),
+           why="config.json with fewer layers is how a model is shortened"),
+    intact("tensors of another model", with_more(encoder__w=[3], vision__w=[4]), warns=("2 tensors", "encoder.w"),
+           why="the text model of a multimodal one is stored with the other parts"),
+    intact("integer buffers", tensors(lambda found: found | {
+        "model.layers.0.self_attn.bias": found["model.norm.weight"][:4].bool()}), warns=("does not use",)),
+    intact("half precision", stored_as("float16")),
+    intact("double precision", stored_as("float64")),
+    intact("float8 weights without scales", stored_as("float8_e4m3fn", "q_proj"), warns=("stored as float8_e4m3fn",)),
+    intact("one layer of zeros", values(lambda own: own * 0, "layers.1.mlp.down"), why="added layers start like this"),
+    intact("equal embeddings of some tokens", values(lambda own: own * (own[:, :1] > 0), "embed_tokens"),
+           why="tokens that were not in the training data"),
+    intact("two tensors of tied layers", settings(tie_word_embeddings=True),
+           warns=("tie_word_embeddings: true", "differs"), why="transformers uses both; servers may not"),
+    intact("equal tensors of tied layers", then(settings(tie_word_embeddings=True), tensors(
+        lambda found: found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}))),
+    intact("no quantisation", null("quantization_config")),
+    intact("integer rope_theta", settings(rope_parameters={"rope_type": "default", "rope_theta": 10000})),
+    intact("longest text is not known", settings("tokenizer_config.json", model_max_length=10**30)),
+    intact("longest text is null", settings("tokenizer_config.json", model_max_length=None)),
+    intact("fewer embeddings than tokens", smaller_vocabulary(400), warns=("512 tokens", "400", "112 of them"),
+           why="tokens are added to the tokenizer of a base model before it is trained"),
+    intact("more embeddings than tokens", then(settings(vocab_size=800), tensors(lambda found: {
+        key: own.repeat(2, 1)[:800] if len(own) == 512 else own for key, own in found.items()}))),
     intact("fewer layers than weights", settings(num_hidden_layers=1), warns=("does not use", "layers.1")),
     intact("unknown key in config.json", settings(favourite_colour="green")),
     intact("buffers beside the weights", tensors(lambda found: found | {
         "model.layers.0.self_attn.rotary_emb.inv_freq": found["model.norm.weight"][:4].clone()})),
     intact("safetensors beside a pickle", write("pytorch_model.bin", b"not read")),
     intact("a saved adapter", adapter(), **SAVED),
+    intact("adapter: other settings in the config", adapter(), warns=("lora_r: 16 has no effect", "has 2"), **SAVED,
+           lora_r=16),
+    intact("adapter: other modules in the config", adapter(), warns=("lora_target_modules", "['q_proj']"), **SAVED,
+           lora_target_modules=["k_proj"]),
+    intact("adapter: the same settings in the config", adapter(), **SAVED, lora_r=2, lora_alpha=8),
+    intact("adapter: more modules than the model has", adapter(target_modules=["q_proj", "query"]), **SAVED,
+           why="one list of modules is used for many models; all tensors of the file are used"),
+    intact("adapter: float16", then(adapter(), stored_as("float16", name=ADAPTER)), **SAVED),
     intact("an adapter with another base", adapter(base_model_name_or_path="elsewhere"), **SAVED),
     intact("an adapter of a newer PEFT", adapter(some_new_option=None), **SAVED),
     intact("a new padding token", unchanged, special_tokens={"pad_token": "<pad>"}),

@@ -240,7 +240,7 @@ def test_damaged_weights_of_the_adapter(size, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
     path = adapter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ModelError, match="adapter_model.safetensors cannot be read as safetensors"):
+    with pytest.raises(ModelError, match="adapter_model.safetensors is truncated or not a safetensors file"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
 
 
@@ -258,11 +258,11 @@ def test_pickled_weights_are_refused(tmp_path):
     base = save_base(tmp_path / "base", llama(), max_shard_size="1GB")
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-    with pytest.raises(ModelError, match="adapter_model.bin, a pickle file.*save_pretrained"):
+    with pytest.raises(ModelError, match="adapter_model.bin in .* may be a pickle.*save_pretrained"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
     (adapter / "adapter_model.bin").rename(adapter / "adapter_model.safetensors")
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pytorch_model.bin, a pickle file.*save_pretrained"):
+    with pytest.raises(ModelError, match="pytorch_model.bin in .* may be a pickle.*save_pretrained"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
 
 

@@ -1,8 +1,10 @@
 """Replies are those of `generate`, of the model with or without its adapter, and their rewards those of training."""
 
+import http.client
 import json
 import shutil
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.config.load import load_config
-from ebft.errors import DataError, ModelError
+from ebft.errors import ConfigError, DataError, ModelError
 from ebft.inference.models import model_in_folder, model_of_run
 from ebft.inference.sampling import Sampler, SamplingOptions
 from ebft.inference.scoring import Scorer
@@ -106,12 +108,14 @@ def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_full_model_that_diverged_is_refused(folders, tmp_path, temperature):
     shutil.copytree(folders["full"], tmp_path / "nan")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nan")
-    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
-    model.save_pretrained(tmp_path / "nan")
     sampler = Sampler(model_in_folder(str(tmp_path / "nan")), SamplingOptions(4, temperature))
+    model = sampler.loaded.tuned
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(ModelError, match="nan computes NaN, as after training that diverged. Use an earlier"):
         sampler.reply_ids(CHAT)
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ModelError, match="the weights contain NaN.*layers.1.mlp.down_proj.weight"):
+        model_in_folder(str(tmp_path / "nan"))
 
 
 def test_a_prompt_that_is_too_long(sampler):
@@ -235,6 +239,11 @@ def test_the_page(address, sampler):
         ("/reply", b'{"a": ' + b"9" * 5000 + b"}", {}, "not JSON"),
         ("/reply", {"text": "a"}, {"Origin": "http://example.org"}, "Requests from http://example.org"),
         ("/reply", {"text": "a"}, {"Host": "example.org:80"}, "Requests to example.org"),
+        ("/reply", {"text": "a"}, {"Host": "127.0.0.1.example.org"}, "Requests to 127.0.0.1.example.org"),
+        ("/reply", {"text": "a"}, {"Content-Length": "9" * 5000}, "Content-Length of at most"),
+        ("/reply", {"messages": [{"role": "user", "content": [5]}]}, {}, "role and content, both texts"),
+        ("/reply", {"messages": [{"role": "user"}]}, {}, "role and content, both texts"),
+        ("/score", {"text": "a", "reference": "b", "temperature": 0}, {}, "temperature: 0 gives equal samples"),
         ("/reply", {"text": "a"}, {"Content-Type": "text/plain"}, "must be JSON"),
         ("/score", {"text": "a", "reference": " "}, {}, "reference must be a text"),
         ("/other", {}, {}, "only /reply and /score"),
@@ -243,6 +252,77 @@ def test_the_page(address, sampler):
 def test_requests_that_are_refused(path, body, headers, message, address):
     status, text = post(f"{address}{path}", body, **headers)
     assert status in (400, 404) and message in text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost", 200), ("LOCALHOST.", 200), ("[::1]:1", 200), ("example.org", 400)]
+)
+def test_names_of_this_machine(host, status, address):
+    """Port 80 is not named in a Host header; other names may be those of a web site that resolve to this machine."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    for method, body in (("GET", None), ("POST", json.dumps({"text": "a"}))):
+        path = "/" if method == "GET" else "/reply"
+        connection.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == status
+        response.read()
+
+
+def test_the_page_on_other_addresses(sampler):
+    with PageServer(sampler, True, "::1", 0) as server:
+        assert server.address == f"http://[::1]:{server.server_address[1]}"
+        with pytest.raises(ConfigError, match="--port: port .* is already in use"):
+            PageServer(sampler, True, "::1", server.server_address[1])
+    with pytest.warns(UserWarning, match="other machines without a password"), PageServer(sampler, True, "0.0.0.0", 0):
+        pass
+    with pytest.raises(ConfigError, match="Set --host to an address of this machine"):
+        PageServer(sampler, True, "192.0.2.77", 0)
+
+
+def test_errors_of_a_request(address, monkeypatch, capsys):
+    """One that is not expected is sent, also within a reply; that of a client that left is not printed."""
+    monkeypatch.setattr(Sampler, "reply_ids", lambda *_, **__: 1 / 0)
+    assert post(f"{address}/reply", {"text": "a"}) == (500, "ZeroDivisionError: division by zero")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+    def stops(self, *_, streamer, **__):
+        streamer.on_finalized_text("begun")
+        raise ModelError("computes NaN")
+
+    monkeypatch.setattr(Sampler, "reply_ids", stops)
+    assert post(f"{address}/reply", {"text": "a"}) == (200, "begun\n[Error: computes NaN]")
+    host, _, port = address.removeprefix("http://").partition(":")
+    for request in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"POST"):
+        with socket.create_connection((host, int(port))) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+            client.sendall(request)
+    assert urllib.request.urlopen(address).status == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_server_that_stops_ends_the_reply(sampler, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(self, *_, on_token, **__):
+        begun.set()
+        try:
+            while True:
+                on_token()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Sampler, "reply_ids", endless)
+    with PageServer(sampler, True, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        client = threading.Thread(target=lambda: pytest.raises(OSError, post, f"{server.address}/reply", {"text": "a"}))
+        client.start()
+        assert begun.wait(60)
+        server.stop()  # returns when nothing is computed any more
+        assert ended.is_set()
+        server.shutdown()
+        thread.join()
+        client.join(60)
 
 
 def test_a_client_that_disconnects_stops_the_generation(address, sampler, monkeypatch):

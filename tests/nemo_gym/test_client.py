@@ -47,6 +47,18 @@ def test_something_else_at_the_port_of_the_head_server(text):
         Servers.parse("http://head", text)
 
 
+@pytest.mark.parametrize("address", ["port: abc", "port: -1", "{host: [1], port: 80}", "port: [80]"])
+def test_an_address_that_is_none(address):
+    text = f"math: {{resources_servers: {{math: {address if '{' in address else '{' + address + '}'}}}}}"
+    with pytest.raises(ConfigError, match="has no address for the server math"):
+        Servers.parse("http://head", text)
+
+
+def test_addresses_of_servers():
+    text = "1: {resources_servers: {math: {host: '::', port: '80'}}}"
+    assert Servers.parse("http://head", text).by_name["1"].url == "http://[::1]:80"
+
+
 def test_no_head_server():
     client = GymClient(free_port(), timeout=1.0)
     assert not client.is_up()

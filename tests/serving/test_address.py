@@ -3,16 +3,42 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.address import check_free
+from ebft.serving.address import base_url, check_free, host_in, is_loopback
 from tests.serving.processes import free_port
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1", ""])
 def test_a_free_port(host):
     check_free(host, free_port())
 
 
-@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid", "a..b", "a" * 70])
 def test_an_address_of_another_machine(host):
     with pytest.raises(ConfigError, match=f"cannot listen on {host}.*Set vllm.host to an address of this"):
         check_free(host, free_port())
+
+
+@pytest.mark.parametrize(
+    ("header", "host", "is_local"),
+    [
+        ("127.0.0.1:7860", "127.0.0.1", True),
+        ("LOCALHOST.:80", "localhost", True),
+        ("[::1]:7860", "::1", True),
+        ("[::1]", "::1", True),
+        ("127.1.2.3", "127.1.2.3", True),
+        ("localhost.example.org", "localhost.example.org", False),
+        ("127.0.0.1.example.org:80", "127.0.0.1.example.org", False),
+        ("localhost@example.org", "localhost@example.org", False),
+        ("2130706433", "2130706433", False),
+        ("", "", False),
+    ],
+)
+def test_hosts_of_requests(header, host, is_local):
+    assert host_in(header) == host and is_loopback(host) == is_local
+
+
+def test_addresses_for_clients():
+    assert [base_url(host, 80) for host in ("::1", "::", "0.0.0.0", "")] == [
+        *["http://[::1]:80"] * 2,
+        *["http://127.0.0.1:80"] * 2,
+    ]

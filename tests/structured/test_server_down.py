@@ -1,13 +1,95 @@
-"""A server that is not there: one clear error, early, within the timeout."""
+"""A server that is not there, or is not vLLM: one clear error, early, within the timeout."""
 
+import socket
+import threading
 import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
+from ebft.structured.rollouts.backend import Sampling
+from ebft.structured.rollouts.client import VLLMClient
 from tests.serving.processes import free_port
+
+JSON = "application/json"
+SAMPLING = Sampling(1.0)
+CHOICE = '{"choices": [{"token_ids": %s, "logprobs": %s}]}'
+
+
+@contextmanager
+def answering(body, kind=JSON, host="127.0.0.1", **headers):
+    """A client of a server that gives every request the same response."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            for name, value in {"Content-Type": kind, "Content-Length": len(body), **headers}.items():
+                self.send_header(name.replace("_", "-"), str(value))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        client = VLLMClient(host, server.server_address[1], 5.0)
+        yield client
+        client.close()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("<html>Welcome</html>", {"kind": "text/html"}),
+        ("<html>Welcome</html>", {}),
+        ("", {}),
+        ("[" * 100_000, {}),
+        ("[]", {}),
+        ("null", {}),
+        ('{"data": 5, "tokens": "a", "choices": {}}', {}),
+        ('{"data": [5], "tokens": ["a"], "choices": [5]}', {}),
+        ('{"data": [{}], "tokens": [1.5], "choices": [{"token_ids": "ab"}]}', {}),
+        ('{"data": [{"id": 5}], "tokens": [null], "choices": [{"token_ids": ["1"]}]}', {}),
+        ("not gzip", {"Content_Encoding": "gzip"}),
+    ],
+)
+def test_responses_that_are_not_those_of_vllm(body, options):
+    with answering(body, **options) as client:
+        calls = (
+            client.base_model,
+            lambda: client.tokenize("m", "text"),
+            lambda: client.complete("m", [[1]], [4], SAMPLING),
+        )
+        for call in calls:
+            with pytest.raises(RolloutError, match="does not respond to /.* as vLLM does.*trl.vllm_server_host"):
+                call()
+
+
+@pytest.mark.parametrize("logprobs", ['"a"', "[1]", '{"token_logprobs": 5}', '{"token_logprobs": ["a"]}'])
+def test_log_probabilities_that_are_no_numbers(logprobs):
+    with answering(CHOICE % ("[1]", logprobs)) as client, pytest.raises(RolloutError, match="as vLLM does"):
+        client.complete("m", [[1]], [4], SAMPLING)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_response_of_vllm(host):
+    with answering(CHOICE % ("[7, 8]", '{"token_logprobs": [-1, null]}'), host=host) as client:
+        (completion,) = client.complete("m", [[1]], [4], SAMPLING)
+    assert completion.ids == [7, 8] and completion.logps[0] == -1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -15,16 +15,15 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebft.errors import ModelError, cause
-from ebft.export.checkpoint import PICKLED
+from ebft.errors import ModelError
 from ebft.models import saved_adapter
 from ebft.models.classifier_files import refuse_classifier
 from ebft.models.resized import not_whole, saved_layers, saved_rows
+from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,22 +86,12 @@ def read_adapter_config(folder: Path) -> LoraConfig:
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
     """The adapter's weights. Raises ModelError if they are damaged or not in safetensors format."""
+    refuse_pickles(folder)
     path = folder / WEIGHTS
-    if path.is_file():
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{path} cannot be read as safetensors ({cause(error)}): it is incomplete or damaged. Save or copy the "
-                "adapter again."
-            ) from error
-    pickled = sorted(found.name for pattern in PICKLED for found in folder.glob(f"adapter_model{pattern.lstrip('*')}"))
-    if pickled:
-        raise ModelError(
-            f"{folder} has its weights in {pickled[0]}, a pickle file, which is never read because loading one can run "
-            "any code. Load the adapter once with PEFT and write it with save_pretrained (which writes safetensors)."
-        )
-    raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
+    if not path.is_file():
+        raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
+    saved_adapter.check_tensors(path)
+    return load_file(path)
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError
 from ebft.fetch.catalog import is_gguf
+from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_CONVERT = (
-    "Load it once with from_pretrained, write it with save_pretrained (which writes safetensors), and use that folder."
-)
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,11 @@ class Checkpoint:
     @classmethod
     def of(cls, folder: Path) -> Checkpoint:
         """Read the headers of the checkpoint in `folder`. Raises ModelError if it is not in safetensors format."""
-        names = _file_names(folder)
-        files = {name: read_header(folder / name) for name in names}
-        if (folder / INDEX).is_file():
-            _check_index(folder, files)
-        return cls(folder, files)
+        refuse_pickles(folder)
+        files = weight_files(folder)
+        if not files:
+            raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
+        return cls(folder, {str(file.relative_to(folder)): read_header(file) for file in files})
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -73,23 +68,6 @@ class Reader:
         return self._open[name].get_tensor(key)
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The weights in a safetensors file, on the meta device. Raises ModelError if it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file, torch.device("meta"):
-            # The dtype of an empty slice: safetensors has names of its own for dtypes.
-            return {key: _meta(file, key) for key in file.offset_keys()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _meta(file: Any, key: str) -> Tensor:
-    view = file.get_slice(key)
-    shape = view.get_shape()
-    dtype = (view[:0] if shape else file.get_tensor(key)).dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def base_folder(name: str, revision: str | None = None) -> Path:
     """The folder of the model `name` (a folder, a fetched model or a Hub id), without downloading pickled weights."""
     if is_gguf(name):
@@ -105,28 +83,3 @@ def base_folder(name: str, revision: str | None = None) -> Path:
         )
     except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
-
-
-def _file_names(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} cannot be read: {error!r}") from error
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-    if pickled:
-        raise ModelError(
-            f"{folder} has its weights in {pickled[0]}, a pickle file, which is never read because loading one can run "
-            f"any code. {_CONVERT}"
-        )
-    raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
-
-
-def _check_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    for key, name in weight_map.items():
-        if key not in files[name]:
-            raise ModelError(f"{folder / name} has no weight {key}, but {INDEX} lists it. Download the model again.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.data.conversation import Renderer
 from ebft.data.text_file import read_text
@@ -26,6 +25,8 @@ from ebft.evaluation.prompts import has_reference
 from ebft.evaluation.rows import load_held_out
 from ebft.export.checkpoint import Checkpoint
 from ebft.models.classifier_files import refuse_classifier
+from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
+from ebft.paths import json_object
 from ebft.scores import Scores
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ def quantize_model(
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     settings = torchao_settings(kind, device)
     size = sum(weight.nbytes for weight in Checkpoint.of(folder).weights.values())
-    tokenizer = _loaded(AutoTokenizer, folder)
+    tokenizer = _loaded(pretrained_tokenizer, folder)
     scored = sequences(tokenizer)
     options = {"dtype": "auto", "device_map": {"": str(device)}}
-    before = perplexity(_loaded(AutoModelForCausalLM, folder, **options), scored)
-    model = _loaded(AutoModelForCausalLM, folder, quantization_config=TorchAoConfig(settings), **options)
+    before = perplexity(_loaded(pretrained_model, folder, **options), scored)
+    model = _loaded(pretrained_model, folder, quantization_config=TorchAoConfig(settings), **options)
     partial = to.with_name(f"{to.name}.partial")
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +87,7 @@ def quantize_model(
     try:
         _save(model, tokenizer, partial)
         del model
-        after = perplexity(_loaded(AutoModelForCausalLM, partial, **options), scored)
+        after = perplexity(_loaded(pretrained_model, partial, **options), scored)
         if to.exists():
             to.rmdir()
         partial.rename(to)
@@ -169,10 +170,10 @@ def _check_source(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} contains no model (no config.json).")
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = json_object(folder / "config.json")
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from error
-    quantised = values.get("quantization_config") if isinstance(values, dict) else None
+    quantised = values.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(
@@ -191,9 +192,9 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
         ) from error
 
 
-def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+def _loaded(load: Callable[..., Any], folder: Path, **options: Any) -> Any:
     try:
-        found = kind.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"{folder} cannot be loaded: {error}") from error
+        found = load(str(folder), **options)
+    except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
+        raise ModelError(f"{folder} cannot be loaded: {explained(error)}") from error
     return found.eval() if isinstance(found, nn.Module) else found

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ebft.errors import ModelError
-from ebft.export.checkpoint import INDEX, SINGLE
 from ebft.export.stream import write_tensors
+from ebft.models.weights import INDEX, SINGLE
 
 PROGRESS = "merge_progress.json"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -32,6 +32,8 @@ class Scorer:
     def __init__(self, sampler: Sampler, samples: int) -> None:
         if not 1 <= samples <= MOST_SAMPLES:
             raise ConfigError(f"samples: invalid value {samples!r:.100}; expected an integer from 1 to {MOST_SAMPLES}.")
+        if samples > 1 and sampler.options.temperature == 0:
+            raise ConfigError("temperature: 0 gives equal samples, whose rewards are equal too. Set samples: 1.")
         self._sampler, self._samples = sampler, samples
 
     @cached_property

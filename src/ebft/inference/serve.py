@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import select
 import socket
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from http import HTTPStatus
@@ -16,12 +18,13 @@ from typing import Any
 from transformers import TextStreamer
 
 from ebft.data.messages import Message
-from ebft.errors import ConfigError, EBFTError
+from ebft.errors import ConfigError, EBFTError, cause
 from ebft.inference.sampling import Sampler, SamplingOptions
 from ebft.inference.scoring import Scorer
+from ebft.serving.address import base_url, check_free, host_in, is_loopback
 
 MAX_BODY = 2**20  # bytes
-_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_PATIENCE = 60.0  # seconds that a client may take to send or to read
 _MOST_TOKENS = 2**20  # per reply; a model with fewer positions generates fewer
 # Sampling options with their type, least and greatest value. 0 is allowed for the temperature as well.
 _OPTIONS = {
@@ -45,17 +48,35 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, sampler: Sampler, chats: bool, host: str, port: int) -> None:
-        self.sampler, self.chats, self.lock = sampler, chats, Lock()
+        self.sampler, self.chats, self.lock, self.is_stopping = sampler, chats, Lock(), False
         self.page = files("ebft.inference").joinpath("page.html").read_text(encoding="utf-8")
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise ConfigError(f"{host}:{port} cannot be listened on ({error.strerror}). Use another --port.") from error
+        self.address_family, address = check_free(host, port, ("--host", "--port"))
+        super().__init__(address[:2], _Handler)
+        self.is_local = is_loopback(self.server_address[0])
+        if not self.is_local:
+            warnings.warn(
+                f"--host {self.server_address[0]}: the page accepts connections from other machines without a "
+                "password. Use 127.0.0.1, or a network that only you can reach.",
+                stacklevel=3,
+            )
 
     @property
     def address(self) -> str:
-        """The address of the page."""
-        return f"http://{self.server_address[0]}:{self.server_address[1]}"
+        """The address of the page, for this machine."""
+        return base_url(*self.server_address[:2])
+
+    def stop(self) -> None:
+        """End the reply that is being generated, and answer no further requests.
+
+        A thread that computes when the interpreter exits would abort the process.
+        """
+        self.is_stopping = True
+        self.lock.acquire()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, unless the client closed the connection or did not read."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 def serve_page(sampler: Sampler, chats: bool, host: str, port: int, say: Callable[[str], None]) -> None:
@@ -65,14 +86,22 @@ def serve_page(sampler: Sampler, chats: bool, host: str, port: int, say: Callabl
         try:
             server.serve_forever()
         except KeyboardInterrupt:
+            server.stop()
             say("Stopped.")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = _PATIENCE
+    has_begun = False  # whether a reply is being streamed
 
     def do_GET(self) -> None:
-        if self.path != "/":
+        try:
+            self._check_host()
+        except ConfigError as error:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error))
+            return
+        if self.path.partition("?")[0] != "/":
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is only the page /.")
             return
         about = {"name": self.server.sampler.loaded.name, "chats": self.server.chats}
@@ -86,6 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "There are only /reply and /score.")
             return
         try:
+            self._check_host()
             request = self._request()
             _check_fields(request, self.path)
             prompt, sampler = self._prompt(request), self._sampler(request)
@@ -93,9 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._check_connected()  # the request may have waited for others
                 answer(request, prompt, sampler)
         except EBFTError as error:
-            self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error))
-        except ConnectionError:  # the page was closed
-            return
+            self._fail(HTTPStatus.BAD_REQUEST, str(error))
+        except (ConnectionError, TimeoutError):  # the page was closed, or does not read
+            self.close_connection = True
+        except Exception as error:  # such as a lack of memory; the next request may succeed
+            print(f"Error: {self.path}: {type(error).__name__}: {cause(error)}", file=sys.stderr)
+            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {cause(error)}")
 
     def _reply(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
         sampler.renderer.prompt_ids(prompt)  # fails before the reply begins
@@ -110,25 +143,34 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps(asdict(scored)))
 
     def _check_connected(self) -> None:
-        """Raise ConnectionError if the client has closed the connection."""
+        """Raise ConnectionError if the client has closed the connection, or the server stops."""
+        if self.server.is_stopping:
+            raise ConnectionAbortedError("The server is stopped.")
         if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
             raise ConnectionAbortedError("The client has closed the connection.")
 
+    def _check_host(self) -> None:
+        """Raise ConfigError for requests of other sites, also through a name that resolves to this machine."""
+        hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
+        if len(hosts) != 1:
+            raise ConfigError(f"The request must have one Host header, got {len(hosts)}.")
+        if self.server.is_local and not is_loopback(host_in(hosts[0])):
+            raise ConfigError(f"Requests to {hosts[0]:.100} are not accepted. Use {self.server.address}.")
+        if origin is not None and origin.lower().partition("://")[2] != hosts[0].strip().lower():
+            raise ConfigError(f"Requests from {origin:.100} are not accepted.")
+
     def _request(self) -> dict[str, Any]:
-        """The JSON object of a request of this page, or of a program; requests of other sites are refused."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        is_loopback = self.server.server_address[0] in _LOOPBACK
-        if is_loopback and host.rpartition(":")[0] not in _LOOPBACK:  # a name that resolves to this machine
-            raise ConfigError(f"Requests to {host} are not accepted. Use {self.server.address}.")
-        if origin is not None and origin != f"http://{host}":
-            raise ConfigError(f"Requests from {origin} are not accepted.")
+        """The JSON object of a request."""
         if self.headers.get_content_type() != "application/json":
             raise ConfigError("The request must be JSON (Content-Type: application/json).")
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY:
+        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY:
             raise ConfigError(f"The request must have a Content-Length of at most {MAX_BODY} bytes.")
         try:
-            request = json.loads(self.rfile.read(int(length)))
+            body = self.rfile.read(int(length))
+            if len(body) < int(length):
+                raise ConfigError(f"The request has {len(body)} bytes, but its Content-Length is {length}.")
+            request = json.loads(body)
             json.dumps(request, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ConfigError("The request contains half of a surrogate pair, which is not a character.") from error
@@ -142,8 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _prompt(self, request: dict[str, Any]) -> str | list[Message]:
         if isinstance(messages := request.get("messages"), list) and self.server.chats:
-            if not all(isinstance(message, dict) for message in messages):
-                raise ConfigError("messages must be objects with role and content.")
+            if not all(isinstance(message, dict) and _is_text(message) for message in messages):
+                raise ConfigError("messages must be objects with role and content, both texts.")
             return messages
         if isinstance(text := request.get("text"), str):
             return text
@@ -164,6 +206,16 @@ class _Handler(BaseHTTPRequestHandler):
         options: SamplingOptions = replace(self.server.sampler.options, **given)
         return Sampler(self.server.sampler.loaded, options)
 
+    def _fail(self, status: HTTPStatus, text: str) -> None:
+        """Send an error, after the text that was sent already if there is one."""
+        try:
+            if self.has_begun:
+                self.wfile.write(f"\n[Error: {text}]".encode())
+            else:
+                self._send(status, "text/plain", text)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
@@ -174,6 +226,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Requests are not logged."""
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    """Whether role and content of a message are texts; an assistant message that only calls tools has no content."""
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    return isinstance(message.get("role"), str) and isinstance(content, str)
 
 
 def _check_fields(request: dict[str, Any], path: str) -> None:
@@ -189,11 +247,11 @@ class _ToPage(TextStreamer):
 
     def __init__(self, tokenizer: Any, handler: _Handler) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._handler, self._has_begun = handler, False
+        self._handler = handler
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._handler.has_begun:
+            self._handler.has_begun = True
             self._handler.send_response(HTTPStatus.OK)
             self._handler.send_header("Content-Type", "text/plain; charset=utf-8")
             self._handler.send_header("Connection", "close")

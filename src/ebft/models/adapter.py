@@ -17,6 +17,15 @@ from ebft.models.unfrozen import freeze_except
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
+# Keys of a config, and the settings of a saved adapter that are used instead of them.
+_SAVED_SETTINGS = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+}
 
 
 def attach_adapter(
@@ -38,7 +47,7 @@ def attach_adapter(
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
         model.enable_input_require_grads()
     if config.lora_model_dir is not None:
-        return _saved_adapter(model, config.lora_model_dir)
+        return _saved_adapter(model, config)
     _check_saved_modules(model, config.lora_modules_to_save)
     settings, names = lora_config(model, config), linear_names(model)
     try:
@@ -103,13 +112,25 @@ def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> No
             )
 
 
-def _saved_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
+def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
+    folder = str(config.lora_model_dir)
     if not (Path(folder).expanduser() / SETTINGS).is_file():
         raise ModelError(
             f"lora_model_dir: {folder!r} does not contain an adapter (no {SETTINGS}). Give the folder of a saved "
             "adapter, such as a checkpoint folder."
         )
     try:
-        return load_saved_adapter(model, folder, is_trainable=True)
+        loaded = load_saved_adapter(model, folder, is_trainable=True)
     except ModelError as error:
         raise ModelError(f"lora_model_dir: {error}") from error
+    for key, name in _SAVED_SETTINGS.items():
+        wanted, found = getattr(config, key), getattr(loaded.active_peft_config, name, None)  # absent: not LoRA
+        wanted, found = (set(value) if isinstance(value, list | set) else value for value in (wanted, found))
+        if key in config.model_fields_set and wanted is not None and wanted != found:
+            own = sorted(found) if isinstance(found, set) else found
+            warnings.warn(
+                f"{key}: {getattr(config, key)!r} has no effect: the adapter in lora_model_dir has {own!r}. Remove it, "
+                "or remove lora_model_dir to train a new adapter.",
+                stacklevel=3,
+            )
+    return loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ebft.data.locate import lasting_name
 from ebft.models.classifier_files import SCORE, STEPS
+from ebft.paths import json_object
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers
 _TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # by the ending of class names
@@ -23,11 +23,9 @@ _KINDS = {
 def adapter_settings(name: str) -> dict[str, Any]:
     """The object in adapter_config.json; empty if it cannot be read, which is reported when it is loaded."""
     try:
-        text = (Path(lasting_name(name)).expanduser() / "adapter_config.json").read_text(encoding="utf-8")
-        found = json.loads(text)
+        return json_object(Path(lasting_name(name)).expanduser() / "adapter_config.json")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def task_problem(name: str, class_ending: str) -> str | None:

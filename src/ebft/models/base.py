@@ -37,8 +37,10 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
     model = attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
+    size = load_model_config(config).get_text_config().vocab_size
+    if config.lora_model_dir is None:  # a saved adapter may have the rows
+        _warn_of_tokens_without_embedding(config, tokenizer, size)
     if config.adapter is not None:
-        size = load_model_config(config).get_text_config().vocab_size
         key = "lora_target_modules" if config.lora_model_dir is None else "lora_model_dir"
         check_saves_resized(model, size, key)
         _warn_of_untrained_tokens(config, model, tokenizer, size)
@@ -179,6 +181,22 @@ def _warn_of_untrained_tokens(
             f"{'tokens' if config.tokens else 'special_tokens.additional_special_tokens'}: the adapter does not train "
             f"{' and '.join(frozen)}, so the rows of new tokens such as {added[0]} keep their initial values. Set "
             f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}].",
+            stacklevel=3,
+        )
+
+
+def _warn_of_tokens_without_embedding(config: ModelSettings, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Warn of tokens that the tokenizer has, but not the model, and that the config does not add."""
+    special = config.special_tokens.model_dump(exclude_none=True).values()
+    named = [token for value in special for token in (value if isinstance(value, list) else [value])]
+    given = {*named, *(config.tokens or []), *(config.added_tokens_overrides or {}).values()}
+    new = [token for token, index in tokenizer.get_vocab().items() if index >= size and token not in given]
+    if new:
+        shown = f"{', '.join(map(repr, sorted(new)[:3]))}{', ...' if len(new) > 3 else ''}"
+        warnings.warn(
+            f"{'tokenizer_config' if config.tokenizer_config else 'base_model'}: the tokenizer has {len(tokenizer)} "
+            f"tokens, but the model has embeddings of {size}. {len(new)} of them ({shown}) get new embeddings, which "
+            "are untrained. If this is the tokenizer of another model, use the model's own.",
             stacklevel=3,
         )
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ebft.errors import ModelError
-from ebft.paths import exists
+from ebft.paths import exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
 _TASKS = {SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters
@@ -56,7 +55,6 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
 def _values(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if it cannot be read, which is reported where it is needed."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -18,6 +18,11 @@ _SIZES = {
     "num_attention_heads": 1,
     "max_position_embeddings": 1,
 }
+_QUANTISATIONS = {"quant_method", "load_in_4bit", "load_in_8bit"}
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "partial_rotary_factor", "attention_factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
 
 
 def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
@@ -38,6 +43,35 @@ def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
         value = values.get(name)
         if isinstance(value, str) and value != "auto" and not _is_dtype(value):
             raise ModelError(f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a dtype such as bfloat16.")
+    for section in (values, values.get("text_config")):
+        _check_rope(section if isinstance(section, dict) else {}, path, key)
+    quantised = values.get("quantization_config", {"quant_method": ""})
+    if quantised is not None and not (isinstance(quantised, dict) and quantised.keys() & _QUANTISATIONS):
+        raise ModelError(
+            f"{key}: {path}: quantization_config: invalid value {quantised!r:.60}; expected an object with a "
+            "quant_method. Remove it if the weights are not quantised."
+        )
+
+
+def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
+    """Raise ModelError for a number of the rotary embedding that is a text or negative.
+
+    Some models have one set of them per kind of layer, and some a list with one number per layer.
+    """
+    sections = [("", {"rope_theta": values.get("rope_theta")})]
+    sections += [(f"{name}.", values.get(name)) for name in ("rope_parameters", "rope_scaling")]
+    for prefix, section in sections:
+        for name, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, dict):
+                sections.append((f"{prefix}{name}.", value))
+            elif name in _ROPE_NUMBERS and (isinstance(value, str) or _is_negative(value)):
+                raise ModelError(
+                    f"{key}: {path}: {prefix}{name}: invalid value {value!r:.60}; expected a positive number."
+                )
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, int | float) and not value >= 0  # true for NaN
 
 
 def _is_dtype(name: str) -> bool:

@@ -5,7 +5,6 @@ Used for the trainers' `model=`, the config's `base_model` and `ebft evaluate --
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from ebft.fetch.catalog import is_gguf
 from ebft.models.config_file import check_model_config
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.models.heads import LANGUAGE, Head
-from ebft.models.weights import check_readable_tensors, load_complete
-from ebft.paths import exists
+from ebft.models.weights import load_complete
+from ebft.paths import exists, json_object
 
 GENERATION_CONFIG = "generation_config.json"
 # Files that transformers reads without checking that they contain an object.
@@ -42,17 +41,20 @@ def _check_settings(path: Path, key: str) -> None:
     if not exists(path):
         return
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = json_object(path)
+    except (OSError, ValueError) as error:
         raise ModelError(
             f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again."
         ) from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{key}: {path} must contain a JSON object, got {values!r:.60}. Copy or download it again.")
     if path.name == "config.json":
         check_model_config(values, path, key)
     if path.name == "tokenizer.json":
         _check_ids(values, path, key)
+    longest = values.get("model_max_length", 0) if path.name == "tokenizer_config.json" else 0
+    if isinstance(longest, bool) or not isinstance(longest, int | float | None):
+        raise ModelError(
+            f"{key}: {path}: model_max_length: invalid value {longest!r:.60}; expected a number of tokens."
+        )
 
 
 def _check_ids(tokenizer: dict[str, Any], path: Path, key: str) -> None:
@@ -90,8 +92,6 @@ def pretrained_model(
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_model(name, **options)
-    for file in Path(name).glob("*.safetensors"):
-        check_readable_tensors(file)
     return load_complete(name, head, may_lack_head=may_lack_head, **options)
 
 

@@ -1,24 +1,36 @@
-"""Checks of weight files: every tensor of the model must be in them, and no pickle is read."""
+"""Checks of weight files: every tensor of the model must be in them, with usable values, and no pickle is read.
+
+What can be seen in the headers is read from them; of the values, a few rows of each tensor are looked at.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError, cause
 from ebft.models.classifier_files import refuse_classifier
 from ebft.models.heads import LANGUAGE, Head, head_modules
 from ebft.models.sharded_files import WEIGHTS as PARTS
+from ebft.paths import json_object
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _SHOWN = 5  # names of tensors in messages
+_SAMPLED = 64  # rows of a tensor whose values are checked
+_LARGEST = 1e19  # the square of a larger value overflows in float32, so norms give zeros
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_UNTIED = "so we will NOT tie them"  # in a warning of transformers
 
 
 def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = False, **options: Any) -> PreTrainedModel:
@@ -30,12 +42,14 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
     """
     if head is LANGUAGE:
         refuse_classifier(Path(name))
+    stored: dict[str, Tensor] = {}
     if "gguf_file" not in options:
         refuse_pickles(Path(name))
+        stored = {key: weight for file in weight_files(Path(name)) for key, weight in read_header(file).items()}
         options["use_safetensors"] = True
     # Quantised tensors have other shapes until they are converted.
     reports = options.get("quantization_config") is None
-    with _without_report():
+    with _without_report() as reported:
         model, found = head.auto_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=reports, **options
         )
@@ -61,12 +75,150 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
             "complete weights, or correct config.json"
         )
     if found["unexpected_keys"]:
+        count = len(found["unexpected_keys"])
         warnings.warn(
-            f"{name}: the weights contain tensors that {type(model).__name__} with this config.json does not use: "
-            f"{_some(found['unexpected_keys'])}.",
+            f"{name}: the weights contain {count} tensor{'s' * (count > 1)} that {type(model).__name__} with this "
+            f"config.json does not use: {_some(found['unexpected_keys'])}.",
+            stacklevel=4,
+        )
+    _check_types(name, model, stored)
+    _check_values(name, model)
+    if any(_UNTIED in message for message in reported):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        warnings.warn(
+            f"{name}: config.json has tie_word_embeddings: true, but the weights contain an output layer that differs "
+            "from the embeddings. Both are used, and the trained model is saved with tie_word_embeddings: false. "
+            "Servers such as vLLM may use the embeddings for both: set it to false in config.json.",
             stacklevel=4,
         )
     return model
+
+
+def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
+    """Raise ModelError for weights that are stored quantised, but would be read as plain numbers."""
+    settings = getattr(model.config, "quantization_config", None)  # absent in most models
+    if settings is not None:
+        if getattr(model, "quantization_method", None) is None:  # set by transformers for a method that it knows
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise ModelError(
+                f"quantization_config of config.json: transformers does not know the quant_method {method!r:.60}, and "
+                "would read the weights as if they were not quantised. Use the original model, or remove "
+                "quantization_config if the weights are not quantised"
+            )
+        return
+    plain = {key for key, own in model.named_parameters() if own.is_floating_point()} & stored.keys()
+    integers = [key for key in plain if stored[key].dtype in _INTEGERS]
+    if integers:
+        raise ModelError(
+            f"{len(integers)} weights are stored as {_dtype(stored[min(integers)])} ({_some(integers)}), as those of "
+            "quantised models are, but config.json has no quantization_config, so their scales are unknown. Use the "
+            "original model, or restore quantization_config"
+        )
+    small = sorted(key for key in plain if stored[key].dtype.itemsize == 1)
+    modules = {key.rpartition(".")[0] for key in small}
+    scales = [key for key in stored if key.rpartition(".")[0] in modules and "scale" in key.rpartition(".")[2]]
+    if scales:
+        raise ModelError(
+            f"the weights are stored as {_dtype(stored[small[0]])} with scales ({_some(scales)}), but config.json has "
+            "no quantization_config, so the scales would not be applied. Restore quantization_config"
+        )
+    if small:
+        warnings.warn(
+            f"{name}: {len(small)} weights are stored as {_dtype(stored[small[0]])}, with 3 or fewer significant bits "
+            "and without scales. They are used as they are.",
+            stacklevel=5,
+        )
+
+
+@torch.no_grad()
+def _check_values(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError for values with which no model computes anything, seen in a few rows of each tensor."""
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
+        return  # only one process has the weights
+    for key, own in model.named_parameters():
+        if not _is_plain(own):
+            continue
+        if not (_rows(own).abs() < _LARGEST).all():  # false for NaN
+            raise ModelError(
+                f"the weights contain NaN, infinite values or ones above {_LARGEST:.0e} ({key}), so the model would "
+                "compute NaN or zeros. Use other weights, such as those of an earlier checkpoint"
+            )
+    embeddings = model.get_input_embeddings().weight
+    if not _is_plain(embeddings) or embeddings.dim() != 2 or len(embeddings) < 2:  # of one dimension: partitioned
+        return
+    if (_rows(embeddings) == embeddings[0]).all() and (embeddings == embeddings[0]).all():
+        raise ModelError(
+            f"the embeddings of all {len(embeddings)} tokens are equal (first value: {embeddings[0, 0]:.4g}), so the "
+            "model cannot distinguish tokens. Use trained weights"
+        )
+
+
+def _is_plain(own: Tensor) -> bool:
+    """Whether values can be compared: those of a whole tensor that is not quantised."""
+    is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1
+    return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor[:: max(1, len(tensor) // _SAMPLED)]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads from a folder; none if there are none, or `folder` is a Hub id.
+
+    Raises ModelError for an index that cannot be used, and for files that are missing.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        return []
+    path, again = folder / INDEX, "Copy or download it again"
+    try:
+        index = json_object(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). {again}") from error
+    for key in ("metadata", "weight_map"):
+        if not isinstance(index.get(key), dict):
+            raise ModelError(f"{path}: {key}: invalid value {index.get(key)!r:.60}; expected an object. {again}")
+    names = list(index["weight_map"].values())
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if not names or wrong is not None:
+        raise ModelError(f"{path}: weight_map must name the file of each tensor, got {wrong!r:.60}. {again}")
+    files = [folder / name for name in sorted(set(names))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"{path} names {_some(missing)}, which {'is' if len(missing) == 1 else 'are'} not in the folder. Copy or "
+            "download the missing files"
+        )
+    return files
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The weights in a safetensors file, on the meta device, in the order of the file.
+
+    Raises ModelError if it is truncated or not in this format.
+    """
+    try:
+        with safe_open(path, framework="pt") as file, torch.device("meta"):
+            # The dtype of an empty slice: safetensors has names of its own for dtypes.
+            return {key: _meta(file, key) for key in file.offset_keys()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file ({cause(error)}). Copy or download it again"
+        ) from error
+
+
+def _meta(file: Any, key: str) -> Tensor:
+    view = file.get_slice(key)
+    shape = view.get_shape()
+    dtype = (view[:0] if shape else file.get_tensor(key)).dtype
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _check_head_size(name: str, head: Head, sizes: list[Any]) -> None:
@@ -103,17 +255,6 @@ def pickles(folder: Path) -> list[str]:
     return sorted(name for name in found if name not in other and not name.startswith("rng_state"))
 
 
-def check_readable_tensors(file: Path) -> None:
-    """Raise ModelError if a safetensors file is truncated or not in this format."""
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{file} is truncated or not a safetensors file ({cause(error)}). Copy or download it again"
-        ) from error
-
-
 def _some(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -125,12 +266,20 @@ def _shape(size: Iterable[int]) -> str:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
-    """Context manager without the table that transformers logs about missing tensors, which are reported here."""
-    keep = lambda record: "LOAD REPORT" not in record.getMessage()
+def _without_report() -> Iterator[list[str]]:
+    """Context manager without what transformers logs about tensors, which is reported here; yields these messages."""
+    reported: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "LOAD REPORT" not in message and _UNTIED not in message:
+            return True
+        reported.append(message)
+        return False
+
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(keep)
     try:
-        yield
+        yield reported
     finally:
         logger.removeFilter(keep)

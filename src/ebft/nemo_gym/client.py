@@ -14,6 +14,7 @@ import httpx2
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, RolloutError
 from ebft.printed import say
+from ebft.serving.address import base_url
 from ebft.structured.rollouts.background import BackgroundLoop
 
 HOST = "127.0.0.1"
@@ -60,9 +61,13 @@ class Servers:
             for kind in (RESOURCES, AGENTS, MODELS):
                 settings = next(iter((_dict(_dict(kinds).get(kind))).values()), None)
                 if isinstance(settings, dict) and settings.get("port") is not None:
-                    host = settings.get("host") or HOST
-                    host = HOST if host == "0.0.0.0" else host  # all interfaces, which is no address to connect to
-                    found[name] = Server(name, kind, f"http://{host}:{settings['port']}", settings)
+                    host, port = settings.get("host") or HOST, settings["port"]
+                    if not isinstance(host, str) or not str(port).isdecimal():
+                        raise ConfigError(
+                            f"The response of {head}{CONFIG_PATH} has no address for the server {name} (host: "
+                            f"{host!r:.60}, port: {port!r:.60}). Correct the config of NeMo Gym."
+                        )
+                    found[str(name)] = Server(str(name), kind, base_url(host, int(port)), settings)
         return cls(head, found)
 
     def resources(self, name: str) -> Server:
@@ -137,7 +142,7 @@ class GymClient:
         text = self._loop.run(self._wait(f"{self.head}{CONFIG_PATH}", "NeMo Gym's head server", timeout))
         try:
             decoded = json.loads(text)  # the head server returns YAML as a JSON string
-        except ValueError:
+        except (ValueError, RecursionError):
             decoded = text
         return Servers.parse(self.head, decoded if isinstance(decoded, str) else text)
 
@@ -183,13 +188,13 @@ class GymClient:
                     response = await self._http.post(url, json=body)
             except TimeoutError:
                 return Failure(f"no response within {self.timeout:g} s (nemo_gym_verify_timeout)")
-            except httpx2.TransportError as error:
+            except httpx2.RequestError as error:
                 reason = _described(error)
                 continue
             if response.status_code == 200:
                 try:
                     return response.json()
-                except ValueError:
+                except (ValueError, RecursionError):
                     return Failure(f"the response is not JSON: {_shortened(response.text)}")
             reason = f"status {response.status_code}: {_shortened(response.text)}"
             if response.status_code < 500:
@@ -216,7 +221,7 @@ class GymClient:
         """The text of a response, None if there is none, and the reason."""
         try:
             response = await self._http.get(url, timeout=_CONNECT_TIMEOUT)
-        except httpx2.TransportError as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             return None, _described(error)
         is_good = any_status or response.status_code == 200
         return (response.text if is_good else None), f"status {response.status_code}"

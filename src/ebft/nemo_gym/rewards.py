@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +109,7 @@ def reward_in(answer: Any, server: Server, path: str) -> float | None:
     if isinstance(answer, dict) and answer.get("mask_sample") is True:
         return None
     reward = answer.get("reward") if isinstance(answer, dict) else None
-    if not isinstance(reward, int | float) or not abs(reward) < math.inf:
+    if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
         raise RolloutError(
             f"The response of {server.name} at {server.url}{path} has no finite number as `reward`: "
             f"{json.dumps(answer)[:300]}. Is it a server of NeMo Gym?"

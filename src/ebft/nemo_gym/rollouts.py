@@ -122,7 +122,9 @@ def _is_reply(item: dict[str, Any]) -> bool:
     if item.get("role") != "assistant":
         return False
     content = item.get("content")
-    return any(part.get("text") for part in content) if isinstance(content, list) else bool(content)
+    if not isinstance(content, list):
+        return bool(content)
+    return any(part.get("text") if isinstance(part, dict) else part for part in content)
 
 
 def _call(item: dict[str, Any], given: list[str], where: str) -> Call:
@@ -130,7 +132,9 @@ def _call(item: dict[str, Any], given: list[str], where: str) -> Call:
     if missing:
         raise RolloutError(f"{where} has {', '.join(given)} without {', '.join(missing)}. {_HINT}.")
     prompt_ids, ids, logps = (item[name] for name in _FIELDS)
-    if not all(isinstance(x, list) and all(type(value) is int for value in x) for x in (prompt_ids, ids)):
+    if not all(
+        isinstance(x, list) and all(type(value) is int and value >= 0 for value in x) for x in (prompt_ids, ids)
+    ):
         raise RolloutError(f"{where} has token ids that are not lists of integers.")
     if not isinstance(logps, list) or len(logps) != len(ids) or not all(isinstance(x, int | float) for x in logps):
         raise RolloutError(f"{where} does not have one log-probability for each of its {len(ids)} sampled tokens.")

@@ -11,6 +11,7 @@ from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import MODELS, as_folder, is_gguf
 from ebft.models.keys import AdapterKeys, ModelKeys
+from ebft.paths import json_object
 from ebft.serving.address import base_url, is_everywhere
 from ebft.serving.devices import VISIBLE, serves_on_gpu
 from ebft.serving.keys import ServerSettings, VLLMSection
@@ -207,7 +208,7 @@ def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:
     """Return the largest rank of a saved adapter and its fully trained modules."""
     path = Path(folder).expanduser() / "adapter_config.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json_object(path)
         ranks = [saved["r"], *(saved.get("rank_pattern") or {}).values()]
         return max(ranks), saved.get("modules_to_save")
     except (OSError, ValueError, KeyError, TypeError) as error:

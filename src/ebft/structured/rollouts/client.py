@@ -13,6 +13,7 @@ import httpx2
 
 from ebft.errors import RolloutError
 from ebft.printed import say
+from ebft.serving.address import base_url
 from ebft.structured.rollouts.backend import Completion, Sampling
 from ebft.structured.rollouts.background import BackgroundLoop
 
@@ -41,8 +42,8 @@ class VLLMClient:
         *,
         failure: Callable[[], str | None] = lambda: None,
     ) -> None:
-        # A server listens on 0.0.0.0 (all interfaces), which is not an address to connect to.
-        self.address: str = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        url = base_url(host, port)
+        self.address: str = url.removeprefix("http://")
         self.timeout = timeout
         self._failure = failure
         self._loop = BackgroundLoop(
@@ -50,7 +51,7 @@ class VLLMClient:
         )
         self._run = self._loop.run
         self._http = httpx2.AsyncClient(
-            base_url=f"http://{self.address}",
+            base_url=url,
             timeout=httpx2.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None),
             limits=httpx2.Limits(max_connections=256, max_keepalive_connections=32),
             trust_env=False,  # ignore proxy settings
@@ -64,7 +65,11 @@ class VLLMClient:
 
     def models(self) -> list[dict[str, Any]]:
         """Return the server's models and adapters, as listed by /v1/models."""
-        return self._run(self._request("GET", "/v1/models"))["data"]
+        path = "/v1/models"
+        entries = self._list_in(self._run(self._request("GET", path)), "data", path, dict)
+        if not all(isinstance(entry.get("id"), str) for entry in entries):
+            raise self._unusable(path, entries)
+        return entries
 
     def base_model(self) -> dict[str, Any]:
         """Return the entry of the base model: `id`, `root` (the name or path it was loaded from), `max_model_len`."""
@@ -76,7 +81,7 @@ class VLLMClient:
     def tokenize(self, model: str, text: str) -> list[int]:
         """Return the token ids of a text from the server's tokenizer, without special tokens."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return self._run(self._request("POST", "/tokenize", body))["tokens"]
+        return self._list_in(self._run(self._request("POST", "/tokenize", body)), "tokens", "/tokenize", int)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load the adapter in folder `path` as `name`; does nothing if that name is already loaded."""
@@ -89,7 +94,7 @@ class VLLMClient:
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter, in a single attempt: a server that is not running or was restarted does not have it."""
         body = {"lora_name": name}
-        with suppress(httpx2.TransportError):
+        with suppress(httpx2.RequestError):
             self._run(self._http.post("/v1/unload_lora_adapter", json=body, timeout=_CONNECT_TIMEOUT))
 
     # Sampling
@@ -116,16 +121,41 @@ class VLLMClient:
             raise
 
     async def _complete(self, body: dict[str, Any]) -> list[Completion]:
+        path = "/v1/completions"
         for _ in range(2):  # an aborted request returns no tokens, so it is repeated once
-            answer = await self._request("POST", "/v1/completions", body)
-            completions = [_completion(choice) for choice in answer["choices"]]
+            answer = await self._request("POST", path, body)
+            choices = self._list_in(answer, "choices", path, dict)
+            completions = [self._completion(choice, path) for choice in choices]
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
-        reasons = sorted({str(choice.get("finish_reason")) for choice in answer["choices"]})
+        reasons = sorted({str(choice.get("finish_reason")) for choice in choices})
         raise RolloutError(
             f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
-            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(answer['choices'])} "
+            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(choices)} "
             f"choices, finish_reason {', '.join(reasons) or 'none'}). See the server's log."
+        )
+
+    def _completion(self, choice: dict[str, Any], path: str) -> Completion:
+        logprobs = choice.get("logprobs") or {}
+        ids = self._list_in(choice | {"token_ids": choice.get("token_ids") or []}, "token_ids", path, int)
+        logps = (logprobs.get("token_logprobs") or []) if isinstance(logprobs, dict) else None
+        if not isinstance(logps, list) or not all(isinstance(logp, int | float | None) for logp in logps):
+            raise self._unusable(path, choice)
+        if len(ids) != len(logps):
+            raise RolloutError(f"The vLLM server returned {len(ids)} tokens but {len(logps)} log-probabilities.")
+        return Completion(ids, [float("nan") if logp is None else logp for logp in logps])
+
+    def _list_in(self, answer: Any, name: str, path: str, kind: type) -> list[Any]:
+        """The list `name` in a response. Raises RolloutError if there is none, or its items are of another type."""
+        found = answer.get(name) if isinstance(answer, dict) else None
+        if not isinstance(found, list) or not all(type(item) is kind for item in found):
+            raise self._unusable(path, answer)
+        return found
+
+    def _unusable(self, path: str, answer: object) -> RolloutError:
+        return RolloutError(
+            f"The server at {self.address} does not respond to {path} as vLLM does: {_shortened(str(answer))!r}. Set "
+            "trl.vllm_server_host and trl.vllm_server_port to the address of a vLLM server."
         )
 
     # Requests
@@ -144,8 +174,13 @@ class VLLMClient:
             except httpx2.TransportError:  # refused, reset or closed: the server is not running or still starting
                 await self._wait_until_up(announce=True, last=last)
                 continue
+            except httpx2.RequestError as error:  # such as a damaged compression
+                raise self._unusable(path, error) from error
             if response.status_code == 200:
-                return response.json() if "json" in response.headers.get("content-type", "") else response.text
+                try:
+                    return response.json() if "json" in response.headers.get("content-type", "") else response.text
+                except (ValueError, RecursionError) as error:
+                    raise self._unusable(path, response.text) from error
             if response.status_code == 404 and body is not None and "model" in body:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
             if response.status_code < 500:
@@ -187,7 +222,7 @@ class VLLMClient:
     async def _why_not_up(self) -> str | None:
         try:
             response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if response.status_code == 404:
             raise RolloutError(
@@ -229,14 +264,6 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
     if sampling.regex is not None:
         body["structured_outputs"] = {"regex": sampling.regex}
     return {**body, **sampling.extra}
-
-
-def _completion(choice: dict[str, Any]) -> Completion:
-    ids = choice.get("token_ids") or []
-    logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    if len(ids) != len(logps):
-        raise RolloutError(f"The vLLM server returned {len(ids)} tokens but {len(logps)} log-probabilities.")
-    return Completion(ids, [float("nan") if logp is None else logp for logp in logps])
 
 
 def _shortened(text: str) -> str:
