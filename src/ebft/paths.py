@@ -26,6 +26,16 @@ def exists(path: Path) -> bool:
         return False
 
 
+def is_free(path: Path, *starts: bytes) -> bool:
+    """Whether writing to `path` replaces or extends no file of others: a file there is empty or has one of `starts`."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, starts)))
+    except FileNotFoundError:
+        return True
+    return not begin or begin.lower().startswith(starts)
+
+
 def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
     """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
     if exists(path) and not path.is_file() and not path.is_dir():

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.bad_input.cases import Case, bad, good
+from tests.bad_input.cases import ROWS, TEXT, Case, bad, good
 
 
 def folder(name: str, value: str, *expect: str, **rest: Any) -> Case:
@@ -46,6 +46,24 @@ FOLDERS = [
     bad("output_dir: the adapter that is continued", "output_dir", "lora_model_dir",
         config={"adapter": "lora", "lora_model_dir": "old", "output_dir": "old"},
         files={"old/adapter_config.json": "{}"}, unchanged=("old/adapter_config.json",)),
+    folder("a model of somebody else", "theirs", "config.json", "tokenizer.json", "no run has written",
+           files={"theirs/config.json": "{}", "theirs/tokenizer.json": "{}", "theirs/model.safetensors": "x"},
+           unchanged=("theirs/model.safetensors",)),
+    folder("a project with a tokenizer", ".", "tokenizer.json", files={"tokenizer.json": "{}"}),
+    folder("the folder of the data", "texts", "datasets.0.path", "data_files", files={"texts/a.txt": TEXT},
+           command="train run.yaml datasets.0.path=texts"),
+    bad("output_dir: in the folder of held-out data", "output_dir", "test_datasets.0.path",
+        config={"output_dir": "texts/out", "test_datasets": [{"path": "texts", "type": "ebft_pretrain.transform"}]},
+        files={"texts/a.txt": TEXT}),
+    folder("checkpoint of a user", "out", "checkpoint-1", "resume_from_checkpoint",
+           files={"out/checkpoint-1/notes.txt": "mine"}, unchanged=("out/checkpoint-1/notes.txt",)),
+    bad("evaluate: --output is another file", "data.json", "not the result", files={"data.json": "{}"},
+        config={"val_set_size": 1}, command="evaluate run.yaml --output data.json"),
+    bad("preprocess: --html is the config", "run.yaml", "not an HTML page",
+        command="preprocess run.yaml --html run.yaml"),
+    bad("quickstart: a project", "data", "summary.json", files={"project/data/train.jsonl": ROWS,
+        "project/summary.json": "{}"}, command="quickstart --output project",
+        unchanged=("project/data/train.jsonl",)),
     bad("evaluate: model that is not there", "nothing", command="evaluate run.yaml --model ./nothing",
         config={"val_set_size": 1}),
     bad("evaluate: adapter config is a list", "adapter_config.json", command="evaluate run.yaml --model old",
@@ -82,6 +100,18 @@ VALID = [
     good("output_dir: new folders", config={"output_dir": "a/b/c"}),
     good("output_dir: exists", files={"out/notes.txt": "mine"}, unchanged=("out/notes.txt",)),
     good("output_dir: home", config={"output_dir": "~/runs"}, absent=("~",), unchanged=("runs",)),
+    good("output_dir: a project", config={"output_dir": "."}, files={"README.md": "mine", "config.json.bak": "{}"},
+         trains=True, unchanged=("README.md",), warns=("README.md was not written by a run", "no model card"),
+         why="a README.md is kept, and nothing else of a project is replaced"),
+    good("output_dir: a project, with an adapter", files={"config.json": "{}"}, unchanged=("config.json",),
+         config={"output_dir": ".", "adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True},
+         why="adapters have no config.json"),
+    good("output_dir: next to the files of the data", config={"output_dir": "texts/out"}, files={"texts/a.txt": TEXT},
+         command="train run.yaml datasets.0.path=texts datasets.0.data_files=a.txt",
+         why="only the files in data_files are read"),
+    good("output_dir: other folders named as checkpoints",
+         files={"out/checkpoint-best/x": "", "out/checkpoint-a-5/x": ""},
+         unchanged=("out/checkpoint-best/x", "out/checkpoint-a-5/x"), why="checkpoints are named checkpoint-N"),
     good("output_dir: with spaces", config={"output_dir": "my runs/x"}),
     good("output_dir: inside the model", config={"output_dir": "work/model/ebft"}),
     good("output_dir: a link to a folder", config={"output_dir": "link"},

@@ -147,6 +147,13 @@ def test_a_log_that_cannot_be_written(tmp_path):
         Training([], tmp_path)
 
 
+def test_a_log_of_the_user_is_kept(tmp_path):
+    (tmp_path / "train.log").write_text("mine")
+    with pytest.raises(RunError, match="train.log is not the log of a run, and is kept"):
+        Training([], tmp_path)
+    assert (tmp_path / "train.log").read_text() == "mine"
+
+
 @pytest.mark.parametrize("count", ["2", "many"])
 def test_several_processes_are_refused(tmp_path, monkeypatch, count):
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)

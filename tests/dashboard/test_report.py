@@ -212,3 +212,10 @@ def test_objects_that_are_nested_too_deeply(run):
     for name in ("run.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "evaluation.json"):
         (run / name).write_text("[" * 200_000 + "\n" + '{"a":' * 200_000)
     assert run.name in Tags(report(run)).text
+
+
+def test_a_report_of_another_program_is_kept(tmp_path):
+    (tmp_path / "report.html").write_text("<html><title>Sales</title>")
+    with pytest.raises(OSError, match="report.html is not the report of a run, and is kept"):
+        write_report(tmp_path)
+    assert "Sales" in (tmp_path / "report.html").read_text()

@@ -63,10 +63,11 @@ def test_a_link_to_an_empty_folder(tiny_llama_dir, text, tmp_path):
 
 
 def test_a_file_where_the_partial_result_goes_is_kept(tiny_llama_dir, text, tmp_path):
-    (tmp_path / "to.partial").write_text("kept")
+    (tmp_path / ".to.partial").write_text("kept")
+    (tmp_path / "to.partial").mkdir()
     with pytest.raises(ModelError, match="to.partial is in the way"):
         quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
-    assert (tmp_path / "to.partial").read_text() == "kept"
+    assert (tmp_path / ".to.partial").read_text() == "kept" and (tmp_path / "to.partial").is_dir()
 
 
 def test_a_failure_leaves_nothing(tiny_llama_dir, text, tmp_path, monkeypatch):

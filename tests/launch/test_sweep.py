@@ -287,3 +287,6 @@ def test_a_run_is_stored_without_secrets(tmp_path):
     sweep.runs = [SweepRun("a", {"hub_token": "hf_secret"}, "a")]
     sweep._save()
     assert "hf_secret" not in (tmp_path / RESULTS).read_text()
+    (tmp_path / RESULTS).write_text('{"learning_rate": [1e-4]}')
+    with pytest.raises(ConfigError, match="sweep.json is not the result of a sweep, and is kept"):
+        sweep._save()

@@ -12,6 +12,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.dashboard.files import CARD
 from ebft.errors import ConfigError, SaveError
+from ebft.quickstart.run import CONFIGS, own_copy
 from ebft.run.checks import check_runnable
 from ebft.run.final import _publish
 from ebft.run.own_files import MARK, claim, final_files, final_step, listed, write_mark
@@ -226,3 +227,11 @@ def test_a_folder_that_is_read_as_data_is_refused(place, inputs, tmp_path):
         check_runnable(
             config_of("sft", inputs, tmp_path / "data" / ".hidden", datasets=[{**data[0], "data_files": None}])
         )
+
+
+def test_an_edited_config_of_the_quickstart_is_renamed(tmp_path):
+    (tmp_path / "tiny.yaml").write_text("edited")
+    own_copy(CONFIGS / "tiny.yaml", tmp_path)
+    own_copy(CONFIGS / "tiny.yaml", tmp_path)
+    assert (tmp_path / "tiny.yaml.changed").read_text() == "edited"
+    assert (tmp_path / "tiny.yaml").read_text() == (CONFIGS / "tiny.yaml").read_text()

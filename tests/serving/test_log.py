@@ -3,6 +3,9 @@
 import io
 import threading
 
+import pytest
+
+from ebft.errors import ConfigError
 from ebft.serving.log import TAIL_LINES, ServerLog
 
 
@@ -30,3 +33,10 @@ def test_following_copies_to_the_end(tmp_path):
     ended.set()
     thread.join(10)
     assert stream.getvalue() == "one\ntwo\n"
+
+
+def test_a_file_of_the_user_is_kept(tmp_path):
+    (tmp_path / "vllm.log").write_text("mine")
+    with pytest.raises(ConfigError, match="vllm.log is not the log of a server, and is kept"):
+        ServerLog(tmp_path / "vllm.log").open(["vllm"])
+    assert (tmp_path / "vllm.log").read_text() == "mine"

@@ -9,6 +9,8 @@ from ebft.cli.arguments import ConfigFile, Overrides
 from ebft.cli.completion import complete_model
 from ebft.cli.console import polite
 from ebft.config.load import load_config
+from ebft.dashboard.files import read_object
+from ebft.errors import ConfigError
 from ebft.printed import safe_console, say
 
 HELP = """Evaluate and compare models on the held-out data of a config.
@@ -74,6 +76,15 @@ def command(
         check_plots(plot)
     for path in filter(None, (output, plot)):
         check_writable(path)
+    if (
+        output is not None
+        and output.is_file()
+        and output.stat().st_size
+        and "models" not in (read_object(output) or {})
+    ):
+        raise ConfigError(
+            f"--output {output}: the file exists and is not the result of an evaluation. Choose another file."
+        )
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
     for table in filter(None, (evaluation.table(), evaluation.differences_table())):

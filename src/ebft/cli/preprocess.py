@@ -11,6 +11,7 @@ from ebft.cli.arguments import ConfigFile, Overrides, renamed
 from ebft.cli.console import listing
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError
+from ebft.paths import is_free
 from ebft.printed import safe_console, say
 from ebft.run.checks import check_types
 
@@ -67,6 +68,8 @@ def command(
     check_types(run_config)
     if html is not None and not html.absolute().parent.is_dir():
         raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
+    if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
+        raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
     from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.prepared.rows import describe, prepare_rows
 

@@ -35,10 +35,17 @@ def write_report(folder: Path, evaluation: Path | None = None) -> Path:
     `evaluation` is the --output of `ebft evaluate`; by default evaluation.json in the folder, if there is one.
     """
     path = folder / REPORT
+    if not is_report(path):
+        raise FileExistsError(f"{path} is not the report of a run, and is kept. Rename it to write the report")
     part = path.with_name(f"{path.name}.part")
     part.write_text(report(folder, evaluation), encoding="utf-8")
     os.replace(part, path)
     return path
+
+
+def is_report(path: Path) -> bool:
+    """Whether `path` is a report, or does not exist."""
+    return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])
 
 
 def report(folder: Path, evaluation: Path | None = None) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ebft.dashboard.files import LOG
 from ebft.errors import RunError
 from ebft.launch.worker import TYPED
+from ebft.paths import is_free
 
 
 class Training:
@@ -27,6 +28,8 @@ class Training:
         self.interrupts = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not is_free(self.log, b"--- "):
+                raise RunError(f"{self.log} is not the log of a run, and is kept. Set output_dir to another folder.")
             with self.log.open("ab") as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} ebft train {' '.join(arguments)}\n".encode())
                 self._log_start = log.tell()

@@ -79,7 +79,7 @@ def quantize_model(
     options = {"dtype": "auto", "device_map": {"": str(device)}}
     before = perplexity(_loaded(pretrained_model, folder, **options), scored)
     model = _loaded(pretrained_model, folder, quantization_config=TorchAoConfig(settings), **options)
-    partial = to.with_name(f"{to.name}.partial")
+    partial = to.with_name(f".{to.name}.partial")
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     if partial.exists():

@@ -20,6 +20,7 @@ from rich.table import Column, Table
 
 from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
+from ebft.dashboard.files import read_object
 from ebft.dashboard.run import read_run
 from ebft.durable import write_text
 from ebft.errors import ConfigError, EBFTError
@@ -200,6 +201,9 @@ class Sweep:
     def _save(self) -> None:
         runs = [asdict(run) for run in self.runs]
         content = {"config": str(self.config), "overrides": self.overrides, "runs": runs}
+        path = self.folder / RESULTS
+        if path.is_file() and path.stat().st_size and "runs" not in (read_object(path) or {}):
+            raise ConfigError(f"{path} is not the result of a sweep, and is kept. Change output_dir.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / RESULTS, json.dumps(without_secrets(content), indent=2) + "\n")

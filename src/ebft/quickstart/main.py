@@ -11,7 +11,7 @@ from ebft.quickstart import report, samples, smollm2, tiny
 from ebft.quickstart.measure import held_out_documents, measure
 from ebft.quickstart.next_steps import what_next
 from ebft.quickstart.phases import Phases, console
-from ebft.quickstart.run import show_command
+from ebft.quickstart.run import CONFIGS, check_output, own_copy, show_command
 from ebft.run.freed_memory import keep_freed_memory
 from ebft.run.training import train
 
@@ -27,6 +27,8 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     default = tiny.OUTPUT if model == TINY else smollm2.OUTPUT
     output = output or (default if method == "ebft" else default.with_name(f"{default.name}-{method}"))
     console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {output}.")
+    check_output(output)
+    own_copy(CONFIGS / ("tiny.yaml" if model == TINY else "smollm2.yaml"), output)
     phases = Phases(count=7 if model == TINY else 6)
     if model == TINY:
         run = tiny.prepare(phases, output, seed, scale)

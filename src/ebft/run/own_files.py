@@ -29,6 +29,7 @@ from ebft.dashboard.files import (
     read_object,
     rollout_files,
 )
+from ebft.dashboard.report import is_report
 from ebft.durable import CHECKSUMS, STAGING, STATE, checksum, write_text
 from ebft.errors import ConfigError
 from ebft.run.same_run import RUN_FILE
@@ -47,9 +48,11 @@ _SHOWN = 5  # names in an error
 def check_own(config: RunConfig) -> None:
     """Raise ConfigError if the output folder has files that the run would move or replace, and that no run wrote."""
     folder = Path(config.output_dir)
-    resumes = config.auto_resume_from_checkpoints or config.resume_from_checkpoint is not None
+    named = config.resume_from_checkpoint
+    resumes = config.auto_resume_from_checkpoints or named is not None
     try:
         found = _foreign(folder, config.adapter is None, resumes) if folder.is_dir() else []
+        found = [name for name in found if named is None or os.path.realpath(folder / name) != os.path.realpath(named)]
     except OSError as error:
         raise ConfigError(f"output_dir: {folder} cannot be read ({error}). Choose another folder.") from error
     if not found:
@@ -189,5 +192,5 @@ _RECORDS: dict[str, Callable[[Path], bool]] = {
     METRICS: lambda path: path.is_file() and _has_steps(path),
     HEALTH: lambda path: path.is_file() and _has_steps(path),
     EVALUATION: lambda path: "models" in (read_object(path) or {}),
-    REPORT: lambda path: path.is_file() and b"<title>ebft" in path.read_bytes()[:2000],
+    REPORT: is_report,
 }

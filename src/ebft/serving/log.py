@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ebft.errors import ConfigError
+from ebft.paths import is_free
 
 TAIL_LINES = 20
 TAIL_BYTES = 65536
@@ -29,6 +30,8 @@ class ServerLog:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_free(self.path, b"$ "):
+                raise ConfigError(f"{self.path} is not the log of a server, and is kept. Choose another output_dir.")
             file = self.path.open("ab")
         except OSError as error:
             raise ConfigError(
