@@ -117,6 +117,7 @@ OF_TRAINERS = {
         "_init_training_state",
         "_load_from_checkpoint",
         "_push_from_checkpoint",
+        "_save",
         "_save_checkpoint",
     },
     KeepsRunningState: {

@@ -16,12 +16,35 @@ from pathlib import Path
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
 
 CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
+_GIB = 2**30
 _TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
 
 
 def clean_staging(parent: Path) -> None:
     """Delete what earlier saves left behind in `parent`."""
     shutil.rmtree(parent / STAGING, ignore_errors=True)
+
+
+def free_disk(folder: str | Path) -> tuple[int, Path]:
+    """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free, existing
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes in MiB or GiB."""
+    if size < _GIB:
+        return f"{size / 2**20:.0f} MiB"
+    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError if the files of an existing folder cannot be listed or created, tested by creating one."""
+    os.listdir(folder)
+    path = folder / f".ebft-{os.getpid()}"
+    path.write_bytes(b"?")  # a full disk may have room for an empty file
+    path.unlink()
 
 
 def publish(staged: Path, folder: Path) -> None:

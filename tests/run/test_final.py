@@ -84,7 +84,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(inject, inputs, unbroken, out)
     saved = [path.name for path in sorted(out.glob("checkpoint-*"))]
     assert ended.code == 2, ended.output
     assert f"checkpoint-{len(saved) + 1} could not be saved: " in ended.output and " MiB are free in" in ended.output
-    assert "Earlier checkpoints are unchanged. Free disk space" in ended.output and not (out / "_saving").exists()
+    assert "Earlier checkpoints are unchanged" in ended.output and ". Free disk space or" in ended.output
+    assert not (out / "_saving").exists()
     assert [newest_checkpoint(out)] == [out / saved[-1] if saved else None]
     assert run(config).code == 0 and result(out) == unbroken("sft_full")
 

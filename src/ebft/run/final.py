@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ebft.config.schema import RunConfig
 from ebft.durable import STAGING, publish_files, write_text
-from ebft.errors import SaveError
 from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
 from ebft.run.card import CARD, write_model_card
@@ -57,7 +54,7 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
     output_dir = Path(config.output_dir)
     staged = output_dir / STAGING / "final"
     saves = trainer.args.should_save
-    try:
+    with trainer.saving(output_dir, staged):
         if saves:
             shutil.rmtree(staged, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
@@ -74,10 +71,6 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
             publish_files(staged, output_dir, _files_before(output_dir))
             write_text(output_dir / MARK, json.dumps(mark, indent=2) + "\n")
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
-        if saves:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise SaveError.of(output_dir, error) from error
 
 
 def _listed(output_dir: Path) -> dict[str, int]:
