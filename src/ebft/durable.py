@@ -25,6 +25,14 @@ def clean_staging(parent: Path) -> None:
     shutil.rmtree(parent / STAGING, ignore_errors=True)
 
 
+def remove_staged(staged: Path) -> None:
+    """Delete a folder in a staging folder, or this itself, which remains only if it has what other saves left."""
+    shutil.rmtree(staged, ignore_errors=True)
+    if staged.parent.name == STAGING:
+        with suppress(OSError):
+            staged.parent.rmdir()
+
+
 def free_disk(folder: str | Path) -> tuple[int, Path]:
     """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
     path = Path(folder).absolute()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 from peft import PeftModel
 from torch import distributed, nn
 
-from ebft.durable import CHECKSUMS, STAGING, clean_staging, discard, publish, write_checksums
+from ebft.durable import CHECKSUMS, STAGING, clean_staging, discard, publish, remove_staged, write_checksums
 from ebft.errors import EBFTError, SaveError
 from ebft.over_trainer.pending_evaluation import FinishesEvaluations
 from ebft.over_transformers import check_tied_weights
@@ -92,7 +91,7 @@ class CompletesCheckpoints(FinishesEvaluations):
             yield
         except Exception as error:
             if self.args.should_save:
-                shutil.rmtree(staged, ignore_errors=True)
+                remove_staged(staged)
             if isinstance(error, EBFTError) or _is_of_another_process(error):
                 raise
             newest = Path(super()._get_output_dir(None)) / f"checkpoint-{self._saved_step}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 from ebft.config.schema import RunConfig
-from ebft.durable import STAGING, free_disk, gib
+from ebft.durable import STAGING, free_disk, gib, remove_staged
 from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
 from ebft.models.pretrained import explained, pretrained_tokenizer
 from ebft.over_trainer import OverTrainer
@@ -31,7 +29,7 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
     output_dir = Path(config.output_dir)
     staged = output_dir / STAGING / "rehearsal"
     try:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_staged(staged)
         trainer.rehearse_save(staged)
         write_run_keys(config, staged)
         write_model_card(config, {}, staged)
@@ -44,9 +42,7 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
             f"{save_remedy(output_dir / 'model', error)}."
         ) from error
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        with suppress(OSError):  # it has what an earlier save left
-            staged.parent.rmdir()
+        remove_staged(staged)
 
 
 def _check_tokenizer(config: RunConfig, folder: Path) -> None:
