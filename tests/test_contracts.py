@@ -119,6 +119,7 @@ OF_TRAINERS = {
         "_get_output_dir",
         "_init_training_state",
         "_load_from_checkpoint",
+        "_save",
         "_save_checkpoint",
     },
     KeepsRunningState: {

@@ -1,5 +1,6 @@
 """Errors that a user can correct, with one class for each source of error."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -36,14 +37,32 @@ class SaveError(EBFTError):
     """A checkpoint or the final model cannot be written, for example because the disk is full."""
 
     @classmethod
-    def of(cls, folder: Path, error: Exception) -> "SaveError":
-        """The error for a folder that could not be written; earlier checkpoints are unchanged."""
-        free = shutil.disk_usage(folder.parent).free / 2**20
+    def of(cls, folder: Path, error: BaseException, newest: Path | None = None) -> "SaveError":
+        """The error for a folder that could not be written; earlier checkpoints, with `newest`, are unchanged."""
+        kept = "Earlier checkpoints are unchanged" + ("" if newest is None else f", the newest is {newest}")
         return cls(
-            f"{folder} could not be saved: {error} ({free:,.0f} MiB are free in {folder.parent}). Earlier checkpoints "
-            "are unchanged. Free disk space or correct its permissions, then resume with auto_resume_from_checkpoints: "
-            "true."
+            f"{folder} could not be saved: {save_problem(folder, error)} {kept}. {save_remedy(folder, error)}, then "
+            "resume with auto_resume_from_checkpoints: true."
         )
+
+
+def save_problem(folder: Path, error: BaseException) -> str:
+    """What was raised when `folder` was written, with the free space on its disk."""
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    return f"{cause(error)} ({shutil.disk_usage(parent).free / 2**20:,.0f} MiB are free in {parent})."
+
+
+def save_remedy(folder: Path, error: BaseException) -> str:
+    """What to do about it, as the beginning of a sentence."""
+    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+        return f"Correct the permissions of {folder.parent}"
+    is_of_disk = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    is_of_disk = is_of_disk or any(word in str(error) for word in _OF_A_FULL_DISK)
+    return "Free disk space or correct its permissions" if is_of_disk else "Correct the cause"
+
+
+# Of libraries that do not raise OSError for a full disk: tokenizers, safetensors, torch.save.
+_OF_A_FULL_DISK = ("os error", "No space left", "I/O error", "PytorchStreamWriter", "inline_container")
 
 
 class FetchError(EBFTError):

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.masking_utils import causal_mask_function
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -58,6 +59,7 @@ __all__ = [
     "build_alibi_tensor",
     "build_mpt_alibi_tensor",
     "causal_mask_function",
+    "check_tied_weights",
     "convert_weights",
     "end_progress_bars",
     "falcon_heads",
@@ -106,6 +108,11 @@ def end_progress_bars() -> None:
 def save_final_weights(trainer: Trainer, folder: str) -> None:
     """Save the model and its tokenizer in `folder`, without a push to the Hub."""
     trainer.save_model(folder, _internal_call=True)
+
+
+def check_tied_weights(model: PreTrainedModel) -> None:
+    """Raise RuntimeError if weights share memory in a way that transformers does not save."""
+    remove_tied_weights_from_state_dict(model.state_dict(), model)
 
 
 def forget_title(config: PretrainedConfig) -> None:

@@ -47,6 +47,14 @@ def settings(name: str = "config.json", **values: Any) -> Change:
     return change
 
 
+GENERATION = "generation_config.json"
+
+
+def generation(name: str, warns: tuple[str, ...], why: str = "", **values: Any) -> Case:
+    """A model whose generation config is repaired before it is trained and saved whole."""
+    return good(f"generation: {name}", model=write(GENERATION, json.dumps(values)), warns=warns, why=why, trains=True)
+
+
 def null(key: str) -> Change:
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -406,6 +414,22 @@ ADAPTERS = [
     bad("adapter: no such module to save", "lora_modules_to_save", config={**LORA, "lora_modules_to_save": ["heads"]}),
 ]  # fmt: skip
 
+GENERATION_CONFIGS = [
+    generation("temperature without do_sample", ("settings without effect", "do_sample: true"), temperature=0.6,
+               why="models were published so, and sampling is what is meant"),
+    generation("temperature with do_sample: false", ("temperature: null",), temperature=0.6, do_sample=False),
+    generation("temperature 0", ("temperature: null",), temperature=0.0, why="greedy, as other programs write it"),
+    generation("beams, outputs and a cache", (
+        "length_penalty: null", "output_scores: null", "cache_implementation: null"),
+        length_penalty=0.5, output_scores=True, use_cache=False, cache_implementation="static"),
+    generation("as transformers saves it", (), temperature=0.6, do_sample=True),
+    intact("generation: not saved with an adapter", write(GENERATION, json.dumps({"temperature": 0.6})), **LORA),
+    model("generation: 0 tokens", write(GENERATION, json.dumps({"max_new_tokens": 0})), GENERATION, "max_new_tokens"),
+    model("generation: a number is text", write(GENERATION, json.dumps({"max_new_tokens": "x"})), GENERATION),
+    model("generation: greedy, 4 sequences", write(GENERATION, json.dumps({"num_return_sequences": 4})), GENERATION),
+    model("generation: half a file", write(GENERATION, "{"), GENERATION),
+]  # fmt: skip
+
 VALID = [
     intact("as it is", unchanged),
     intact("lora", unchanged, **LORA),
@@ -463,4 +487,4 @@ VALID = [
     good("home", config={"base_model": "~/model"}),
 ]  # fmt: skip
 
-CASES = [*MODELS, *TOKENIZERS, *ADAPTERS, *VALID]
+CASES = [*MODELS, *TOKENIZERS, *ADAPTERS, *GENERATION_CONFIGS, *VALID]

@@ -171,7 +171,7 @@ def test_a_folder_without_weights(doctor, tmp_path):
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     path = write_inputs("strided_full", tmp_path)
     monkeypatch.setattr("ebft.doctor.resources.available_memory", lambda device: (2**20, "a small machine"))
-    monkeypatch.setattr("ebft.doctor.resources.free_disk", lambda folder: (2**10, tmp_path))
+    monkeypatch.setattr("ebft.run.rehearsal.free_disk", lambda folder: (2**10, tmp_path))
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
     assert "save_total_limit" in found["error", "disk"] and "not run" in found["warning", "step"]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -9,13 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
 import ebft.over_trainer
 import ebft.run.final
+import ebft.run.rehearsal
+import ebft.run.training
+from ebft.errors import ConfigError
 from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
-from tests.run.crash import before, config_of, kill, result, run, without_summary
+from ebft.run.training import make_output_dir
+from tests.run.crash import before, config_of, kill, result, run, run_processes, without_summary
 
 
 @pytest.fixture
@@ -84,7 +90,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(inject, inputs, unbroken, out)
     saved = [path.name for path in sorted(out.glob("checkpoint-*"))]
     assert ended.code == 2, ended.output
     assert f"checkpoint-{len(saved) + 1} could not be saved: " in ended.output and " MiB are free in" in ended.output
-    assert "Earlier checkpoints are unchanged. Free disk space" in ended.output and not (out / "_saving").exists()
+    assert "Earlier checkpoints are unchanged" in ended.output and ". Free disk space or" in ended.output
+    assert not (out / "_saving").exists()
     assert [newest_checkpoint(out)] == [out / saved[-1] if saved else None]
     assert run(config).code == 0 and result(out) == unbroken("sft_full")
 
@@ -95,6 +102,93 @@ def test_a_full_disk_in_the_final_save(inputs, unbroken, out):
     assert ended.code == 2 and f"{out} could not be saved: [Errno 28] No space left on device" in ended.output
     assert final_step(out) is None
     assert run(config).code == 0 and result(out) == without_summary(unbroken("sft_full"))
+
+
+def disk_full_as_tokenizers_says_it():
+    raise Exception("No space left on device (os error 28)")
+
+
+def refuse():
+    raise ValueError("GenerationConfig is invalid")
+
+
+# call of the tokenizer's save -> what is said; the first one is before training
+REHEARSED = "so training is not started"
+OF_TOKENIZERS = {1: REHEARSED, 2: "checkpoint-1 could not be saved", 4: "the newest is", 5: "out could not be saved"}
+
+
+@pytest.mark.parametrize(("number", "said"), OF_TOKENIZERS.items())
+@pytest.mark.parametrize("act", [disk_full_as_tokenizers_says_it, refuse])
+def test_whatever_a_save_raises_is_a_message(number, said, act, inputs, out):
+    config = config_of("sft", inputs, out, max_steps=3)
+    ended = run(config, before(PreTrainedTokenizerBase, "save_pretrained", number, act))
+    assert ended.code == 2 and "Traceback" not in ended.output and said in ended.output, ended.output
+    remedy = "Free disk space" if act is disk_full_as_tokenizers_says_it else "Correct the cause"
+    assert remedy in ended.output and ("resume with auto" in ended.output) == (number > 1)
+    assert not (out / "_saving").exists()
+    assert newest_checkpoint(out) == (out / f"checkpoint-{number - 2}" if number > 2 else None)
+
+
+def test_a_process_that_is_killed_in_a_save_is_not_taken_for_a_full_disk(inputs, out):
+    act = lambda: kill() if os.environ["RANK"] == "1" else None
+    config = config_of("sft", inputs, out, max_steps=3, micro_batch_size=1)
+    ended = run_processes(config, 2, before(ebft.over_trainer.OverTrainer, "_save_rng_state", 2, act))
+    assert ended[1].code == -9 and "could not be saved" not in ended[0].output, ended[0].output
+
+
+def tie_layers():
+    """An injection: the model has two layers with the same weight, as a plugin may make it."""
+    load_model = ebft.run.training.load_model
+
+    def load(*args, **keys):
+        model = load_model(*args, **keys)
+        model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+        return model
+
+    ebft.run.training.load_model = load
+
+
+def leave(free):
+    """An injection: so many bytes are free."""
+
+    def inject():
+        usage = shutil.disk_usage
+        shutil.disk_usage = lambda path: usage(path)._replace(free=free)
+
+    return inject
+
+
+@pytest.mark.parametrize(
+    ("inject", "code", "said"),
+    [
+        (tie_layers, 2, "contained shared tensors"),
+        (leave(2**10), 2, "training is not started: it needs about"),
+        (leave(2**16), 0, "output_dir: the disk may become full"),
+        (leave(2**20), 0, None),
+    ],
+)
+def test_a_model_that_cannot_be_saved_is_not_trained(inject, code, said, inputs, out):
+    ended = run(config_of("sft_full", inputs, out, max_steps=2), inject)
+    assert ended.code == code and "Traceback" not in ended.output, ended.output
+    assert said in ended.output if said else "disk may" not in ended.output
+    assert not (out / "_saving").exists() and (newest_checkpoint(out) is None) == (code == 2)
+
+
+def test_an_output_folder_that_is_not_writable_is_refused(out, as_user):
+    out.mkdir()
+    make_output_dir(str(out))
+    assert not list(out.iterdir())
+    out.chmod(0o555)
+    with as_user, pytest.raises(ConfigError, match="out is not writable .Permission denied.. Correct the permissions"):
+        make_output_dir(str(out))
+
+
+def test_a_tokenizer_that_cannot_be_loaded_again_is_a_warning(inputs, out):
+    def inject():
+        ebft.run.rehearsal.pretrained_tokenizer = lambda *_, **__: refuse()
+
+    ended = run(config_of("sft", inputs, out, max_steps=1), inject)
+    assert ended.code == 0 and "saved with the model cannot be loaded again: Generation" in ended.output
 
 
 def test_a_damaged_newest_checkpoint_is_skipped(inputs, unbroken, out):

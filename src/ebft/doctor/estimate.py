@@ -15,6 +15,7 @@ from ebft.doctor.rows import LongestRows, StepTokens
 from ebft.models.adapter import attach_adapter
 from ebft.models.placement import spare_gpu
 from ebft.models.precision import weights_dtype
+from ebft.run.rehearsal import optimizer_bytes
 
 # Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
 # attention scores, about 17 (Korthikanti et al. 2022); with gradient checkpointing, the input of each layer.
@@ -22,8 +23,6 @@ _ACTIVATIONS, _CHECKPOINTED = 17, 1
 # The peak of a strided forward pass whose activations are kept for the loss, as a multiple of them, without and with an
 # adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
 _FORWARD_FULL, _FORWARD_ADAPTER = 1.2, 1.9
-# Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
-_STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
 # What is in memory in each phase that `ebft doctor` measures; `_LOSS` in those that are not listed.
 _STEP = ("weights", "copy", "optimizer")
 _SAMPLING = (*_STEP, "accumulated")
@@ -144,7 +143,7 @@ def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Si
     trained_bytes = dtype.itemsize if config.adapter is None else 4
     trained = sizes.trained * trained_bytes
     weights = int(sizes.base * per_weight) + (trained if config.adapter is not None else 0)
-    states = _optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
+    states = optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
     has_copy = config.adapter is None and config.method.copies_model(config)
     text = model_config.get_text_config()
     layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
@@ -188,16 +187,6 @@ def _adapter_size(model: Any, config: RunConfig) -> int:
     with init_empty_weights(include_buffers=True):
         adapted = attach_adapter(model, plain)
     return sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-
-
-def _optimizer_bytes(name: str, trained_bytes: int) -> int:
-    """Bytes of optimizer state per trained weight."""
-    if "4bit" in name:
-        return 1
-    if "8bit" in name:
-        return 1 if "lion" in name or "rmsprop" in name else 2
-    known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
-    return known * trained_bytes
 
 
 def _cache_bytes(text: Any, dtype: torch.dtype) -> int:

@@ -1,9 +1,7 @@
-"""Free memory of devices, and free space on disks."""
+"""Free memory of devices."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -28,21 +26,3 @@ def available_memory(device: str | None = None) -> tuple[int | None, str]:
         return memory_bytes(), "this machine (total memory)"
     limit = memory_bytes()
     return (free if limit is None else min(free, limit)), "this machine"
-
-
-def free_disk(folder: str) -> tuple[int, Path]:
-    """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
-    path = Path(folder).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free, existing
-
-
-def is_writable(folder: Path) -> bool:
-    """Whether files can be created in an existing folder, tested by creating one."""
-    path = folder / f".ebft-doctor-{os.getpid()}"
-    try:
-        path.write_bytes(b"")
-        path.unlink()
-    except OSError:
-        return False
-    return True

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from ebft.config.schema import RunConfig
 from ebft.doctor.check import Check
 from ebft.doctor.estimate import Estimate, Needs
-from ebft.doctor.free import available_memory, free_disk
-from ebft.doctor.savings import advice, gib
-from ebft.run.arguments import planned_steps
-from ebft.run.building import this_machine
+from ebft.doctor.free import available_memory
+from ebft.doctor.savings import advice
+from ebft.durable import gib
+from ebft.run.rehearsal import checkpoints_kept, disk_need
 
 
 def exceeds(needed: Estimate) -> bool:
@@ -54,31 +54,5 @@ def _copy_exceeds(needed: Estimate) -> bool:
 
 
 def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
-    count = _checkpoints(config, rows)
-    total = needed.checkpoint * count + needed.checkpoint
-    free, existing = free_disk(config.output_dir)
-    kept = f"{count} checkpoint{'' if count == 1 else 's'}"
-    text = f"about {gib(total)} for {kept} and the model; {gib(free)} are free in {existing}"
-    if total > free:
-        remedy = "Set save_total_limit, save_only_model: true, a larger save_steps, or an output_dir on another disk."
-        return Check("error", "disk", f"{text}. {remedy}")
-    return Check("ok", "disk", text)
-
-
-def _checkpoints(config: RunConfig, rows: int) -> int:
-    """Number of checkpoints that are on the disk at the same time."""
-    machine = this_machine()
-    steps = planned_steps(config, machine, rows)
-    per_epoch = config.method.steps_per_epoch(config, machine, rows)
-    every = config.save_steps
-    if config.saves_per_epoch is not None:
-        every = max(1, per_epoch // config.saves_per_epoch)
-    if config.save_strategy == "no":
-        return 0
-    if every is None or config.save_strategy == "epoch":
-        every = per_epoch
-    elif every < 1:  # a fraction of the steps
-        every = max(1, round(every * steps))
-    count = max(1, -(-steps // int(every)))
-    # The oldest one is deleted after the newest one is saved.
-    return count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
+    problem, text = disk_need(config, needed.gradients, needed.checkpoint, checkpoints_kept(config, rows))
+    return Check("ok" if problem is None else "error", "disk", text if problem is None else problem)

@@ -13,7 +13,6 @@ from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 from ebft.doctor.check import Attempt, Check
 from ebft.doctor.estimate import Needs, needs
-from ebft.doctor.free import free_disk, is_writable
 from ebft.doctor.resources import disk_check, exceeds, memory_checks
 from ebft.doctor.rows import (
     LongestRows,
@@ -24,8 +23,9 @@ from ebft.doctor.rows import (
     rows_per_step,
     sequence_len_checks,
 )
-from ebft.doctor.savings import advice, gib
+from ebft.doctor.savings import advice
 from ebft.doctor.step import measure_step
+from ebft.durable import free_disk, gib
 from ebft.errors import ConfigError, ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
 from ebft.models.base import find_base_model, load_model_config
@@ -38,7 +38,7 @@ from ebft.run.building import this_machine
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.trackers import trackers
-from ebft.run.training import arranged
+from ebft.run.training import arranged, check_output_dir
 from ebft.serving.interpreter import find_interpreter
 
 _SERVER_TIMEOUT = 5.0  # seconds
@@ -210,8 +210,7 @@ def _check_login(config: RunConfig) -> None:
 
 def _check_output_dir(config: RunConfig) -> str:
     free, existing = free_disk(config.output_dir)
-    if not is_writable(existing):
-        raise ConfigError(f"{existing} is not writable. Set output_dir to another folder.")
+    check_output_dir(existing)
     return f"{config.output_dir} is writable, {gib(free)} free"
 
 

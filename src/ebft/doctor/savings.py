@@ -9,9 +9,9 @@ import torch
 
 from ebft.config.schema import RunConfig
 from ebft.doctor.estimate import Needs, Sizes
+from ebft.durable import gib
 from ebft.models.precision import weights_dtype
 
-_GIB = 2**30
 _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 
@@ -99,10 +99,3 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
         section, _, key = name.rpartition(".")
         top[section or key] = getattr(config, section).model_copy(update={key: value}) if section else value
     return config.model_copy(update=top)
-
-
-def gib(size: float) -> str:
-    """Return a number of bytes in MiB or GiB."""
-    if size < _GIB:
-        return f"{size / 2**20:.0f} MiB"
-    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"

@@ -14,6 +14,7 @@ from ebft.monitor import ConsoleMetrics
 from ebft.monitor.phases import PhaseMemory
 from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.keys import BudgetSection
+from ebft.run.rehearsal import rehearse
 from ebft.serving.managed import await_ready, managed_server
 
 _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memory; further ones need no more
@@ -66,6 +67,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
                 setattr(trainer, method, memory.measured(name, getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
             trainer.add_callback(_OptimizerPhase(memory))
+            rehearse(config, trainer)
             with memory.phase("loss and backward"):
                 trainer.train()
             return _state_bytes(trainer.optimizer, args.device)

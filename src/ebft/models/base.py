@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.data.locate import base_name, lasting_name
-from ebft.errors import ConfigError, ModelError, shortened
+from ebft.errors import ConfigError, ModelError, cause, shortened
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.models.adapter import attach_adapter
 from ebft.models.causal_lm import unwrap_adapter
@@ -17,7 +18,7 @@ from ebft.models.gguf import check_gguf_file
 from ebft.models.heads import LANGUAGE, Head
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.precision import weights_dtype
-from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model
+from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
 from ebft.models.quantisation import quantisation_config
 from ebft.models.resized import check_saves_resized
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
 
+# Settings of generation that have no effect without sampling, beams, a dict of outputs, and a cache.
+_OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
+_OF_BEAMS = ("early_stopping", "length_penalty")
+_OF_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+_OF_CACHES = ("cache_implementation", "cache_config")
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -36,7 +42,10 @@ def load_model(
     head: Head = LANGUAGE,
 ) -> PreTrainedModel | PeftModel:
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
-    model = attach_adapter(load_base_model(config, tokenizer, head), config, gradient_checkpointing)
+    base = load_base_model(config, tokenizer, head)
+    if config.adapter is None and base.can_generate() and base.generation_config is not None:
+        _make_saveable(base.generation_config, config.base_model)
+    model = attach_adapter(base, config, gradient_checkpointing)
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
         _warn_of_tokens_without_embedding(config, tokenizer, size)
@@ -78,9 +87,65 @@ def load_base_model(
             **{key: value for key, value in options.items() if value is not None},
         )
     except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
-        raise ModelError(f"base_model: {config.base_model!r} cannot be loaded: {explained(error)}") from error
+        file = f"the {GENERATION_CONFIG} of " if _has_bad_generation_config(config, name) else ""
+        raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {explained(error)}") from error
     _fit_vocabulary(config, model, tokenizer)
     return model
+
+
+def _make_saveable(found: GenerationConfig, name: str) -> None:
+    """Change what transformers does not save, with one warning; raise ModelError for other values of the model's file.
+
+    Models that were published before it refused this set a temperature without do_sample, for example.
+    """
+    if _problem_of(found) is None:
+        return
+    before = found.to_dict()
+    samples = any(before.get(key) is not None for key in _OF_SAMPLING) and found.temperature != 0
+    if found.do_sample is None and samples:
+        found.do_sample = True
+    has_effect = {
+        _OF_SAMPLING: found.do_sample,
+        _OF_BEAMS: (found.num_beams or 1) > 1,
+        _OF_OUTPUTS: found.return_dict_in_generate,
+        _OF_CACHES: found.use_cache is not False,
+    }
+    for key in (key for keys, is_used in has_effect.items() if not is_used for key in keys):
+        if before.get(key) is not None:
+            setattr(found, key, None)
+    problem = _problem_of(found)
+    if problem is not None:
+        raise ModelError(
+            f"base_model: the {GENERATION_CONFIG} of {name} cannot be saved with the trained model: {problem} "
+            "Correct or delete the file in a copy of the model."
+        )
+    after = found.to_dict()
+    changes = [f"{key}: {json.dumps(after[key])}" for key in after if after[key] != before.get(key)]
+    warnings.warn(
+        f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
+        f"saved with {', '.join(changes)}.",
+        stacklevel=3,
+    )
+
+
+def _has_bad_generation_config(config: ModelSettings, name: str) -> bool:
+    try:
+        GenerationConfig.from_pretrained(name, revision=config.revision_of_model)
+    except OSError:  # there is none
+        return False
+    except Exception:  # TypeError, for example
+        return True
+    return False
+
+
+def _problem_of(found: GenerationConfig) -> str | None:
+    """Why transformers would not save a generation config; None if it would."""
+    try:
+        found.validate(strict=True)
+        found.to_json_string()
+    except Exception as error:  # also TypeError for values of other types
+        return cause(error)
+    return None
 
 
 def find_base_model(config: ModelSettings) -> str:

@@ -6,17 +6,18 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from safetensors import SafetensorError
-from torch import nn
+from torch import distributed, nn
 
-from ebft.durable import CHECKSUMS, STAGING, STATE, clean_staging, discard, publish, write_checksums
-from ebft.errors import SaveError
+from ebft.durable import CHECKSUMS, STAGING, STATE, clean_staging, discard, publish, remove_staged, write_checksums
+from ebft.errors import EBFTError, SaveError
 from ebft.over_trainer.pending_evaluation import FinishesEvaluations
+from ebft.over_transformers import check_tied_weights
 
 
 class CompletesCheckpoints(FinishesEvaluations):
@@ -50,23 +51,20 @@ class CompletesCheckpoints(FinishesEvaluations):
         if evaluates_later:
             self.leave_evaluation_pending()
         try:
-            if self.args.should_save:
-                clean_staging(folder.parent)
-            self.accelerator.wait_for_everyone()
-            self.is_saving = True
-            super()._save_checkpoint(model, trial)
-            self.is_saving = False
-            self.accelerator.wait_for_everyone()  # all processes have written their files
-            is_best = self.state.best_global_step == self.state.global_step
-            if is_best:  # the folder was not there before
-                self.state.best_model_checkpoint = str(folder)
-            if self.args.should_save:
-                self._complete(staged, folder, is_best)
-            self.accelerator.wait_for_everyone()
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
-            if self.args.should_save:
-                clean_staging(folder.parent)
-            raise SaveError.of(folder, error) from error
+            with self.saving(folder, staged.parent):
+                if self.args.should_save:
+                    clean_staging(folder.parent)
+                self.accelerator.wait_for_everyone()
+                self.is_saving = True
+                super()._save_checkpoint(model, trial)
+                self.is_saving = False
+                self.accelerator.wait_for_everyone()  # all processes have written their files
+                is_best = self.state.best_global_step == self.state.global_step
+                if is_best:  # the folder was not there before
+                    self.state.best_model_checkpoint = str(folder)
+                if self.args.should_save:
+                    self._complete(staged, folder, is_best)
+                self.accelerator.wait_for_everyone()
         finally:
             self.is_saving, self.may_stop = False, could_stop
         self._saved_step = self.state.global_step
@@ -79,6 +77,39 @@ class CompletesCheckpoints(FinishesEvaluations):
             clean_staging(folder.parent)
         if self.args.push_to_hub:
             self.push_checkpoint(folder)
+
+    @contextmanager
+    def saving(self, folder: Path, staged: Path) -> Iterator[None]:
+        """Context manager in which whatever is raised deletes `staged`, and becomes a SaveError for `folder`.
+
+        Libraries have no common class of errors for saving: tokenizers raises Exception if the disk is full, torch
+        RuntimeError, transformers ValueError for what it does not write. Errors that follow from the end of another
+        process are raised as they are.
+        """
+        try:
+            yield
+        except SaveError:  # says itself what is left
+            raise
+        except Exception as error:
+            if self.args.should_save:
+                remove_staged(staged)
+            if isinstance(error, EBFTError) or _is_of_another_process(error):
+                raise
+            newest = Path(super()._get_output_dir(None)) / f"checkpoint-{self._saved_step}"
+            raise SaveError.of(folder, error, newest if newest.is_dir() else None) from error
+
+    def rehearse_save(self, folder: Path) -> None:
+        """Write what is saved of the model and the trainer to `folder`, without the weights of a whole model.
+
+        Called on one process, before training; raises what a save would raise after hours.
+        """
+        is_whole = not isinstance(self.model, PeftModel)
+        if is_whole:
+            check_tied_weights(self.model)
+        self._save(str(folder), state_dict={} if is_whole else None)
+        self.state.save_to_json(str(folder / STATE))
+        for write in (*self.into_model, *self.into_checkpoint):
+            write(folder)
 
     def _finalize_training(self, *args: Any, **others: Any) -> Any:
         """End training without transformers' deletion of all checkpoints but the best: the newest one is kept too."""
@@ -105,6 +136,13 @@ class CompletesCheckpoints(FinishesEvaluations):
         has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
         if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
             target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
+
+
+def _is_of_another_process(error: Exception) -> bool:
+    """Whether communication has failed because another process has ended."""
+    words = ("gloo", "NCCL", "by peer", "process group", "Broken pipe")
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    return is_distributed and isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def rotate(newest: Path, limit: int, best: str | None) -> None:

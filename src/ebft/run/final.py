@@ -4,8 +4,6 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from ebft.config.schema import RunConfig
 from ebft.dashboard.files import CARD
 from ebft.durable import STAGING, STATE, checksum, publish_files
@@ -31,7 +29,7 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
     output_dir = Path(config.output_dir)
     staged = output_dir / STAGING / "final"
     saves = trainer.args.should_save
-    try:
+    with trainer.saving(output_dir, staged):
         if saves:
             shutil.rmtree(staged, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
@@ -45,10 +43,6 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
             write_model_card(config, metrics, staged)
             _publish(staged, output_dir, trainer.state.global_step)
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError if the disk is full
-        if saves:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise SaveError.of(output_dir, error) from error
 
 
 def _publish(staged: Path, output_dir: Path, step: int) -> None:

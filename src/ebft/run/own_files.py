@@ -36,7 +36,7 @@ from ebft.run.same_run import RUN_FILE
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-_STAGED = re.compile(r"final|push|checkpoint-\d+(\.old)?")
+_STAGED = re.compile(r"final|push|rehearsal|checkpoint-\d+(\.old)?")
 _ALWAYS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model*.safetensors"),
     *("adapter_config.json", "generation_config.json"),

@@ -18,7 +18,8 @@ from transformers import Trainer, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, SaveError
+from ebft.durable import check_writable
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.launch.worker import is_ray_worker
@@ -44,6 +45,7 @@ from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
 from ebft.run.own_files import claim, final_step, listed
 from ebft.run.record import recorded
+from ebft.run.rehearsal import check_space, rehearse
 from ebft.run.replicas import check_same_everywhere
 from ebft.run.same_run import optimizer_keys, write_run_keys
 from ebft.run.start_summary import start_summary
@@ -183,6 +185,8 @@ def _train_with(
     if finished is None:
         if trainer.is_world_process_zero():
             say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
+        rehearse(config, trainer)
+        check_space(config, trainer, rows, is_resumed=checkpoint is not None)
         run(config, trainer, checkpoint, stop)
     else:
         restore(config, trainer, finished)
@@ -231,6 +235,18 @@ def make_output_dir(folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
+    check_output_dir(Path(folder))
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raise ConfigError if files cannot be created in an existing folder."""
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: {folder} is not writable ({error.strerror}). {save_remedy(folder / 'file', error)}, or set "
+            "output_dir to another folder."
+        ) from error
 
 
 def run(config: RunConfig, trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:

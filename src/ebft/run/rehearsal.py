@@ -1,0 +1,116 @@
+"""What would make a save fail after hours, found before the first step: a rehearsal without weights, and disk space."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from ebft.config.schema import RunConfig
+from ebft.durable import STAGING, free_disk, gib, remove_staged
+from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
+from ebft.models.pretrained import explained, pretrained_tokenizer
+from ebft.over_trainer import OverTrainer
+from ebft.run.arguments import planned_steps
+from ebft.run.building import this_machine
+from ebft.run.card import write_model_card
+from ebft.run.same_run import write_run_keys
+
+# Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
+_STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
+
+
+def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
+    """Save everything but the weights of a whole model and the optimizer state, and delete it again.
+
+    Raises SaveError for what cannot be saved; a tokenizer that cannot be loaded again is a warning.
+    """
+    if not trainer.args.should_save or trainer.is_deepspeed_enabled:  # which has emptied the weights
+        return
+    output_dir = Path(config.output_dir)
+    staged = output_dir / STAGING / "rehearsal"
+    try:
+        remove_staged(staged)
+        trainer.rehearse_save(staged)
+        write_run_keys(config, staged)
+        write_model_card(config, {}, staged)
+        _check_tokenizer(config, staged)
+    except EBFTError:
+        raise
+    except Exception as error:  # of any library that writes a file
+        raise SaveError(
+            f"The model could not be saved in {output_dir}, so training is not started: {save_problem(staged, error)} "
+            f"{save_remedy(output_dir / 'model', error)}."
+        ) from error
+    finally:
+        remove_staged(staged)
+
+
+def _check_tokenizer(config: RunConfig, folder: Path) -> None:
+    try:
+        pretrained_tokenizer(str(folder), trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        warnings.warn(
+            f"The tokenizer that is saved with the model cannot be loaded again: {explained(error)}. To use the model, "
+            f"copy the tokenizer of {config.base_model} into its folder.",
+            stacklevel=3,
+        )
+
+
+def check_space(config: RunConfig, trainer: OverTrainer, rows: int, is_resumed: bool) -> None:
+    """Raise SaveError if the weights alone need more than the free space, and warn if checkpoints are estimated to."""
+    if not trainer.args.should_save:
+        return
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    saved = trained if config.adapter is not None else list(trainer.model.parameters())
+    weights = sum(weight.numel() * weight.element_size() for weight in saved)
+    states = sum(weight.numel() * optimizer_bytes(config.optimizer, weight.element_size()) for weight in trained)
+    count = checkpoints_kept(config, rows)
+    count = min(count, 1) if is_resumed else count  # others may be there already
+    problem, _ = disk_need(config, weights, weights + (0 if config.save_only_model else states), count)
+    if problem is None:
+        return
+    if weights > free_disk(config.output_dir)[0]:
+        raise SaveError(f"The model could not be saved, so training is not started: it needs {problem}")
+    warnings.warn(f"output_dir: the disk may become full, which ends the run. It needs {problem}", stacklevel=2)
+
+
+def disk_need(config: RunConfig, weights: int, checkpoint: int, count: int) -> tuple[str | None, str]:
+    """What a run needs on the disk, for `count` checkpoints and the model: the problem, if there is one, and the facts.
+
+    `weights` and `checkpoint` are the bytes of the model and of one checkpoint.
+    """
+    total = checkpoint * count + weights
+    free, existing = free_disk(config.output_dir)
+    kept = f"{count} checkpoint{'' if count == 1 else 's'}"
+    text = f"about {gib(total)} for {kept} and the model; {gib(free)} are free in {existing}"
+    remedy = "Set save_total_limit, save_only_model: true, a larger save_steps, or an output_dir on another disk."
+    return f"{text}. {remedy}" if total > free else None, text
+
+
+def checkpoints_kept(config: RunConfig, rows: int) -> int:
+    """Number of checkpoints that are on the disk at the same time."""
+    machine = this_machine()
+    steps = planned_steps(config, machine, rows)
+    per_epoch = config.method.steps_per_epoch(config, machine, rows)
+    every = config.save_steps
+    if config.saves_per_epoch is not None:
+        every = max(1, per_epoch // config.saves_per_epoch)
+    if config.save_strategy == "no":
+        return 0
+    if every is None or config.save_strategy == "epoch":
+        every = per_epoch
+    elif every < 1:  # a fraction of the steps
+        every = max(1, round(every * steps))
+    count = max(1, -(-steps // int(every)))
+    # The oldest one is deleted after the newest one is saved.
+    return count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
+
+
+def optimizer_bytes(name: str, trained_bytes: int) -> int:
+    """Bytes of optimizer state per trained weight."""
+    if "4bit" in name:
+        return 1
+    if "8bit" in name:
+        return 1 if "lion" in name or "rmsprop" in name else 2
+    known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
+    return known * trained_bytes
