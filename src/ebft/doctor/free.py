@@ -30,6 +30,13 @@ def available_memory(device: str | None = None) -> tuple[int | None, str]:
     return (free if limit is None else min(free, limit)), "this machine"
 
 
+def total_memory() -> tuple[int | None, str]:
+    """Return the bytes of memory of the device that trains, used or not, and what it is; None if unknown."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
+    return memory_bytes(), "this machine"
+
+
 def free_disk(folder: str) -> tuple[int, Path]:
     """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
     path = Path(folder).absolute()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.doctor.check import Check
 from ebft.doctor.estimate import Estimate, Needs
-from ebft.doctor.free import available_memory, free_disk
+from ebft.doctor.free import available_memory, free_disk, total_memory
+from ebft.doctor.rows import num_blocks, rows_per_step
 from ebft.doctor.savings import advice, gib
+from ebft.errors import ConfigError
 from ebft.run.arguments import planned_steps
 from ebft.run.building import this_machine
 
@@ -17,6 +21,38 @@ def exceeds(needed: Estimate) -> bool:
     """Whether what follows from the number of weights is more than the free memory of its device."""
     free, _ = available_memory(needed.placed_on)
     return (free is not None and needed.fixed > free) or _copy_exceeds(needed)
+
+
+def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
+    """Raise ConfigError if comparing the rollouts of one step needs more memory than the device has in all.
+
+    Only what every run allocates at once counts: the features of all rollouts, and their products for diversity. The
+    rows are those that the run cannot avoid, whatever their order. Costs nothing for usual settings.
+    """
+    method, samples = config.method, config.method.samples_per_group(config)
+    if not method.compares_features(config) or config.streaming or model_config is None:
+        return
+    width = model_config.get_text_config().hidden_size * len(set(config.ebft.feature_layers))
+    per_block = 4 * (samples * width + (samples**2 if samples > 1 else 0))
+    total, where = total_memory()
+    most = config.sequence_len // config.ebft.stride + 1 if method.samples_blocks else 1
+    if total is None or per_block * most <= total:
+        return
+    blocks = 1
+    if method.samples_blocks:
+        counts = sorted(
+            sum(num_blocks(config, part, config.sequence_len) for part in row.get("documents", [row])) for row in data
+        )
+        seen = planned_steps(config, this_machine(), len(data)) * rows_per_step(config)
+        blocks = counts[min(len(counts), max(1, seen)) - 1]
+    if per_block * blocks > total:
+        key = "ebft.n_samples_per_prompt" if method.samples_blocks else "trl.num_generations"
+        shorter = ", or sequence_len, or increase ebft.stride" if method.samples_blocks else ""
+        raise ConfigError(
+            f"One training step needs at least {gib(per_block * blocks)} for the features of {samples:,} rollouts "
+            f"({key}) at {blocks:,} anchor{'s' * (blocks > 1)} of a row, but {where} has {gib(total)} of memory. "
+            f"Reduce {key}{shorter}."
+        )
 
 
 def memory_checks(needs: Needs) -> Iterator[Check]:

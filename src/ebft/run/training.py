@@ -18,6 +18,7 @@ from transformers import Trainer, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
+from ebft.doctor.resources import check_step_fits
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
@@ -139,6 +140,7 @@ def _train_with(
     tokenizer = load_tokenizer(config)
     model_config = load_model_config(config)
     train_data, eval_data = load_data(config, tokenizer, model_config)
+    check_step_fits(config, model_config, train_data)
     rows = 0 if config.streaming else len(train_data)
     args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
     finished = finished_at(config, found, this_machine(), rows=rows)
