@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines below, also
 # for type checking alone; what composes a run is on the last line. `keys` are the files keys.py of all rooms.
 ROOMS = (
-    "durable errors launch.worker printed secrets slow_calls",
+    "durable errors launch.worker machine printed secrets slow_calls",
     "paths row_digest",
     "anchors config dashboard fetch.cache over_transformers rewards",
     "keys fetch.catalog reward_functions",

@@ -17,7 +17,6 @@ STAGING = "_saving"  # incomplete and replaced folders in an output folder; dele
 
 CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
 STATE = "trainer_state.json"  # of a checkpoint or a final model, as transformers writes it
-_GIB = 2**30
 _TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
 
 
@@ -32,20 +31,6 @@ def remove_staged(staged: Path) -> None:
     if staged.parent.name == STAGING:
         with suppress(OSError):
             staged.parent.rmdir()
-
-
-def free_disk(folder: str | Path) -> tuple[int, Path]:
-    """Return the free bytes on the disk of an output folder, and its nearest folder that exists."""
-    path = Path(folder).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free, existing
-
-
-def gib(size: float) -> str:
-    """Return a number of bytes in MiB or GiB."""
-    if size < _GIB:
-        return f"{size / 2**20:.0f} MiB"
-    return f"{size / _GIB:.1f} GiB" if size < 10 * _GIB else f"{size / _GIB:.0f} GiB"
 
 
 def check_writable(folder: Path) -> None:

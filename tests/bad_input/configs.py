@@ -303,6 +303,11 @@ VALID = [
     right("ebft.rl_coef", 0.5),
     valid("rl_coef 0 with a cross-entropy", config={"ebft": {"rl_coef": 0, "ce_coef": 0.1}}),
     valid("YAML 1.2", config="%YAML 1.2\n---\n" + TEXT),
+    bad("a million samples", "ebft.n_samples_per_prompt", "1,000,000 rollouts", "GiB", "has",
+        config={"ebft": {"n_samples_per_prompt": 1_000_000}}),
+    good("many samples", config={"ebft": {"n_samples_per_prompt": 512}}),
+    good("rows and samples that are longer than the data", config={"micro_batch_size": 10_000, "sequence_len": 10**6},
+         why="batches and rows have the length of the data, whatever the limit"),
     valid("percent in a value", config=TEXT[1:-1].join(["{", ', "chat_template": "x\\n%YAML 1.1 {{ a }}"}'])),
     valid("aliases", config="base_model: model\nrl: ebft\nebft: {mode: strided}\ndatasets:\n- &d {path: rows.jsonl, "
           "type: ebft_pretrain.transform}\ntest_datasets: [*d]\n"),

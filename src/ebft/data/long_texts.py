@@ -11,7 +11,6 @@ vocabulary: windows are then joined at spaces, if no text of the vocabulary cont
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import DataError
+from ebft.machine import memory_bytes
 
 LONGEST = 2**18  # characters that are tokenised at once, if possible
 _CONTEXT = 4096  # characters of the zone in which windows are joined, and of the context on either side of it
@@ -140,11 +140,8 @@ def _splits_at(mark: str, tokenizer: Any) -> bool:
 
 def _check_memory(characters: int) -> None:
     """Raise DataError if tokenising so many characters at once needs more memory than there is."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError, AttributeError):  # not on this operating system
-        return
-    if characters * _BYTES > memory:
+    memory = memory_bytes()
+    if memory is not None and characters * _BYTES > memory:
         raise DataError(
             f"{characters:,} characters have to be tokenised at once, since there are no words at whose ends this "
             f"tokenizer allows to split them. This needs more than {characters * _BYTES / 2**30:,.0f} GiB of memory; "

@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+from ebft.machine import memory_bytes
 from ebft.secrets import is_secret_variable, without_secrets_in_text
 
 PACKAGE = Path(__file__).parents[1]
@@ -94,19 +94,6 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int | None:
-    """Return the memory of this machine, or of its container if that has a lower limit. None if unknown."""
-    known = []
-    with suppress(OSError, ValueError, AttributeError):  # not on this operating system
-        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            known.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such control group, or no limit
-            continue
-    return min(known, default=None)
 
 
 def _without_secrets(name: str, value: str) -> str:

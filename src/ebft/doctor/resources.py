@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from ebft.config.schema import RunConfig
 from ebft.doctor.check import Check
 from ebft.doctor.estimate import Estimate, Needs
-from ebft.doctor.free import available_memory
 from ebft.doctor.savings import advice
-from ebft.durable import gib
+from ebft.machine import available_memory, gib
 from ebft.run.rehearsal import checkpoints_kept, disk_need
 
 

@@ -25,9 +25,9 @@ from ebft.doctor.rows import (
 )
 from ebft.doctor.savings import advice
 from ebft.doctor.step import measure_step
-from ebft.durable import free_disk, gib
 from ebft.errors import ConfigError, ModelError
 from ebft.fetch.catalog import is_gguf, require_gguf
+from ebft.machine import free_disk, gib
 from ebft.models.base import find_base_model, load_model_config
 from ebft.models.placement import usable_attention, usable_device_map
 from ebft.models.quantisation import quantisation_config

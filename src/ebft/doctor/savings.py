@@ -9,7 +9,7 @@ import torch
 
 from ebft.config.schema import RunConfig
 from ebft.doctor.estimate import Needs, Sizes
-from ebft.durable import gib
+from ebft.machine import gib
 from ebft.models.precision import weights_dtype
 
 _LEAST = 0.01  # of the phase's memory; what saves less is not listed

@@ -1,13 +1,16 @@
-"""What would make a save fail after hours, found before the first step: a rehearsal without weights, and disk space."""
+"""What would end a run after hours, found before the first step: a rehearsal of the save, disk space and memory."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
+from ebft.anchors import count_row_blocks
 from ebft.config.schema import RunConfig
-from ebft.durable import STAGING, free_disk, gib, remove_staged
-from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
+from ebft.durable import STAGING, remove_staged
+from ebft.errors import ConfigError, EBFTError, SaveError, save_problem, save_remedy
+from ebft.machine import free_disk, gib, total_memory
 from ebft.models.pretrained import explained, pretrained_tokenizer
 from ebft.over_trainer import OverTrainer
 from ebft.run.arguments import planned_steps
@@ -114,3 +117,39 @@ def optimizer_bytes(name: str, trained_bytes: int) -> int:
         return 1 if "lion" in name or "rmsprop" in name else 2
     known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
     return known * trained_bytes
+
+
+def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
+    """Raise ConfigError if comparing the rollouts of one step needs more memory than the device has in all.
+
+    Only what every run allocates at once counts: the features of all rollouts, and their products for diversity. The
+    rows are those that the run cannot avoid, whatever their order. Costs nothing for usual settings.
+    """
+    method, samples = config.method, config.method.samples_per_group(config)
+    if not method.compares_features(config) or config.streaming or model_config is None:
+        return
+    width = model_config.get_text_config().hidden_size * len(set(config.ebft.feature_layers))
+    per_block = 4 * (samples * width + (samples**2 if samples > 1 else 0))
+    total, where = total_memory()
+    most = config.sequence_len // config.ebft.stride + 1 if method.samples_blocks else 1
+    if total is None or per_block * most <= total:
+        return
+    blocks = 1
+    if method.samples_blocks:
+        counts = sorted(sum(_num_blocks(config, document) for document in row.get("documents", [row])) for row in data)
+        seen = planned_steps(config, this_machine(), len(data))
+        seen *= config.micro_batch_size * config.gradient_accumulation_steps
+        blocks = counts[min(len(counts), max(1, seen)) - 1]
+    if per_block * blocks > total:
+        key = "ebft.n_samples_per_prompt" if method.samples_blocks else "trl.num_generations"
+        shorter = ", or sequence_len, or increase ebft.stride" if method.samples_blocks else ""
+        raise ConfigError(
+            f"One training step needs at least {gib(per_block * blocks)} for the features of {samples:,} rollouts "
+            f"({key}) at {blocks:,} anchor{'s' * (blocks > 1)} of a row, but {where} has {gib(total)} of memory. "
+            f"Reduce {key}{shorter}."
+        )
+
+
+def _num_blocks(config: RunConfig, document: dict[str, Any]) -> int:
+    length = min(len(document["input_ids"]), config.sequence_len)
+    return count_row_blocks(length, document["prompt_length"], document.get("turn_spans"), config.ebft)

@@ -45,7 +45,7 @@ from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
 from ebft.run.own_files import claim, final_step, listed
 from ebft.run.record import recorded
-from ebft.run.rehearsal import check_space, rehearse
+from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.replicas import check_same_everywhere
 from ebft.run.same_run import optimizer_keys, write_run_keys
 from ebft.run.start_summary import start_summary
@@ -157,6 +157,7 @@ def _train_with(
     tokenizer = load_tokenizer(config)
     model_config = load_model_config(config)
     train_data, eval_data = load_data(config, tokenizer, model_config)
+    check_step_fits(config, model_config, train_data)
     rows = 0 if config.streaming else len(train_data)
     args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
     finished = finished_at(config, found, this_machine(), rows=rows)
