@@ -113,9 +113,9 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
 
 
 def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
+    refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
-    refuse_checkpoint(Path(config.output_dir))
     make_output_dir(config.output_dir)
     with locked(Path(config.output_dir)):
         found = find_checkpoints(config)
