@@ -206,19 +206,20 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt") as file, torch.device("meta"):
-            # The dtype of an empty slice: safetensors has names of its own for dtypes.
-            return {key: _meta(file, key) for key in file.offset_keys()}
+            dtypes: dict[str, torch.dtype] = {}
+            return {key: _meta(file, key, dtypes) for key in file.offset_keys()}
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} is truncated or not a safetensors file ({cause(error)}). Copy or download it again"
         ) from error
 
 
-def _meta(file: Any, key: str) -> Tensor:
+def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
     view = file.get_slice(key)
-    shape = view.get_shape()
-    dtype = (view[:0] if shape else file.get_tensor(key)).dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
+    shape, name = view.get_shape(), view.get_dtype()
+    if name not in dtypes:  # that of an empty slice: safetensors has names of its own for dtypes
+        dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
+    return torch.empty(shape, dtype=dtypes[name], device="meta")
 
 
 def _check_head_size(name: str, head: Head, sizes: list[Any]) -> None:
