@@ -36,7 +36,7 @@ VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
         ({"unfrozen_parameters": ["(lm_head"]}, "is not a valid regular expression"),
         ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft is not supported: LoftQ replaces the base weights"),
         ({**LORA, "lora_target_linear": False, "lora_target_modules": "all-linear"}, "contradicts lora_target_l"),
-        ({**LORA, "lora_target_modules": ["all-linear", "lm_head"]}, "selects every .* list only the others"),
+        ({**LORA, "lora_target_modules": ["all-linear", "lm_head"]}, "too: lm_head. .* replace all-linear"),
         ({"relora_steps": 100}, "relora_steps is not supported: ReLoRA merges"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_list_instead_of_keys(write):
         ("{a: b}: c\n", "invalid YAML"),
         ("wandb_name: &x [*x]\n", "an alias (*name) refers to a value that contains it"),
         ("seed: 012\n", "line 5: invalid YAML: the number 012 is ambiguous"),
-        ("seed: !!int abc\n", "invalid YAML: invalid literal"),
+        ("seed: !!int abc\n", "line 5: invalid YAML: the value 'abc' does not have the type"),
         ("%YAML 1.1\n---\nseed: 1\n", "invalid YAML: configs are read as YAML 1.2"),
         ("seed: " + "[" * 3000 + "\n", "invalid YAML"),
     ],

@@ -63,7 +63,7 @@ def test_changed_keys_are_those_that_differ(make):
 
 def test_the_json_schema_of_max_steps():
     allowed = RunConfig.model_json_schema()["properties"]["max_steps"]["anyOf"]
-    assert allowed == [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]
+    assert allowed == [{"type": "integer", "minimum": 1, "maximum": 10**9}, {"const": -1}, {"type": "null"}]
 
 
 def test_paths_may_be_path_objects(make, tmp_path):
