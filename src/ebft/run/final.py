@@ -15,7 +15,6 @@ from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
 from ebft.run.card import CARD, write_model_card
 from ebft.run.integrity import STATE, read_json
-from ebft.run.same_run import write_run_keys
 
 MARK = "ebft_final.json"  # written last: the step of the model (null if not complete), and the sizes of its files
 # Files that are read from a folder if they exist, also those of a final model whose mark is missing.
@@ -65,7 +64,6 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
         trainer.accelerator.wait_for_everyone()
         if saves:
             trainer.state.save_to_json(str(staged / STATE))
-            write_run_keys(config, staged)
             for write in trainer.into_model:
                 write(staged)
             write_model_card(config, metrics, staged)

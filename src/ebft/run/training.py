@@ -31,6 +31,7 @@ from ebft.over_trainer import OverTrainer
 from ebft.prepared.rows import run_rows
 from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
+from ebft.run.changes import run_record, warn_of_changes
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.end_of_turn import declare_end_of_turn
@@ -41,7 +42,7 @@ from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
 from ebft.run.lock import locked
 from ebft.run.record import recorded
 from ebft.run.replicas import check_same_everywhere
-from ebft.run.same_run import optimizer_keys, write_run_keys
+from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
 from ebft.run.start_summary import start_summary
 from ebft.run.trackers import tracker_environment
 from ebft.run.wrapping import check_wrapping_of
@@ -144,6 +145,10 @@ def _train_with(
     finished = finished_at(config, found, this_machine(), rows=rows)
     checkpoint = found.checkpoint() if finished is None else None
     optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
+    record = {} if files is None else run_record(config, tokenizer, args.bf16, files.description["data_digests"])
+    earlier = finished if checkpoint is None else Path(checkpoint)
+    if files is not None and earlier is not None:
+        warn_of_changes(config, record, earlier, is_finished=finished is not None)
     if files is not None and finished is None:
         files.describe(optimizer=optimizer)
     if this_machine().processes > 1:
@@ -157,8 +162,9 @@ def _train_with(
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
-    trainer.into_model = [] if write_ends is None else [write_ends]
-    trainer.into_checkpoint = [partial(write_run_keys, config, optimizer=optimizer)]
+    record = record if finished is None else saved_keys(finished) or record
+    trainer.into_model = [partial(write_run_keys, config, others=record), *([] if write_ends is None else [write_ends])]
+    trainer.into_checkpoint = [partial(write_run_keys, config, others=record | optimizer)]
     trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:
         trainer.add_callback(files)
