@@ -176,6 +176,10 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
     in_process.clear()
     assert ebft(*arguments, "max_steps=3").exit_code == 0  # other settings: the runs are continued
     assert [words[0] for words in in_process] == ["train", "evaluate"] * 2
+    assert all("auto_resume_from_checkpoints=true" in words for words in in_process if words[0] == "train")
+    in_process.clear()
+    assert ebft(*arguments, "max_steps=3", "sequence_len=48").exit_code == 0  # what is trained has changed
+    assert sum("auto_resume_from_checkpoints=false" in words for words in in_process) == 2
 
 
 @pytest.mark.parametrize(

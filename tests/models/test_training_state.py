@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingA
 
 from ebft.errors import ModelError
 from ebft.export.sharded import merge_sharded
-from ebft.models.training_state import has_other_names, load_weights
+from ebft.models.training_state import check_fits, has_other_names, load_weights
 from ebft.over_trainer import OverTrainer
 from tests.export.test_sharded import save_parts
 
@@ -88,3 +88,35 @@ def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         load_weights(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), tmp_path)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(tiny_llama_dir, tmp_path):
+    def model(**settings):
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), LoraConfig(**settings))
+
+    model(r=2, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    check_fits(model(r=2, target_modules=["q_proj"]), tmp_path)
+    for settings, message in (
+        (
+            {"r": 3, "target_modules": ["q_proj"]},
+            r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in",
+        ),
+        ({"r": 2, "target_modules": ["q_proj", "v_proj"]}, "the model has .*v_proj.lora_A.weight, which is not in the"),
+        ({"r": 2, "target_modules": ["v_proj"]}, "4 such weights.; the checkpoint has .*q_proj.*Resume with the base"),
+    ):
+        with pytest.raises(ModelError, match=f"does not fit the model: .*{message}"):
+            check_fits(model(**settings), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors")
+    check_fits(model, tmp_path)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="the model has model.norm.weight, which is not in the checkpoint .1 such wei"):
+        check_fits(model, tmp_path)

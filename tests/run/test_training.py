@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ebft import load_config, train
 from ebft.config.schema import RunConfig
@@ -175,6 +176,36 @@ def test_a_resumed_run_says_which_settings_of_the_optimizer_are_in_effect(make, 
     with warnings.catch_warnings(action="error", category=UserWarning):
         warnings.filterwarnings("ignore", message="(?!Optimizer settings)")
         train(make(max_steps=6, lr_scheduler="cosine", auto_resume_from_checkpoints=True))
+
+
+def test_a_resumed_run_says_what_it_continues_with(make, tmp_path, tiny_llama_dir, recwarn):
+    """Other base weights and settings are a line each, once; rows that are held out are compared too."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model)
+    keys = {**LORA, "base_model": model, "save_steps": 1, "auto_resume_from_checkpoints": True}
+    said = lambda: [str(recwarn.pop(UserWarning).message) for _ in list(recwarn)]
+    lines = lambda: [line for line in said() if line.startswith(("Resumed", "No effect", "The ", "Training is"))]
+    train(strided(make, **keys, max_steps=1, val_set_size=2))
+    shutil.move(model, tmp_path / "moved")
+    keys["base_model"] = tmp_path / "moved"
+    train(strided(make, **keys, max_steps=2, val_set_size=2))
+    assert lines() == []
+
+    weights = load_file(tmp_path / "moved" / "model.safetensors")
+    save_file({name: value * 0.5 for name, value in weights.items()}, tmp_path / "moved" / "model.safetensors")
+    other = {"ebft": {**STRIDED["ebft"], "temperature": 0.9}}
+    train(strided(make, **keys, **other, max_steps=3, val_set_size=3))
+    found = lines()
+    starts = ["Resumed with ebft.temperature: 0.9 instead of 0.6 (", "Resumed with val_set_size: 3 instead of 2 ("]
+    starts += ["Resumed with other weights of base_model: ", "The training data differ", "The evaluation data differ"]
+    assert len(found) == len(starts) and all(any(line.startswith(start) for line in found) for start in starts), found
+    assert str(tmp_path / "out" / "checkpoint-2") in found[0]
+    train(strided(make, **keys, **other, max_steps=4, val_set_size=3))
+    assert lines() == []
+    train(strided(make, **keys, max_steps=4, val_set_size=3))
+    first, second = lines()
+    assert first.startswith("No effect: ebft.temperature: 0.6 instead of 0.9. The run of ")
+    assert second.startswith("Training is already complete")
 
 
 def test_another_schedule_and_clipping_apply_to_the_remaining_steps(make, tmp_path):

@@ -18,7 +18,7 @@ from ebft.data.transform_names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.launch.keys import RayKeys
-from ebft.methods import contradictory_selection, own_keys
+from ebft.methods import contradictory_selection, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 from ebft.run.fsdp import fsdp_problems
 
@@ -293,8 +293,7 @@ def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _warn_of_other_methods(config: "RunConfig") -> None:
-    foreign = {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
-    for key in sorted(foreign & config.model_fields_set):
+    for key in sorted(foreign_keys(config) & config.model_fields_set):
         if getattr(config, key) in _HARMLESS.get(key, (None, False)):
             continue
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)

@@ -85,7 +85,7 @@ class Sweep:
 
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
-        resumes = "false" if self._has_other_rows(run) else "true"
+        resumes = "false" if self._has_other_rows(run) or self._has_other_settings(run) else "true"
         own = [f"output_dir={json.dumps(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
         return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
 
@@ -112,6 +112,16 @@ class Sweep:
 
         now = data_digests(load_config(self.config, self._overrides(run)))
         return len(now) == len(recorded) and any(None not in (a, b) and a != b for a, b in zip(now, recorded))
+
+    def _has_other_settings(self, run: SweepRun) -> bool:
+        """Whether the config has changed since the newest checkpoint of the run, which must then not be resumed."""
+        if not any(Path(run.output_dir).glob("checkpoint-*")):
+            return False
+        from ebft.run.changes import has_other_settings  # imports transformers, which is not needed by a new sweep
+        from ebft.run.checkpoints import newest_checkpoint
+
+        newest = newest_checkpoint(Path(run.output_dir))
+        return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)
 
     def train_all(self, say: Callable[[str], None]) -> int:
         """Train and evaluate all runs, and store the results; returns the exit status.

@@ -71,6 +71,11 @@ def own_keys() -> tuple[type[Section], ...]:
     return tuple(dict.fromkeys(keys for keys in found if keys.model_fields))
 
 
+def foreign_keys(config: RunConfig) -> set[str]:
+    """The top-level keys of methods that the method of `config` does not read."""
+    return {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
+
+
 def _flags(config: RunConfig) -> list[str]:
     return [key for key in FLAGS if getattr(config, key)]
 
@@ -91,6 +96,7 @@ __all__ = [
     "Method",
     "contradictory_selection",
     "find_method",
+    "foreign_keys",
     "own_keys",
     "selected_method",
     "selecting_keys",

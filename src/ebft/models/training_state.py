@@ -27,6 +27,9 @@ from ebft.models.sharding import reshard
 from ebft.over_transformers import convert_weights, weight_groups
 
 WHOLE_OPTIMIZER = "optimizer.pt"
+_SAME = (
+    "Resume with the base model, tokens and adapter of the run that saved it, or start a new run in another output_dir."
+)
 _MODEL, _ADAPTER = "model*.safetensors", "adapter_model*.safetensors"
 
 
@@ -62,6 +65,36 @@ def has_other_names(model: nn.Module, folder: Path) -> bool:
         return False
     with _Files(folder, _MODEL) as files:
         return not files.headers.keys() <= model.state_dict().keys()
+
+
+def check_fits(model: nn.Module, folder: Path) -> None:
+    """Raise ModelError if the weights of a checkpoint that transformers loads do not fit the model of this run."""
+    adapter = isinstance(model, PeftModel)
+    own = _weights_of(model)
+    with _Files(folder, _ADAPTER if adapter else _MODEL) as files:
+        saved = files.headers
+    shapes = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    if shapes:
+        name = shapes[0]
+        raise ModelError(
+            f"{folder} does not fit the model: {name} has the shape {tuple(saved[name].shape)} there and "
+            f"{tuple(own[name].shape)} in the model ({_count(shapes)}). {_SAME}"
+        )
+    if not saved:
+        return
+    if adapter:  # embeddings that were resized are saved too
+        own, saved = ({name: each[name] for name in each if "lora_" in name} for each in (own, saved))
+    known = {own[name].data_ptr() for name in saved if name in own}  # tied weights are saved under one of their names
+    missing = [name for name in own if name not in saved and own[name].data_ptr() not in known]
+    others = [name for name in saved if name not in own]
+    if missing or others:
+        facts = [f"the model has {missing[0]}, which is not in the checkpoint ({_count(missing)})"] if missing else []
+        facts += [f"the checkpoint has {others[0]}, which is not in the model ({_count(others)})"] if others else []
+        raise ModelError(f"{folder} does not fit the model: {'; '.join(facts)}. {_SAME}")
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} such weight{'s' if len(names) > 1 else ''}"
 
 
 def save_whole_optimizer(optimizer: Optimizer, folder: Path, is_writer: bool) -> None:
@@ -155,7 +188,7 @@ def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tens
     with _Files(folder, _MODEL) as files:
         for group in weight_groups(model, files.headers):
             if not group.names:
-                raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not.")
+                raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not. {_SAME}")
             weights = {key: files.read(key) for key in group.keys}
             yield from convert_weights(model, group, weights).items()
 
@@ -166,15 +199,16 @@ def _copy(
     missing = targets.keys() - set(optional)
     for name, value in weights:
         if name not in targets:
-            raise ModelError(f"{folder} has the weight {name}, which the model has not.")
+            raise ModelError(f"{folder} has the weight {name}, which the model has not. {_SAME}")
         if targets[name].shape != value.shape:
             raise ModelError(
-                f"{name} has the shape {tuple(value.shape)} in {folder} and {tuple(targets[name].shape)} in the model."
+                f"{name} has the shape {tuple(value.shape)} in {folder} and {tuple(targets[name].shape)} in the model. "
+                f"{_SAME}"
             )
         targets[name].copy_(_part(value, targets[name]))
         missing.discard(name)
     if missing:
-        raise ModelError(f"{folder} has no weights for {min(missing)} ({len(missing)} weights are missing).")
+        raise ModelError(f"{folder} has no weights for {min(missing)} ({len(missing)} weights are missing). {_SAME}")
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class RunFiles(TrainerCallback):
             "global_step": 0,
             "max_steps": None,
         }
-        self._description = description
+        self.description = description
         self._path = self._folder / RUN
         self._has_begun = False
         self._last_update = 0.0
@@ -59,7 +59,7 @@ class RunFiles(TrainerCallback):
 
     def describe(self, **facts: Any) -> None:
         """Add JSON values to the description of the run, with its next update."""
-        self._description = self._description | facts
+        self.description = self.description | facts
 
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
@@ -124,7 +124,7 @@ class RunFiles(TrainerCallback):
     def _update(self) -> None:
         self._last_update = time.monotonic()
         self._run["updated"] = time.time()
-        self._try(_replace, self._path, json.dumps(self._run | self._description, indent=1) + "\n")
+        self._try(_replace, self._path, json.dumps(self._run | self.description, indent=1) + "\n")
 
     def _try(self, write: Any, *arguments: Any) -> None:
         try:

@@ -12,7 +12,14 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from ebft.models.sharding import is_enabled, is_sharded, load_on_every_process, saves_parts, shard_on_cpu
-from ebft.models.training_state import has_other_names, is_in_parts, load_optimizer, load_weights, save_whole_optimizer
+from ebft.models.training_state import (
+    check_fits,
+    has_other_names,
+    is_in_parts,
+    load_optimizer,
+    load_weights,
+    save_whole_optimizer,
+)
 from ebft.over_trainer.pushing import PushesModel
 
 _SCHEDULE = "scheduler.pt"
@@ -74,6 +81,8 @@ class ShardedTrainer(PushesModel):
         if self.loads_here(Path(resume_from_checkpoint)):
             load_weights(self.model, Path(resume_from_checkpoint))
         else:
+            if not self.is_deepspeed_enabled:
+                check_fits(self.model if model is None else model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

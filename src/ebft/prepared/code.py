@@ -6,7 +6,7 @@ import ast
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,12 +35,17 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     Modules that are imported by them are included unless they are installed packages, whose changes are not detected.
     Raises DataError if a transform does not exist.
     """
+    own = {name: own_transform(name) for name in names if built_in(name) is None}
+    return module_sources(
+        module for name, function in own.items() for module in {name.rpartition(".")[0], function.__module__}
+    )
+
+
+def module_sources(names: Iterable[str]) -> dict[str, str]:
+    """The source of each of these modules, and of those that they import, as in `transform_sources`."""
     sources: dict[str, str] = {}
     for name in names:
-        if built_in(name) is None:
-            function = own_transform(name)
-            for module in {name.rpartition(".")[0], function.__module__}:
-                _collect(module, sources)
+        _collect(name, sources)
     return sources
 
 

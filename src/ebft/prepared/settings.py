@@ -119,7 +119,7 @@ def row_settings(config: RunConfig, transform_sources: Iterable[str] = ()) -> di
     included.
     """
     words = {word for source in transform_sources for word in re.findall(r"\w+", source)}
-    settings = dict(_flat(config))
+    settings = dict(flat_settings(config))
     idle = set(EXCLUDED) | _idle_seeds(config)
     return {key: value for key, value in settings.items() if key not in idle or _mentions(key, words)}
 
@@ -140,12 +140,12 @@ def _idle_seeds(config: RunConfig) -> set[str]:
     return idle if shuffles else idle | {"data_seed"}
 
 
-def _flat(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values by dotted key; entries of lists are dicts."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", _plain(value)
 

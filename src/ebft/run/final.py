@@ -12,7 +12,6 @@ from ebft.over_trainer import OverTrainer
 from ebft.over_transformers import save_final_weights
 from ebft.run.card import write_model_card
 from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
-from ebft.run.same_run import write_run_keys
 
 
 def forget_final(output_dir: Path) -> None:
@@ -37,7 +36,6 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
         trainer.accelerator.wait_for_everyone()
         if saves:
             trainer.state.save_to_json(str(staged / STATE))
-            write_run_keys(config, staged)
             for write in trainer.into_model:
                 write(staged)
             write_model_card(config, metrics, staged)

@@ -16,7 +16,6 @@ from ebft.over_trainer import OverTrainer
 from ebft.run.arguments import planned_steps
 from ebft.run.building import this_machine
 from ebft.run.card import write_model_card
-from ebft.run.same_run import write_run_keys
 
 # Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
 _STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
@@ -34,7 +33,6 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
     try:
         remove_staged(staged)
         trainer.rehearse_save(staged)
-        write_run_keys(config, staged)
         write_model_card(config, {}, staged)
         _check_tokenizer(config, staged)
     except EBFTError:

@@ -7,13 +7,14 @@ warning if the config has others.
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.durable import write_text
 from ebft.errors import ConfigError
-from ebft.methods import selecting_keys
+from ebft.methods import FLAGS, selecting_keys
 from ebft.run.keys import RATE_KEYS
 
 RUN_FILE = "ebft_run.json"
@@ -32,7 +33,7 @@ _ADAPTER_KEYS = (
     "peft_layers_pattern",
 )
 # Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
-_RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 _READ_AGAIN = (
     "lr_scheduler",
     "lr_scheduler_kwargs",
@@ -41,16 +42,30 @@ _READ_AGAIN = (
     "warmup_ratio",
     "max_grad_norm",
 )
+OF_OPTIMIZER = (*_RESTORED, *_READ_AGAIN)
+# Keys that are compared by `check_same_run`, besides those of learning rates.
+FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _IN_ADAPTER_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha"}
 
 
-def write_run_keys(config: RunConfig, folder: Path, optimizer: dict[str, Any] | None = None) -> None:
+def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
     """Write the file of settings into the folder of a checkpoint or of the final model.
 
-    `optimizer`: the result of `optimizer_keys`, for a checkpoint with optimizer state.
+    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state that of `optimizer_keys`.
     """
-    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (optimizer or {}), indent=2) + "\n")
+    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
+
+
+def saved_keys(folder: Path) -> dict[str, Any]:
+    """The file of settings in a folder; empty if there is none. Raises ConfigError if it cannot be read."""
+    return _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+
+
+def optimizer_changes(config: RunConfig, saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, saved value and value of each setting of the optimizer and the schedule that differs."""
+    now = {key: getattr(config, key) for key in OF_OPTIMIZER}
+    return [(key, saved[key], now[key]) for key in now if key in saved and now[key] != saved[key]]
 
 
 def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
@@ -58,18 +73,17 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
 
     Settings that differ from those of the checkpoint give one warning, which says which of them have an effect.
     """
-    now = {key: getattr(config, key) for key in (*_RESTORED, *_READ_AGAIN)}
-    path = None if checkpoint is None else checkpoint / RUN_FILE
-    saved = _read(path) if path is not None and path.is_file() else {}
-    changed = [key for key in now if key in saved and now[key] != saved[key]]
+    now = {key: getattr(config, key) for key in OF_OPTIMIZER}
+    saved = {} if checkpoint is None else saved_keys(checkpoint)
+    changed = [key for key, *_ in optimizer_changes(config, saved)]
     if not changed:
         return now
     restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
     kept = {key: saved[key] for key in changed if key in restored}
     facts = [
-        f"{key}: {_text(now[key])} has no effect, the run continues with {_text(saved[key])}"
+        f"{key}: {text_of(now[key])} has no effect, the run continues with {text_of(saved[key])}"
         if key in kept
-        else f"{key}: {_text(now[key])} replaces {_text(saved[key])} from here on, without effect on earlier steps"
+        else f"{key}: {text_of(now[key])} replaces {text_of(saved[key])} from here on, without effect on earlier steps"
         for key in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
@@ -98,25 +112,24 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
 
     Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
     """
-    saved, now = _keys_in_files(checkpoint, config), run_keys(config)
-    if (checkpoint / RUN_FILE).is_file():
-        saved |= _read(checkpoint / RUN_FILE)
+    saved, now = _keys_in_files(checkpoint, config) | saved_keys(checkpoint), run_keys(config)
     changed = [key for key in now if key in saved and now[key] != saved[key]]
     schedule, saved_schedule = config.lr_scheduler, saved.get("lr_scheduler", config.lr_scheduler)
     if schedule != saved_schedule and not {schedule, saved_schedule}.isdisjoint(_WITH_OWN_STATE):
         now["lr_scheduler"] = schedule
         changed.append("lr_scheduler")
-    if models := [key for key in _MODEL_KEYS if key in changed]:
-        changed = [key for key in changed if key not in models]
-        facts = " and ".join(f"{key}: {_text(now[key])} differs from {key}: {_text(saved[key])}" for key in models)
+    models = [key for key in _MODEL_KEYS if key in changed]
+    changed = [key for key in changed if key not in models]
+    if models and "inputs" not in saved:  # otherwise, the contents of the models are compared
+        facts = " and ".join(f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])}" for key in models)
         warnings.warn(
             f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
             "that was moved.",
             stacklevel=3,
         )
     problems = [
-        f"{key}: {_text(now[key])} differs from {key}: {_text(saved[key])} of {checkpoint}. Set it to "
-        f"{_text(saved[key])}, or start a new run in another output_dir."
+        f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])} of {checkpoint}. Set it to "
+        f"{text_of(saved[key])}, or start a new run in another output_dir."
         for key in changed
     ]
     if problems:
@@ -144,6 +157,6 @@ def _unordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A value as in a config; null for an unset one."""
     return value if isinstance(value, str) else json.dumps(value)

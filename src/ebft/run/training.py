@@ -35,6 +35,7 @@ from ebft.printed import say
 from ebft.run.beginning import Beginning
 from ebft.run.building import build_trainer, this_machine, training_arguments
 from ebft.run.card import model_card
+from ebft.run.changes import run_record, warn_of_changes
 from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.end_of_turn import declare_end_of_turn
@@ -47,7 +48,7 @@ from ebft.run.own_files import claim, final_step, listed
 from ebft.run.record import recorded
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.replicas import check_same_everywhere
-from ebft.run.same_run import optimizer_keys, write_run_keys
+from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
 from ebft.run.start_summary import start_summary
 from ebft.run.trackers import tracker_environment
 from ebft.run.wrapping import check_wrapping_of
@@ -163,6 +164,10 @@ def _train_with(
     finished = finished_at(config, found, this_machine(), rows=rows)
     checkpoint = found.checkpoint() if finished is None else None
     optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
+    record = {} if files is None else run_record(config, tokenizer, args.bf16, files.description["data_digests"])
+    earlier = finished if checkpoint is None else Path(checkpoint)
+    if files is not None and earlier is not None:
+        warn_of_changes(config, record, earlier, is_finished=finished is not None)
     if files is not None and finished is None:
         files.describe(optimizer=optimizer)
     if this_machine().processes > 1:
@@ -176,9 +181,10 @@ def _train_with(
     warn_of_lost_steps(model, optimizer["learning_rate"])
     await_ready(server, config.trl.vllm_server_timeout)
     trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
-    trainer.into_model = [] if write_ends is None else [write_ends]
+    record = record if finished is None else saved_keys(finished) or record
+    trainer.into_model = [partial(write_run_keys, config, others=record), *([] if write_ends is None else [write_ends])]
+    trainer.into_checkpoint = [partial(write_run_keys, config, others=record | optimizer)]
     trainer.card = lambda: model_card(config, last_metrics(trainer))
-    trainer.into_checkpoint = [partial(write_run_keys, config, optimizer=optimizer)]
     trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
     if files is not None:
         trainer.add_callback(files)
