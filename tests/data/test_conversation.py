@@ -71,6 +71,8 @@ def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
         ("text", TURNS, "requires a prompt of messages"),
         (PROMPT, [TURNS[1], TURNS[1]], "two consecutive assistant turns"),
         (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "part whose text is missing"),
+        ([{"content": "a"}], None, "message 0 has no role"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], None, "part of type 'image'"),
         ("", None, "empty prompt"),
     ],
 )

@@ -30,6 +30,8 @@ def as_texts(messages: Iterable[Message]) -> list[Message]:
     """
     found = []
     for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"message {number} has no role. Set it, for example to user.")
         # Templates check for the presence of keys.
         rest = {key: value for key, value in message.items() if value is not None}
         if "content" in rest or not rest.get("tool_calls"):

@@ -11,7 +11,6 @@ from ebft.config.schema import RunConfig
 from ebft.data.locate import lasting_name
 from ebft.data.transform_names import built_in, check_transform
 from ebft.errors import ConfigError, shortened
-from ebft.evaluation.settings import Settings
 from ebft.models.adapter_files import task_problem
 from ebft.run.deepspeed import check_deepspeed
 from ebft.run.fsdp import offloads
@@ -85,7 +84,10 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     problem = None if config.lora_model_dir is None else task_problem(config.lora_model_dir, config.method.class_ending)
     if problem is not None:
         raise ConfigError(problem)
-    Settings.of(config)  # raises for evaluation.pass_at
+    if config.evaluation.pass_at:
+        from ebft.evaluation.settings import Settings  # imports torch
+
+        Settings.of(config)  # raises
     check_types(config)
     _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
