@@ -91,13 +91,14 @@ def test_messages_need_a_template(chat_tokenizer):  # noqa: F811
 
 
 def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(conversations, "REMEMBERED", 3)
+    monkeypatch.setattr(conversations, "REMEMBERED", 400)
     renderer = Renderer(chat_tokenizer)
     rows = [(prompt, truth, turns) for prompt in (PROMPT, "text") for truth in ("a", "b") for turns in (TURNS, None)]
     rows = [row for row in rows if row[0] == PROMPT or not row[2]]
     for row in [*rows, *rows[::-1], *rows]:
         assert renderer.conversation(*row) == Renderer(chat_tokenizer).conversation(*row)
     assert renderer.conversation(*rows[-1]) is renderer.conversation(*rows[-1])
+    assert 1 < len(renderer._rendered) < len(rows) and sum(map(len, renderer._rendered)) <= 400
     with pytest.raises(DataError):
         renderer.conversation("text", "a", TURNS)
 

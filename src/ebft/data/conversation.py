@@ -30,7 +30,9 @@ from ebft.errors import DataError
 
 Prompt = str | list[Message]
 
-REMEMBERED = 1024  # cached conversations, so that rollouts, reward and cross-entropy of a batch share one rendering
+# Characters of the conversations that are cached, so that rollouts, reward and cross-entropy of a batch share one
+# rendering. With their tokens, they take about 25 bytes per character.
+REMEMBERED = 2**22
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, template, chat_template_kwargs, tools)
         self._rendered: dict[str, Conversation] = {}
+        self._characters = 0  # of its keys
         self._reported = False
 
     def of_row(self, row: Mapping[str, Any], compares: bool = True) -> Conversation:
@@ -128,7 +131,7 @@ class Renderer:
 
         `reply` is the message of the first reference if it has more than the content `ground_truth`. An empty
         `ground_truth` means that there is no reference to compare with: the prompt is then the generation prompt. The
-        last `REMEMBERED` conversations are cached, so that a conversation is rendered once per step.
+        last ones, of up to `REMEMBERED` characters, are cached, so that a conversation is rendered once per step.
         """
         remaining = list(remaining_turns or [])
         key = repr((prompt, ground_truth, remaining, tools, chat_template_kwargs, reply))
@@ -136,9 +139,12 @@ class Renderer:
             template = self.template.with_tools(tools, chat_template_kwargs)
             reply = reply or {"role": "assistant", "content": ground_truth}
             conversation = self._conversation(template, prompt, reply, bool(ground_truth), remaining)
-            if len(self._rendered) >= REMEMBERED:
-                del self._rendered[next(iter(self._rendered))]
             self._rendered[key] = conversation
+            self._characters += len(key)
+            while self._characters > REMEMBERED and len(self._rendered) > 1:
+                oldest = next(iter(self._rendered))
+                self._characters -= len(oldest)
+                del self._rendered[oldest]
         return self._rendered[key]
 
     def _conversation(
