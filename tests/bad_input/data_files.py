@@ -239,7 +239,7 @@ PLACES = [
     dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
             files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
     dataset("a variable in a path", "'$DATA/d.jsonl'", "not replaced", path="$DATA/d.jsonl"),
-    dataset("a line break in a path", "rows.jsonl", "white space", path="rows.jsonl\n"),
+    dataset("a line break in a path", "rows.jsonl", "line break", path="rows.jsonl\n"),
     dataset("a variable that is the name of a file", "$HOME.csv", "Rename", path="$HOME.csv",
             files={"$HOME.csv": "text\na\n"}),
     dataset("two colons in a path", "a::b/d.csv", "Rename", path="a::b/d.csv", files={"a::b/d.csv": "text\na\n"}),

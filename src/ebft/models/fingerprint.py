@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from ebft.data.locate import lasting_name
+from ebft.paths import json_object
 
 _ALL = 2**26  # bytes; weights and files up to this size are read as a whole
 _BLOCK = 2**14  # bytes read of each tensor of larger weights
@@ -49,7 +50,7 @@ def weights_fingerprint(folder: Path, gguf_file: str | None = None) -> str | Non
         if files and files[0].suffix == ".safetensors":
             return _of_tensors(files)
         return _hash([file_sample(path) for path in files]) if files else None
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
         return None
 
 
@@ -62,11 +63,10 @@ def tokenizer_fingerprints(folder: Path) -> dict[str, str]:
 def settings_of(folder: Path, name: str) -> dict[str, Any]:
     """The contents of a JSON file of settings such as config.json, without those that do not affect the model."""
     try:
-        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        values = json_object(folder / name)
     except (OSError, ValueError):  # reported where it is loaded
         return {}
-    kept = values.items() if isinstance(values, dict) else ()
-    return {key: value for key, value in kept if not key.startswith("_") and key not in _LEFT_OUT}
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _LEFT_OUT}
 
 
 def file_sample(path: Path) -> str:
@@ -90,7 +90,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            return [folder / file for file in sorted(set(json_object(index)["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -175,7 +175,7 @@ def _check_output_dir(folder: Path) -> None:
 def _is_read(folder: Path, data: Path) -> bool:
     """Whether the files of `folder` are read if the folder `data` is a dataset, which hidden ones are not."""
     return (
-        data.is_dir()
+        os.path.isdir(data)  # unlike Path.is_dir, False for names that the system does not accept
         and folder.is_relative_to(data)
         and not any(part.startswith(".") for part in folder.relative_to(data).parts)
     )
