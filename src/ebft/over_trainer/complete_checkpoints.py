@@ -13,6 +13,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import distributed, nn
+from transformers.utils import logging
 
 from ebft.durable import CHECKSUMS, STAGING, STATE, clean_staging, discard, publish, remove_staged, write_checksums
 from ebft.errors import EBFTError, SaveError
@@ -106,7 +107,13 @@ class CompletesCheckpoints(FinishesEvaluations):
         is_whole = not isinstance(self.model, PeftModel)
         if is_whole:
             check_tied_weights(self.model)
-        self._save(str(folder), state_dict={} if is_whole else None)
+        shows_progress = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # of shards, of which there are none
+        try:
+            self._save(str(folder), state_dict={} if is_whole else None)
+        finally:
+            if shows_progress:
+                logging.enable_progress_bar()
         self.state.save_to_json(str(folder / STATE))
         for write in (*self.into_model, *self.into_checkpoint):
             write(folder)
