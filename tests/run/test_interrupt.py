@@ -37,6 +37,7 @@ PHASES = {
     "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
     "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
     "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_SAVES | {"eval_steps": None}, 3),
+    "the last update": ("structured", before(torch.optim.AdamW, "step", STEPS, terminate), LAST_EVALUATION, STEPS),
     "a save": ("sft_full", before(torch, "save", 8, terminate), {}, 2),
 }
 

@@ -35,9 +35,10 @@ class FinishesEvaluations(ShardedTrainer):
         """Remove the note from the trainer state."""
         del self.state.stateful_callbacks[_PENDING]
 
-    def finish_evaluation(self) -> None:
-        """Make the evaluation that was pending when the checkpoint was saved, if there is one."""
+    def finish_evaluation(self, checkpoint: str) -> None:
+        """Make the evaluation that was pending when `checkpoint` was saved, if there is one, with its random state."""
         if self.has_pending_evaluation:
+            super()._load_rng_state(checkpoint)
             metrics = super()._evaluate(None, None)
             self._determine_best_metric(metrics, None)
             if self.state.best_global_step == self.state.global_step:
@@ -48,4 +49,4 @@ class FinishesEvaluations(ShardedTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            self.finish_evaluation()
+            self.finish_evaluation(checkpoint)

@@ -68,7 +68,7 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     is_saved = of_run and final_step(output_dir) == step
     trainer.state = TrainerState.load_from_json(str((output_dir if is_saved else folder) / STATE))
     load_weights(trainer, str(folder))
-    trainer.finish_evaluation()
+    trainer.finish_evaluation(str(folder))
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     if best is not None and Path(best).is_dir() and folder != output_dir:  # which has the best weights
         load_weights(trainer, best)
