@@ -52,6 +52,23 @@ def test_sources_are_read_one_after_the_other_and_then_again():
     assert [block.ends_pass for block in blocks] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("read", [0, 2])
+def test_a_position_of_another_reader_is_found_by_its_number(read):
+    """Releases before this one read JSON files with another reader of datasets."""
+    rows = Dataset.from_dict({"n": list(range(4))}).to_iterable_dataset()
+    before = Source("source", rows)
+    for _ in range(read):
+        before.next_row()
+    state = before.state()
+    state["rows"]["examples_iterable"]["type"] = "RebatchedArrowExamplesIterable"
+    source = Source("source", rows)
+    source.restore(state)
+    assert source.state()["read"] == read and source.next_row() == (read, {"n": read})
+    again = Source("source", rows)
+    again.restore(source.state())
+    assert again.next_row() == (read + 1, {"n": read + 1})
+
+
 def test_rows_are_shuffled_within_a_block_and_otherwise_in_each_pass():
     first, second, third = taken(documents([30], size=20, seed=1).blocks(), 3)
     assert places(first) != sorted(places(first)) and sorted(places(first)) == [(0, n) for n in range(20)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,9 +62,13 @@ class Source:
 
     def restore(self, state: State) -> None:
         """Continue at a result of `state`."""
-        self._read, self._restored, self._is_moving = state["read"], state["rows"], False
-        self._rows.load_state_dict(copy.deepcopy(state["rows"]))
+        rows, self._read = state["rows"], state["read"]
+        is_known = _types(rows) == _types(self._beginning)  # another release may have read the files in another way
+        self._restored, self._is_moving = rows if is_known else self._beginning, False
+        self._rows.load_state_dict(copy.deepcopy(self._restored))
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
+        if not is_known:
+            self._is_moving = any(True for _ in islice(self._iterator, self._read))
 
     def next_row(self) -> tuple[int, dict[str, Any]] | None:
         """The next row and its number, or None at the end. Raises DataError if it cannot be read."""
@@ -83,6 +88,13 @@ class Source:
             return None
         self._read += 1
         return self._skip + self._read - 1, row
+
+
+def _types(state: Any) -> list[Any]:
+    """The kinds of readers in a position of datasets."""
+    if not isinstance(state, dict):
+        return []
+    return [state.get("type"), *(kind for value in state.values() for kind in _types(value))]
 
 
 class Documents:
