@@ -16,6 +16,7 @@ from pathlib import Path
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
 
 CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
+RUN_FILE = "ebft_run.json"  # in a checkpoint or a final model: the settings and inputs of its run
 STATE = "trainer_state.json"  # of a checkpoint or a final model, as transformers writes it
 _TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
 

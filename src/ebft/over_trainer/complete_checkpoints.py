@@ -125,6 +125,11 @@ class CompletesCheckpoints(FinishesEvaluations):
             return super()._finalize_training(*args, **others)
         finally:
             self.args.save_total_limit = limit
+            if self.args.push_to_hub and self.is_world_process_zero():
+                self.push_remaining()
+                newest = Path(super()._get_output_dir(None)) / f"checkpoint-{self._saved_step}"
+                if limit and newest.is_dir():  # while a push was running, no checkpoint was deleted
+                    rotate(newest, limit, self.state.best_model_checkpoint)
 
     def _complete(self, staged: Path, folder: Path, is_best: bool) -> None:
         """Add what is written last to a staged checkpoint, and move it to its folder; called on one process."""

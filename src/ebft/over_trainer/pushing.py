@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,19 +18,19 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import Trainer
 
 from ebft.dashboard.files import CARD, LEFT_OUT, MODEL_FILES
-from ebft.durable import CHECKSUMS, STAGING, clean_staging
+from ebft.durable import CHECKSUMS, RUN_FILE, STAGING, clean_staging
 from ebft.errors import cause
 
-# Keys of JSON files whose value may be a path of this machine; only its last part is pushed.
-_PATHS = (
+# Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
+_PATHS = {
     "base_model_name_or_path",
     "_name_or_path",
     "name_or_path",
     "best_model_checkpoint",
     "base_model",
     "gguf_file",
-)
-_LARGE = 2**22  # bytes; the files with such keys are smaller
+}
+_OF_RUN = _PATHS | {"chat_template", "nemo_gym_config_paths"}
 
 
 def pushed_files(folder: Path, names: Iterable[str] | None = None, tokenizer: Any = None) -> list[Path]:
@@ -63,7 +63,7 @@ def commit(
 
 def _public(path: Path) -> str | bytes:
     """The path of a file to push, or its contents without the names of folders of this machine."""
-    if path.suffix != ".json" or path.stat().st_size > _LARGE:
+    if path.suffix != ".json" or path.name == "tokenizer.json":
         return str(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -71,11 +71,20 @@ def _public(path: Path) -> str | bytes:
         return str(path)
     if not isinstance(content, dict):
         return str(path)
-    changed = {key: Path(value).name for key, value in content.items() if key in _PATHS and _is_local(value)}
     if path.name == CHECKSUMS:
         kept = {name: value for name, value in content.items() if Path(name).name not in LEFT_OUT}
         return (json.dumps(kept, indent=2) + "\n").encode()
-    return (json.dumps(content | changed, indent=2) + "\n").encode() if changed else str(path)
+    public = _without_folders(content, _OF_RUN if path.name == RUN_FILE else _PATHS)
+    return str(path) if public == content else (json.dumps(public, indent=2) + "\n").encode()
+
+
+def _without_folders(value: Any, keys: set[str], is_path: bool = False) -> Any:
+    """A JSON value with the last part of each local path below one of `keys`."""
+    if isinstance(value, dict):
+        return {key: _without_folders(inner, keys, key in keys) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner, keys, is_path) for inner in value]
+    return Path(value).name if is_path and _is_local(value) else value
 
 
 def _is_local(value: Any) -> bool:
@@ -92,10 +101,16 @@ class PushesModel(Trainer):
     card: Callable[[], str] | None = None
     is_saving = False
     _pushing: Future | None = None
+    _to_push: Sequence[Path] = ()  # checkpoints that were saved while another push was running, or whose push failed
+    _pushed: Path | None = None
 
     @property
     def is_pushing(self) -> bool:
-        """Whether a push has not ended, so that the files of the checkpoint are still needed."""
+        """Whether checkpoints are being pushed, or have to be, so that their files are still needed."""
+        return bool(self._to_push) or self._is_busy
+
+    @property
+    def _is_busy(self) -> bool:
         return self._pushing is not None and not self._pushing.done()
 
     def init_hf_repo(self, token: str | None = None) -> None:
@@ -135,12 +150,33 @@ class PushesModel(Trainer):
     def push_checkpoint(self, folder: Path) -> None:
         """Push the model of a saved checkpoint, and its other files if `hub_strategy` includes them.
 
-        Nothing is pushed while an earlier push is running. A checkpoint in parts has no files of a model.
+        While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each of them. A
+        checkpoint in parts has no files of a model.
         """
         strategy = str(self.args.hub_strategy.value)
-        if not self.is_world_process_zero() or strategy == "end" or self.is_pushing:
+        if not self.is_world_process_zero() or strategy == "end":
             return
+        self._to_push = [*(self._to_push if strategy == "all_checkpoints" else ()), folder]
+        if not self._is_busy:
+            self._push_next()
+
+    def push_remaining(self) -> None:
+        """Push the checkpoints that were left for later, at the end of training; each is tried once."""
         self._finish_current_push()
+        left, self._to_push = self._to_push, ()
+        for folder in left if str(self.args.hub_strategy.value) != "every_save" else ():  # the model is pushed soon
+            self._to_push = [folder]
+            self._push_next()
+            self._finish_current_push()
+            self._to_push = ()
+
+    def _push_next(self) -> None:
+        """Start to push the first checkpoint that was left, unless it was deleted."""
+        self._finish_current_push()
+        (folder, *others), strategy = self._to_push, str(self.args.hub_strategy.value)
+        self._to_push, self._pushed = others, folder
+        if not folder.is_dir():
+            return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         found = {path.name: path for path in pushed_files(folder, tokenizer=self.processing_class)}
         files = found if any(path.suffix in (".safetensors", ".bin") for path in found.values()) else {}
@@ -148,7 +184,8 @@ class PushesModel(Trainer):
             target = "last-checkpoint" if strategy == "checkpoint" else folder.name
             files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in checkpoint_files(folder)}
         if files:
-            self._pushing = self._start(files, f"Training in progress, step {self.state.global_step}")
+            step = folder.name.rpartition("-")[2]
+            self._pushing = self._start(files, f"Training in progress, step {step}")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: `push_checkpoint` pushes the checkpoint when it is in its folder."""
@@ -169,7 +206,9 @@ class PushesModel(Trainer):
             job.result()
         except Exception as error:  # the client's transport errors have no common public base class
             warnings.warn(
-                f"A checkpoint was not pushed to {self.hub_model_id} ({cause(error)}). It is saved here, and the next "
-                "save is pushed again.",
+                f"{self._pushed or 'The model'} was not pushed to {self.hub_model_id} ({cause(error)}). It is saved "
+                "here; the next save and the end of training are pushed too.",
                 stacklevel=2,
             )
+            if self._pushed is not None and str(self.args.hub_strategy.value) != "every_save":
+                self._to_push = [self._pushed, *self._to_push]

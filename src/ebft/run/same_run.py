@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.durable import write_text
+from ebft.durable import RUN_FILE, write_text
 from ebft.errors import ConfigError
 from ebft.methods import FLAGS, selecting_keys
 from ebft.run.keys import RATE_KEYS
 
-RUN_FILE = "ebft_run.json"
 _MODEL_KEYS = ("base_model", "gguf_file")
 _KEYS = ("adapter", "optimizer", *_MODEL_KEYS)
 _ADAPTER_KEYS = (
