@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ebft.run.final
+import ebft.run.record
 import ebft.run.training
 from ebft.monitor.budget import Budget
 from ebft.over_trainer import OverTrainer
@@ -56,6 +57,16 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     evaluations = {"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {}
     wanted = unbroken(method, **evaluations)
     assert final_step(out) == STEPS and result(out) == (without_summary(wanted) if step == STEPS else wanted)
+
+
+@pytest.mark.parametrize("act", [press_ctrl_c, kill])
+def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, tmp_path):
+    config = config_of("sft", inputs, tmp_path / "out", max_steps=1)
+    ended = run(config, before(ebft.run.record, "write_report", 1, act))
+    assert final_step(tmp_path / "out") == 1 and not (tmp_path / "out" / "report.html").exists()
+    if act is press_ctrl_c:
+        assert ended.code == 130 and f"The model is saved in {tmp_path / 'out'}" in ended.output
+    assert run(config).code == 0 and (tmp_path / "out" / "report.html").is_file()
 
 
 def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):

@@ -42,6 +42,7 @@ class StopOnSignal(TrainerCallback):
         self.requested = False
         self.signal_number: int = signal.SIGINT
         self.is_saving_model = False  # set while the final model is saved
+        self.is_complete = False  # whether it is saved
         self._trainer: OverTrainer | None = None
         self._is_stopping = False  # all processes agreed to stop after this step
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
+from ebft.dashboard.files import REPORT
 from ebft.dashboard.report import write_report
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
@@ -45,7 +46,7 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
 
 def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = None) -> None:
     """Write the final state and the report; a report that fails is a warning."""
-    if not files.end(state, error):
+    if not files.end(state, error) and (Path(config.output_dir) / REPORT).is_file():
         return
     try:
         write_report(Path(config.output_dir))

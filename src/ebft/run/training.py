@@ -108,9 +108,12 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
         except TrainingInterrupted:
             raise
         except KeyboardInterrupt:
-            raise TrainingInterrupted(
-                "Interrupted before training started; nothing was saved.", stop.signal_number
-            ) from None
+            message = (
+                f"The model is saved in {config.output_dir}. Interrupted while the report of the run was written."
+                if stop.is_complete
+                else "Interrupted before training started; nothing was saved."
+            )
+            raise TrainingInterrupted(message, stop.signal_number) from None
 
 
 def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
@@ -202,6 +205,7 @@ def _train_with(
     metrics = last_metrics(trainer)
     if finished is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
         save(config, trainer, metrics, stop)
+    stop.is_complete = True
     if config.hub_model_id and trainer.is_world_process_zero():
         push_final(config, trainer, stop)
     return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
