@@ -1,5 +1,6 @@
 """How the processes of a transform end: after an interruption, after two, and when one is killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.data import processes
-from ebft.data.processes import forked_processes
+from ebft.data.processes import forked_processes, map_rows
 from ebft.errors import DataError
 
 ROWS = Dataset.from_list([{"number": number} for number in range(100)])
@@ -116,6 +117,19 @@ def test_results_are_in_files_that_are_deleted_also_after_a_kill(tmp_path):
         assert ended.returncode == status
         assert len(list((tmp_path / "cache").glob("ebft-rows-*"))) == left
     assert not list((tmp_path / "raw").glob("cache-*"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_a_cache_that_is_full_is_named(number):
+    def fail(row):
+        raise OSError(number, "no room")
+
+    rows = Dataset.from_dict({"n": [1]})
+    expected = pytest.raises(OSError, match="no room")
+    if number != errno.EACCES:
+        expected = pytest.raises(DataError, match=r"cache of the datasets library .*no room.* HF_DATASETS_CACHE")
+    with expected:
+        map_rows(rows, fail)
 
 
 def test_rows_are_written_elsewhere_if_the_cache_is_read_only(monkeypatch, tmp_path):

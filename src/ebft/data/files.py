@@ -17,6 +17,7 @@ from ebft.data.diagnose import explain, header_problem
 from ebft.data.file_hash import file_fingerprint
 from ebft.data.json_files import read_json
 from ebft.data.json_values import JsonText
+from ebft.data.processes import raise_if_full
 from ebft.data.splits import DEFAULT_SPLIT
 from ebft.data.text_file import read_text
 from ebft.errors import DataError, cause
@@ -176,6 +177,7 @@ def _read_tables(kind: str, paths: list[Path]) -> Dataset:
         rows.data.validate(full=True)
         return rows
     except Exception as error:  # builders raise the errors of their parsers
+        raise_if_full(error)
         raise DataError(explain(kind, paths, error)) from error
 
 

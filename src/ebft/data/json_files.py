@@ -21,6 +21,7 @@ from datasets import ArrowBasedBuilder, BuilderConfig, Dataset, DatasetInfo, Fea
 from datasets.builder import Key
 
 from ebft.data.json_values import Types, stored
+from ebft.data.processes import raise_if_full
 from ebft.data.text_file import read_text
 from ebft.errors import DataError
 
@@ -77,7 +78,11 @@ def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
     Raises DataError with the file and the line of an error.
     """
     builder = JsonFiles(hash=version, files=files)
-    builder.download_and_prepare()
+    try:
+        builder.download_and_prepare()
+    except Exception as error:
+        raise_if_full(error)
+        raise
     return builder.as_dataset(split=split)
 
 

@@ -1,5 +1,6 @@
 """`Dataset.map` without what it leaves behind: neither processes nor files, and Ctrl-C is not taken for an error."""
 
+import errno
 import os
 import shutil
 import signal
@@ -18,10 +19,12 @@ import multiprocess  # of datasets, which starts its processes with it
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError
+from ebft.errors import DataError, EBFTError, cause
+from ebft.machine import free_disk, gib
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PREFIX, _LOCK = "ebft-rows-", "lock"
 _locks: list[FileLock] = []  # held until the end of the process
 _is_forking = False
@@ -118,6 +121,7 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
         interruption = next((reason for reason in reasons if isinstance(reason, KeyboardInterrupt)), None)
         if interruption is not None:
             raise interruption from None
+        raise_if_full(error)
         if isinstance(error, _CONNECTION_LOST) or any(_DIED in str(reason) for reason in reasons):
             raise DataError(
                 f"{name}: a process that prepared the data ended without an exception: it crashed in C code, called "
@@ -129,6 +133,17 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
         _is_forking = was_forking
         for process in set(multiprocess.active_children()) - before:  # a second Ctrl-C left them; Python would wait
             process.kill()
+
+
+def raise_if_full(error: BaseException) -> None:
+    """Raise DataError if `error` was raised because the cache of the datasets library cannot be written."""
+    full = next((each for each in _reasons(error) if isinstance(each, OSError) and each.errno in _FULL), None)
+    if full is not None:
+        free, folder = free_disk(datasets.config.HF_DATASETS_CACHE)
+        raise DataError(
+            f"The rows cannot be written to the cache of the datasets library ({cause(full)}; {gib(free)} are free in "
+            f"{folder}). Free disk space, or set the variable HF_DATASETS_CACHE to a folder on another disk."
+        ) from error
 
 
 def _reasons(error: BaseException | None) -> Iterator[BaseException]:
