@@ -55,14 +55,21 @@ def save_problem(folder: Path, error: BaseException) -> str:
 def save_remedy(folder: Path, error: BaseException) -> str:
     """What to do about it, as the beginning of a sentence."""
     if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
-        return f"Correct the permissions of {folder.parent}"
+        return f"Correct the permissions of {getattr(error, 'filename', None) or folder.parent}, or of its folder"
     is_of_disk = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
     is_of_disk = is_of_disk or any(word in str(error) for word in _OF_A_FULL_DISK)
     return "Free disk space or correct its permissions" if is_of_disk else "Correct the cause"
 
 
 # Of libraries that do not raise OSError for a full disk: tokenizers, safetensors, torch.save.
-_OF_A_FULL_DISK = ("os error", "No space left", "I/O error", "PytorchStreamWriter", "inline_container")
+_OF_A_FULL_DISK = (
+    "os error",
+    "No space left",
+    "I/O error",
+    "PytorchStreamWriter",
+    "inline_container",
+    "iostream error",
+)
 
 
 class FetchError(EBFTError):

@@ -12,6 +12,7 @@ import ebft.over_trainer
 import ebft.run.final
 from ebft.dashboard.files import CARD
 from ebft.errors import ConfigError, SaveError
+from ebft.monitor.continuing import set_aside
 from ebft.quickstart.run import CONFIGS, own_copy
 from ebft.run.checks import check_runnable
 from ebft.run.final import _publish
@@ -195,6 +196,31 @@ def test_a_model_that_was_copied_into_the_folder_of_a_run_is_refused(inputs, tmp
     shutil.copy(inputs / "model" / "model.safetensors", out)
     with pytest.raises(ConfigError, match="contains model.safetensors, which"):
         check_runnable(config_of("sft", inputs, out, **NEW))
+
+
+def test_a_report_of_the_user_is_not_moved_by_later_runs(inputs, tmp_path):
+    out = tmp_path / "out"
+    assert run(config_of("sft", inputs, out, max_steps=1)).code == 0
+    check_runnable(config_of("sft", inputs, out, **NEW))
+    (out / "report.html").write_text("<title>mine")
+    with pytest.raises(ConfigError, match="contains report.html, which"):
+        check_runnable(config_of("sft", inputs, out, **NEW))
+
+
+def test_files_that_cannot_be_moved_are_all_where_they_were(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        write(tmp_path, name, name)
+    replace = os.replace
+
+    def refuse(path, to):
+        if Path(to).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        replace(path, to)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError):
+        set_aside(tmp_path, [tmp_path / name for name in ("a", "b", "c")])
+    assert [(tmp_path / name).read_text() for name in ("a", "b", "c")] == ["a", "b", "c"]
 
 
 def test_a_file_that_was_added_while_the_run_trained_is_not_replaced(tmp_path):

@@ -50,16 +50,23 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
     """Move existing `paths` of `folder` to `target`, by default a new `previous/1`, `previous/2`, ... inside `folder`.
 
     Paths keep their place below the folder. Returns the target, or None if no path exists. What is in the folders of
-    earlier runs is never replaced.
+    earlier runs is never replaced. Raises OSError, with all paths where they were, if one cannot be moved.
     """
     found = [path for path in paths if path.exists()]
     if not found:
         return None
     target = target or _new_previous(folder / PREVIOUS)
-    for path in found:
-        to = target / path.relative_to(folder)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, to)
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for path in found:
+            to = target / path.relative_to(folder)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, to)
+            moved.append((path, to))
+    except OSError:
+        for path, to in reversed(moved):
+            os.replace(to, path)
+        raise
     return target
 
 

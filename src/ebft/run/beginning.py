@@ -8,7 +8,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.errors import SaveError
+from ebft.dashboard.files import PREVIOUS
+from ebft.errors import SaveError, cause, save_remedy
 from ebft.monitor.continuing import set_aside
 from ebft.monitor.run_files import RunFiles
 from ebft.run.checkpoints import checkpoint_folders, set_later_aside
@@ -42,7 +43,10 @@ class Beginning(TrainerCallback):
                 forget_final(output_dir)
             set_later_aside(self._config)
         except OSError as error:
-            raise SaveError.of(output_dir, error) from error
+            raise SaveError(
+                f"The files of an earlier run in {output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
+                f"{save_remedy(output_dir / PREVIOUS, error)}, or set another output_dir."
+            ) from error
         return None
 
 

@@ -157,7 +157,7 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
         elif name == PREVIOUS:
             is_own = path.is_dir()
         elif name in _RECORDS:
-            is_own = has_mark or _RECORDS[name](path)
+            is_own = (has_mark and name not in (EVALUATION, REPORT)) or _RECORDS[name](path)
         else:
             is_own = is_earlier or name in known or not _matches(name, names)
         found += [] if is_own else [name]
