@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dis
 import linecache
 import os
@@ -97,7 +96,8 @@ def _say(does: str) -> None:
 
 def _is_interruption(error: BaseException | None) -> bool:
     """Whether a signal, or the cancellation of a task, ended a call: user code did not raise it by itself."""
-    if isinstance(error, asyncio.CancelledError):
+    asyncio = sys.modules.get("asyncio")  # to import it takes 50 ms
+    if asyncio is not None and isinstance(error, asyncio.CancelledError):
         with suppress(RuntimeError):  # no task is running
             task = asyncio.current_task()
             return task is not None and task.cancelling() > 0

@@ -93,6 +93,11 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         found = read_adapter_config(folder)
         if found.task_type != task_type(model):
             refuse_classifier(folder, f"its adapter does not fit a {type(model).__name__}")
+        if options.get("is_trainable") and getattr(found, "trainable_token_indices", None):
+            raise ModelError(
+                f"{folder / SETTINGS}: adapters with trainable_token_indices cannot be trained further, since `ebft "
+                "merge-lora` merges whole weights. Train a new one with lora_modules_to_save: [embed_tokens]"
+            )
         refuse_pickles(folder)
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
