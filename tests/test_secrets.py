@@ -114,8 +114,8 @@ def test_the_model_card_has_no_secrets():
     card = model_card(RunConfig.from_dict(KEYS), {})
     assert "SEKRIT" not in card
     assert "| `special_tokens.pad_token` | `<pad>` |" in card and "| `budget.generated_tokens` | `77` |" in card
-    assert "'KEPT': 'kept'" in card and "https://(removed)@host/d.jsonl?token=(removed)&a=1" in card
-    assert yaml.safe_load(card.split("---")[1])["datasets"] == ["https://(removed)@host/d.jsonl?token=(removed)&a=1"]
+    assert "kept" not in card and "`https://(removed)@host/d.jsonl?token=(removed)&a=1`" in card  # no servers
+    assert "datasets" not in yaml.safe_load(card.split("---")[1])  # the Hub accepts its own ids alone
 
 
 def test_the_files_of_a_run_have_no_secrets(tmp_path):

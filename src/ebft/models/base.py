@@ -120,7 +120,7 @@ def _make_saveable(found: GenerationConfig, name: str) -> None:
             "Correct or delete the file in a copy of the model."
         )
     after = found.to_dict()
-    changed = [key for key in after if after[key] != before.get(key) and (after[key] or before.get(key))]
+    changed = [key for key in after if after[key] != before.get(key) and before.get(key) is not False]
     changes = [f"{key}: {json.dumps(after[key])}" for key in changed]
     warnings.warn(
         f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
