@@ -125,6 +125,11 @@ def test_texts_without_words(part, small):
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
+def test_a_window_with_few_tokens(small):
+    tokenizer, text = made("BERT"), "Hello world." + "\n" * 9000 + "word " * 3000
+    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
+
+
 def test_memory_is_bounded_and_what_needs_more_is_refused(monkeypatch):
     tokenizer, sizes = made("GPT-4"), []
     check = long_texts._check_memory

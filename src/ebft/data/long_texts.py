@@ -84,7 +84,8 @@ def _parts(
         joined = _joined(window, following, places, text)
         if joined is None:
             longer = _Window(tokenizer, text, window.start, 2 * window.stop - window.start)
-            if longer.ids[: first + _EQUAL] != window.ids[: first + _EQUAL]:
+            known = window.ids[: first + _EQUAL]
+            if longer.ids[: len(known)] != known:
                 raise DataError(
                     f"{type(tokenizer).__name__} cannot tokenise a text of {len(text):,} characters in parts, since "
                     "its tokens depend on distant ones. Split the row into several."
