@@ -137,6 +137,14 @@ def values(edit: Callable[[Any], Any], part: str = "", name: str = WEIGHTS) -> C
     return tensors(lambda found: {key: edit(value) if part in key else value for key, value in found.items()}, name)
 
 
+def one_infinite(folder: Path) -> None:
+    def edit(own: Any) -> Any:
+        own[301, 3] = float("inf")
+        return own
+
+    values(edit, "embed_tokens")(folder)
+
+
 def stored_as(dtype: str, part: str = "", name: str = WEIGHTS) -> Change:
     import torch
 
@@ -303,6 +311,7 @@ MODELS = [
     model("a shard missing", lost_shard, "safetensors"),
     model("weights are NaN", values(lambda own: own * float("nan")), "NaN", "embed_tokens"),
     model("one tensor is infinite", values(lambda own: own / 0, "layers.1.mlp.up"), "infinite", "layers.1.mlp.up_proj"),
+    model("one value is infinite", one_infinite, "infinite values", "(model.embed_tokens.weight)"),
     model("weights are 1e38", values(lambda own: own * 0 + 1e38), "above 1e+19", "embed_tokens"),
     model("weights are zeros", values(lambda own: own * 0), "embeddings of all 512 tokens are equal"),
     model("int32 weights", stored_as("int32"), "stored as int32", "no quantization_config"),
