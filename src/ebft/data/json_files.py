@@ -108,7 +108,7 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
                     continue
                 if is_empty and line.strip() == b"null":
                     _fail(f"{path}, line {number}", "a row must be a JSON object, got null")
-                if is_empty and (line.lstrip()[:1] == b"[" or line.strip() == b"{"):
+                if is_empty and (line.lstrip()[:1] == b"[" or _goes_on(line.decode().strip(), decoder)):
                     yield from _rows_of_whole(path, decoder, is_checked)
                     return
                 is_empty = False
@@ -121,6 +121,17 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     if is_empty:
         raise DataError(f"{path}: the file is empty. {_ADVICE}")
+
+
+def _goes_on(line: str, decoder: json.JSONDecoder) -> bool:
+    """Whether an object that begins on a line has its end on a later one."""
+    try:
+        decoder.raw_decode(line)
+    except json.JSONDecodeError as error:
+        return line.startswith("{") and error.pos >= len(line) - 1  # a comma at the end may be at fault
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
