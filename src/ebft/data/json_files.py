@@ -51,6 +51,7 @@ class JsonFiles(ArrowBasedBuilder):
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
         types, splits = Types(), []
         for split, paths in self.config.files.items():
+            paths = [path.removeprefix("file://") for path in paths]
             if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
                 paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
             for path in paths:
