@@ -321,6 +321,8 @@ MODELS = [
     model("weights are 1e38", values(lambda own: own * 0 + 1e38), "above 1e+19", "embed_tokens"),
     model("weights are zeros", values(lambda own: own * 0), "embeddings of all 512 tokens are equal"),
     model("int32 weights", stored_as("int32"), "stored as int32", "no quantization_config"),
+    model("complex weights", stored_as("complex64", "model.norm"), "complex numbers (model.norm.weight)"),
+    model("dtype of integers", settings(dtype="int32"), "config.json: dtype: invalid value 'int32'"),
     model("bool weights", stored_as("bool"), "stored as bool", "no quantization_config"),
     model("one int8 tensor", stored_as("int8", "layers.0.mlp.up"), "int8 (model.layers.0.mlp.up_proj.weight)"),
     model("float8 weights with scales", then(

@@ -46,7 +46,7 @@ def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
             )
     for name in ("dtype", "torch_dtype"):
         value = values.get(name)
-        if isinstance(value, str) and value != "auto" and not _is_dtype(value):
+        if isinstance(value, str) and value != "auto" and not _is_dtype(value, values):
             raise ModelError(f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a dtype such as bfloat16.")
     for section in (values, values.get("text_config")):
         _check_rope(section if isinstance(section, dict) else {}, path, key)
@@ -98,5 +98,6 @@ def _is_negative(value: Any, or_zero: bool) -> bool:
     return is_number and (not value >= 0 or (or_zero and value == 0))  # true for NaN
 
 
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+def _is_dtype(name: str, values: Mapping[str, Any]) -> bool:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return isinstance(found, torch.dtype) and (found.is_floating_point or "quantization_config" in values)

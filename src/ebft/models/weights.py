@@ -97,7 +97,7 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
 
 
 def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Raise ModelError for weights that are stored quantised, but would be read as plain numbers."""
+    """Raise ModelError for weights that would be read as plain numbers, but are stored quantised or complex."""
     settings = getattr(model.config, "quantization_config", None)  # absent in most models
     if settings is not None:
         if getattr(model, "quantization_method", None) is None:  # set by transformers for a method that it knows
@@ -109,6 +109,12 @@ def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -
             )
         return
     plain = {key for key, own in model.named_parameters() if own.is_floating_point()} & stored.keys()
+    complex_ones = [key for key in plain if stored[key].is_complex()]
+    if complex_ones:
+        raise ModelError(
+            f"{len(complex_ones)} weights are stored as complex numbers ({_some(complex_ones)}), whose imaginary parts "
+            "would be lost. Use weights with real numbers"
+        )
     integers = [key for key in plain if stored[key].dtype in _INTEGERS]
     if integers:
         raise ModelError(
