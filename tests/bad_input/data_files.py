@@ -152,6 +152,8 @@ JSON = [
     rows("cut off", GOOD_LINE + '{"text": "abc', "line 2"),
     rows("object over lines", '{ "text":\n  "a" b}', "line 2: not valid JSON", "at column 7", file="d.json"),
     rows("first row not JSON", '{"text": "a" b}\n' + GOOD_LINE, "line 1: not valid JSON", "at column 14"),
+    rows("float of 400 digits", '{"text": "a", "n": ' + "9" * 400 + ".0}", "line 1", "too large for a floating-point"),
+    rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1", "Write it as a text. Correct"),
     rows("cut off list", '[{"text": "a"}, {"text": ', "line 1", file="d.json"),
     rows("single quotes", GOOD_LINE + "{'text': 'a'}\n", "line 2"),
     rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"),
@@ -322,6 +324,7 @@ LITERAL = [
 VALID = [
     good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
     valid("revision of a local file", path="rows.jsonl", revision="v1", warns=("revision: v1 has no effect",)),
+    valid("digits in a text", path="d.jsonl", files={"d.jsonl": json.dumps({"text": TEXT + "9" * 6000 + ".0"})}),
     valid("exponents", path="d.jsonl",
           files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
     good("NaN in another column", why="json.dumps of Python writes it for missing numbers",

@@ -28,6 +28,7 @@ _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"\s*")
 _EXPONENT = re.compile(r"\d[eE]\+?\d{3}")
+_DIGITS = re.compile(r"\d{3}")  # in every 103rd character, if there is a number of 309 digits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ADVICE = "Correct the file or leave it out."
 
@@ -182,7 +183,8 @@ def _values(
         except RecursionError as error:
             _fail(where, "nested too deeply", error)
         except ValueError as error:
-            _fail(where, str(error), error)
+            long = "set_int_max_str_digits" in str(error)  # the advice of Python
+            _fail(where, "an integer has more than 4300 digits. Write it as a text" if long else str(error), error)
         yield {} if value is None else value, text[at:end]
         at, number = _SPACE.match(text, end).end(), number + 1
 
@@ -191,7 +193,7 @@ def _checked(row: Any, text: str, where: str) -> dict[str, Any]:
     """The row, given its text. Raises DataError if it is not an object, or contains a text that is none."""
     if not isinstance(row, dict):
         _fail(where, f"a row must be a JSON object, got {_short(text.strip())}")
-    if _EXPONENT.search(text):
+    if _EXPONENT.search(text) or _DIGITS.search(text[::103]):
         try:
             json.loads(text, parse_float=_finite)
         except ValueError as error:
