@@ -137,6 +137,14 @@ def values(edit: Callable[[Any], Any], part: str = "", name: str = WEIGHTS) -> C
     return tensors(lambda found: {key: edit(value) if part in key else value for key, value in found.items()}, name)
 
 
+def one_infinite(folder: Path) -> None:
+    def edit(own: Any) -> Any:
+        own[301, 3] = float("inf")
+        return own
+
+    values(edit, "embed_tokens")(folder)
+
+
 def stored_as(dtype: str, part: str = "", name: str = WEIGHTS) -> Change:
     import torch
 
@@ -286,8 +294,14 @@ MODELS = [
     model("other hidden size", settings(hidden_size=64), "embed_tokens"),
     model("other MLP size", settings(intermediate_size=48), "mlp"),
     model("more layers than weights", settings(num_hidden_layers=4), "layers.2"),
-    model("unknown activation", settings(hidden_act="sweesh"), "sweesh"),
-    model("unknown rope", settings(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), "base_model"),
+    model("unknown activation", settings(hidden_act="sweesh"),
+          "config.json: hidden_act: transformers does not know 'sweesh'. Correct it"),
+    model("0 key-value heads", settings(num_key_value_heads=0), "config.json: num_key_value_heads: invalid value 0"),
+    model("dropout above 1", settings(attention_dropout=2.0), "config.json: attention_dropout: invalid value 2.0",
+          "from 0 to less than 1"),
+    model("dropout below 0", settings(attention_dropout=-0.1), "config.json: attention_dropout"),
+    model("unknown rope", settings(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}),
+          "config.json: rope_parameters.rope_type: transformers does not know 'magic'"),
     model("no weights", remove(WEIGHTS), "safetensors"),
     model("empty weights", write(WEIGHTS, b""), WEIGHTS),
     model("weights are text", write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), WEIGHTS),
@@ -303,9 +317,12 @@ MODELS = [
     model("a shard missing", lost_shard, "safetensors"),
     model("weights are NaN", values(lambda own: own * float("nan")), "NaN", "embed_tokens"),
     model("one tensor is infinite", values(lambda own: own / 0, "layers.1.mlp.up"), "infinite", "layers.1.mlp.up_proj"),
+    model("one value is infinite", one_infinite, "infinite values", "(model.embed_tokens.weight)"),
     model("weights are 1e38", values(lambda own: own * 0 + 1e38), "above 1e+19", "embed_tokens"),
     model("weights are zeros", values(lambda own: own * 0), "embeddings of all 512 tokens are equal"),
     model("int32 weights", stored_as("int32"), "stored as int32", "no quantization_config"),
+    model("complex weights", stored_as("complex64", "model.norm"), "complex numbers (model.norm.weight)"),
+    model("dtype of integers", settings(dtype="int32"), "config.json: dtype: invalid value 'int32'"),
     model("bool weights", stored_as("bool"), "stored as bool", "no quantization_config"),
     model("one int8 tensor", stored_as("int8", "layers.0.mlp.up"), "int8 (model.layers.0.mlp.up_proj.weight)"),
     model("float8 weights with scales", then(
@@ -328,6 +345,8 @@ MODELS = [
           "config.json: rope_parameters.rope_theta: invalid value '1e4'"),
     model("old rope_theta is text", settings(rope_theta="1e4"), "config.json: rope_theta: invalid value '1e4'"),
     model("rope_theta is negative", settings(rope_parameters={"rope_type": "default", "rope_theta": -5}), "rope_theta"),
+    model("rope_theta is 0", settings(rope_parameters={"rope_type": "default", "rope_theta": 0}),
+          "config.json: rope_parameters.rope_theta: invalid value 0"),
     model("rope factor is text", settings(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "8"}),
           "config.json: rope_parameters.factor: invalid value '8'"),
     model("pickle .bin", as_pickle("pytorch_model.bin"), "pytorch_model.bin", "safetensors"),
@@ -351,6 +370,7 @@ TOKENIZERS = [
     model("negative id of a token", token_ids(-1), "tokenizer.json", "the id -1"),
     model("huge id of an added token", token_ids(4 * 10**9, added=True), "tokenizer.json", "'<|x|>' the id 4000000000"),
     intact("ids with a gap", token_ids(511 + 10**5)),
+    model("tokenizer.json is {}", write("tokenizer.json", "{}"), "tokenizer.json lacks model and added_tokens"),
     model("tokenizer.json is a list", write("tokenizer.json", "[]"), "tokenizer"),
     model("tokenizer_config.json is not JSON", write("tokenizer_config.json", "{"), "tokenizer"),
     model("tokenizer_config.json is a list", write("tokenizer_config.json", "[1]"), "tokenizer"),
@@ -482,6 +502,8 @@ VALID = [
     intact("an adapter with another base", adapter(base_model_name_or_path="elsewhere"), **SAVED),
     intact("an adapter of a newer PEFT", adapter(some_new_option=None), **SAVED),
     intact("a new padding token", unchanged, special_tokens={"pad_token": "<pad>"}),
+    intact("dropout of other kinds", then(
+        settings(resid_pdrop=False, embd_pdrop=True, attention_dropout=0.1), null("classifier_dropout"))),
     intact("a chat template", unchanged, chat_template="chatml"),
     intact("a file of a chat template", write("t.jinja", "{{ messages }}"), chat_template="model/t.jinja"),
     good("home", config={"base_model": "~/model"}),

@@ -52,6 +52,10 @@ KINDS = {
     },
     "stripped": BYTE_LEVEL | {"norm": normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])},
     "parts of seven characters": {"model": "BPE", "pre": pre_tokenizers.FixedLength(7)},
+    "byte-level parts of seven characters": {
+        "model": "BPE",
+        "pre": pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), pre_tokenizers.ByteLevel(use_regex=False)]),
+    },
 }
 
 
@@ -106,7 +110,7 @@ def test_ids_and_characters_are_those_of_the_whole_text(kind, small):
     tokenizer, text = made(kind), mixed_text()
     expected = whole(tokenizer, text)
     assert token_ids(tokenizer, text) == expected["input_ids"]
-    assert (len(small) > 3) == (kind != "unigram without words")
+    assert (len(small) > 3) == (kind != "unigram without words" and "seven" not in kind)
     assert token_ranges(tokenizer, text) == expected["offset_mapping"]
     for given in (text, "<s>" + text + "</s>"):
         inner = whole(tokenizer, given)["input_ids"]
@@ -122,6 +126,20 @@ def test_a_real_tokenizer(smollm2_dir, small):
 @pytest.mark.parametrize("part", ["ab", " ", '{"a":1,"b":[2,3]},', "\n", "日"])
 def test_texts_without_words(part, small):
     tokenizer, text = made("byte-level"), part * 30_000
+    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["byte-level with NFC", "GPT-4", "BERT", "stripped"])
+@pytest.mark.parametrize("end", ["。\n", "!\n", "🙂\n", "，", "का\n"])
+def test_texts_without_latin_letters(kind, end, small):
+    tokenizer, draw = made(kind), random.Random(0)
+    text = "".join("".join(draw.choices("日本語字文", k=draw.randrange(20, 90))) + end for _ in range(600))
+    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"] and len(small) > 3
+    assert max(small) == 6000
+
+
+def test_a_window_with_few_tokens(small):
+    tokenizer, text = made("BERT"), "Hello world." + "\n" * 9000 + "word " * 3000
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 

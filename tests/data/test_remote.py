@@ -33,6 +33,13 @@ def test_files_at_urls(bucket):
     assert texts(path=f"{bucket}/notes.txt") == ["one\ntwo\n"]
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
+def test_urls_of_local_files(tmp_path, name):
+    (tmp_path / name).write_text({"rows.jsonl": '{"text": "a"}', "rows.csv": "text\na\n", "rows.txt": "a"}[name])
+    assert texts(path=f"file://{tmp_path}/{name}") == ["a"]
+    assert texts(path=f"file://{tmp_path}", data_files=name) == ["a"]
+
+
 def test_urls_have_fingerprints(bucket):
     rows, more = (DatasetEntry(type="completion", path=f"{bucket}/{name}.jsonl") for name in ("rows", "more"))
     assert source_fingerprint(rows) == source_fingerprint(rows) != source_fingerprint(more)

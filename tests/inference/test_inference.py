@@ -125,6 +125,19 @@ def test_a_prompt_that_is_too_long(sampler):
     assert len(sampler.reply_ids("a" * (limit - 2))[0]) <= 2
 
 
+def test_long_texts_are_refused_by_their_first_part(sampler):
+    limit = sampler.loaded.tuned.config.max_position_embeddings
+    long, short = "a" * 10**6, "a " * limit
+    for prompt, reference, message in (
+        (long, "b", "The prompt has more than"),
+        ([{"role": "user", "content": long}], "b", "The prompt has more than"),
+        ("b", long, "The reference has more than"),
+        ("b", short, "The prompt and the reference have"),
+    ):
+        with pytest.raises(DataError, match=f"{message}.* tokens, but the model has {limit} positions"):
+            Scorer(sampler, 2)(prompt, reference)
+
+
 def lines(*given):
     """A reader of given lines; an exception is raised."""
     rest = iter(given)

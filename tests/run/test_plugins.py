@@ -50,9 +50,11 @@ def test_what_plugins_change(make, seen, tmp_path):  # noqa: F811
 
 
 def test_weights_that_are_not_finite_are_not_saved(make, tmp_path):  # noqa: F811
-    with pytest.raises(NonFiniteLossError, match="Weights are NaN or infinite after the last step .first"):
+    with pytest.raises(
+        NonFiniteLossError, match="Weights are NaN or infinite after the last step .first.*they were so in base_model"
+    ):
         train(make(plugins=[PATH + "Ruins"]))
-    assert not (tmp_path / "out" / "ebft_final.json").exists()
+    assert json.loads((tmp_path / "out" / "ebft_final.json").read_text())["step"] is None
 
 
 def test_a_callback_of_plain_fine_tuning(make, seen, tmp_path):  # noqa: F811

@@ -5,10 +5,14 @@ import warnings
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.rendering import TooSlow, limited
+from ebft.errors import ModelError
+
 # <|im_start|>, <｜User｜>, <start_of_turn>, <s>, [INST]. Words in angle brackets, such as <think>, are plain text.
 _MARKER = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[A-Za-z]+(?:_[A-Za-z]+)+>|</?s>|\[/?(?:INST|[A-Z]+(?:_[A-Z]+)+)\]")
 # Llama 2 and Mistral v1 write [INST] as text, with a space before the closing one; others have tokens for it.
 _AS_TEXT = " [/INST]"
+_SECONDS = 20  # of computing that rendering a small chat may take
 _USER, _REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
 _SYSTEM = {"role": "system", "content": "A system"}
 _ASKED = ([_USER], [_USER, _REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _REPLY, _USER])
@@ -16,7 +20,10 @@ _CHATS = (*_ASKED, *([*chat, _REPLY] for chat in _ASKED))  # some templates end 
 
 
 def rendered_examples(tokenizer: PreTrainedTokenizerBase, template: str | dict) -> list[str | None]:
-    """Small chats, with the start of a reply if they end with a question; None for those that the template refuses."""
+    """Small chats, with the start of a reply if they end with a question; None for those that the template refuses.
+
+    Raises ModelError for a template that does not end.
+    """
     return [_rendered(tokenizer, template, chat) for chat in _CHATS]
 
 
@@ -52,7 +59,12 @@ def warn_of_split_markers(what: str, markers: list[str]) -> None:
 def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
     asked = chat[-1] is not _REPLY
     try:
-        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=asked)
+        with limited(str(template), _SECONDS):
+            return tokenizer.apply_chat_template(
+                chat, chat_template=template, tokenize=False, add_generation_prompt=asked
+            )
+    except TooSlow as error:
+        raise ModelError(f"chat_template: a small chat cannot be rendered: {error}, or set another one.") from error
     except Exception:  # a template is a program, which may fail in any way
         return None
 

@@ -29,6 +29,7 @@ _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"\s*")
 _EXPONENT = re.compile(r"\d[eE]\+?\d{3}")
+_DIGITS = re.compile(r"\d{3}")  # in every 103rd character, if there is a number of 309 digits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ADVICE = "Correct the file or leave it out."
 
@@ -52,6 +53,7 @@ class JsonFiles(ArrowBasedBuilder):
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
         types, splits = Types(), []
         for split, paths in self.config.files.items():
+            paths = [path.removeprefix("file://") for path in paths]
             if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
                 paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
             for path in paths:
@@ -113,7 +115,7 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
                     continue
                 if is_empty and line.strip() == b"null":
                     _fail(f"{path}, line {number}", "a row must be a JSON object, got null")
-                if is_empty and (line.lstrip()[:1] == b"[" or line.strip() == b"{"):
+                if is_empty and (line.lstrip()[:1] == b"[" or _goes_on(line.decode().strip(), decoder)):
                     yield from _rows_of_whole(path, decoder, is_checked)
                     return
                 is_empty = False
@@ -126,6 +128,17 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     if is_empty:
         raise DataError(f"{path}: the file is empty. {_ADVICE}")
+
+
+def _goes_on(line: str, decoder: json.JSONDecoder) -> bool:
+    """Whether an object that begins on a line has its end on a later one."""
+    try:
+        decoder.raw_decode(line)
+    except json.JSONDecodeError as error:
+        return line.startswith("{") and error.pos >= len(line) - 1  # a comma at the end may be at fault
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
@@ -175,7 +188,8 @@ def _values(
         except RecursionError as error:
             _fail(where, "nested too deeply", error)
         except ValueError as error:
-            _fail(where, str(error), error)
+            long = "set_int_max_str_digits" in str(error)  # the advice of Python
+            _fail(where, "an integer has more than 4300 digits. Write it as a text" if long else str(error), error)
         yield {} if value is None else value, text[at:end]
         at, number = _SPACE.match(text, end).end(), number + 1
 
@@ -184,7 +198,7 @@ def _checked(row: Any, text: str, where: str) -> dict[str, Any]:
     """The row, given its text. Raises DataError if it is not an object, or contains a text that is none."""
     if not isinstance(row, dict):
         _fail(where, f"a row must be a JSON object, got {_short(text.strip())}")
-    if _EXPONENT.search(text):
+    if _EXPONENT.search(text) or _DIGITS.search(text[::103]):
         try:
             json.loads(text, parse_float=_finite)
         except ValueError as error:

@@ -25,7 +25,8 @@ LONGEST = 2**18  # characters that are tokenised at once, if possible
 _CONTEXT = 4096  # characters of the zone in which windows are joined, and of the context on either side of it
 _EQUAL = 24  # tokens on either side of the place at which windows are joined that have to be equal
 _BYTES = 130  # at least, of memory per character that is tokenised at once; measured: 130 to 200
-_MARKS = " \n\t.,;:\"'()[]{}<>=/+*-|"  # characters that may end a word
+_MARKS = " \n\t.,;:\"'()[]{}<>=/+*-|。，、！？；：「」（）…"  # characters that may end a word
+_LINES = ("word", "字。", "!?", "का")  # ends of lines
 _places: WeakKeyDictionary[object, re.Pattern[str] | None] = WeakKeyDictionary()
 
 
@@ -84,7 +85,8 @@ def _parts(
         joined = _joined(window, following, places, text)
         if joined is None:
             longer = _Window(tokenizer, text, window.start, 2 * window.stop - window.start)
-            if longer.ids[: first + _EQUAL] != window.ids[: first + _EQUAL]:
+            known = window.ids[: first + _EQUAL]
+            if longer.ids[: len(known)] != known:
                 raise DataError(
                     f"{type(tokenizer).__name__} cannot tokenise a text of {len(text):,} characters in parts, since "
                     "its tokens depend on distant ones. Split the row into several."
@@ -119,10 +121,14 @@ def _places_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 def _find_places(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     if max(map(len, tokenizer.get_added_vocab()), default=0) > _CONTEXT // 4:
         return None
-    ends = "".join(mark for mark in _MARKS if _splits_at(mark, tokenizer.backend_tokenizer))
+    backend = tokenizer.backend_tokenizer
+    if backend.pre_tokenizer is not None and b'"FixedLength"' in backend.pre_tokenizer.__getstate__():
+        return None  # its words depend on the position
+    ends = "".join(mark for mark in _MARKS if _splits_at(mark, backend))
     if ends:
-        return re.compile(rf"(?<=[^\W_])(?=[{re.escape(ends)}])")
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        lines = r"|(?<=\S)(?=\n)" if all(_splits_at("\n", backend, word) for word in _LINES) else ""
+        return re.compile(rf"(?<=[^\W_])(?=[{re.escape(ends)}]){lines}")
+    model = json.loads(backend.to_str())["model"]
     if model.get("type") != "BPE" or model.get("dropout"):
         return None  # the best tokens of a whole text, whose scores are rounded, or random ones
     crosses = re.compile(r"[^\s▁Ġ][\s▁Ġ]")
@@ -130,12 +136,14 @@ def _find_places(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     return None if any(map(crosses.search, vocabulary)) else re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 
-def _splits_at(mark: str, tokenizer: Any) -> bool:
+def _splits_at(mark: str, tokenizer: Any, word: str = "word") -> bool:
     """Whether the pre-tokeniser of a tokenizer splits words that are separated by a character."""
-    text = mark.join(["word"] * 4)
+    text = mark.join([word] * 4)
     text = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
     pieces = [] if tokenizer.pre_tokenizer is None else tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    return len(pieces) > 1 and all(piece.count("word") <= 1 for piece, _ in pieces)
+    last = word[-1]  # a normaliser may put spaces into the word
+    is_split = len(pieces) > 1 and all(text[start:end].count(last) <= 1 for _, (start, end) in pieces)
+    return is_split and text.count(last) == 4
 
 
 def _check_memory(characters: int) -> None:

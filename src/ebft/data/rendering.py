@@ -1,4 +1,4 @@
-"""Chats as text: the one place that calls a tokenizer's chat template, and what the template writes after a reply."""
+"""Chats as text, rendered with a tokenizer's chat template, and what the template writes after a reply."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class ChatTemplate:
                 "Jinja text), or use text"
             )
         try:
-            with _limited(str(self.tokenizer.chat_template)):
+            with limited(str(self.tokenizer.chat_template)):
                 return self.tokenizer.apply_chat_template(
                     messages,
                     tools=self.tools or None,
@@ -253,30 +253,33 @@ def _line(error: Exception) -> int | None:
     return lines[-1] if lines else None
 
 
-class _TooSlow(Exception):
-    """Rendering a chat took longer than `SECONDS`."""
+class TooSlow(Exception):
+    """Rendering a chat took longer than allowed."""
 
 
 @contextmanager
-def _limited(template: str) -> Iterator[None]:
-    """Raise `_TooSlow` if rendering takes more than `SECONDS` of computing, and at once for a template that did before.
+def limited(template: str, seconds: float | None = None) -> Iterator[None]:
+    """Raise `TooSlow` if rendering takes more than `seconds` of computing, and at once for a template that did before.
 
-    Only the main thread can be interrupted, and only if nothing else uses the timer of computing time.
+    They are `SECONDS` if not given. Only the main thread can be interrupted, and only if nothing else uses the timer of
+    computing time.
     """
+    seconds = SECONDS if seconds is None else seconds
+    too_slow = TooSlow(f"it takes more than {seconds} s, so its loops may have no end. Correct the template")
     if template in _too_slow:
-        raise _TooSlow(f"it takes more than {SECONDS} s, so its loops may have no end. Correct the template")
+        raise too_slow
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     started = time.thread_time()
 
     def stop(*_: object) -> None:
-        if time.thread_time() - started >= SECONDS:  # and not that of other threads
+        if time.thread_time() - started >= seconds:  # and not that of other threads
             _too_slow.add(template)
-            raise _TooSlow(f"it takes more than {SECONDS} s, so its loops may have no end. Correct the template")
+            raise too_slow
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
     try:
         yield
     finally:

@@ -12,11 +12,13 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, set_seed
 
 from ebft.data.conversation import Renderer
-from ebft.data.messages import Message
+from ebft.data.messages import Message, as_texts
 from ebft.errors import DataError, ModelError
 from ebft.inference.models import Loaded
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.structured.reward import end_token_ids
+
+_CHARACTERS = 32  # per position, of the part of a long text that is tokenised first
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,33 @@ class Sampler:
         self.loaded, self.options = loaded, options
         self.renderer = Renderer(loaded.tokenizer, loaded.template)
 
+    @property
+    def positions(self) -> int | None:
+        """The positions of the model; None if it has no limit."""
+        return getattr(unwrap_adapter(self.loaded.tuned).config.get_text_config(), "max_position_embeddings", None)
+
+    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+        """Ids of a prompt. Raises DataError if it cannot be rendered, or if its first part is far too long."""
+        if self.positions is not None and len(str(prompt)) > _CHARACTERS * self.positions:
+            is_text = isinstance(prompt, str)
+            text = prompt if is_text else self.renderer.template(as_texts(prompt), add_generation_prompt=True)
+            self.check_length(text, "prompt")
+        return self.renderer.prompt_ids(prompt)
+
+    def check_length(self, text: str, what: str) -> None:
+        """Raise DataError if the first part of a text has twice as many tokens as there are positions.
+
+        A text of some hundred thousand characters without words takes minutes to tokenise.
+        """
+        part = text[: _CHARACTERS * (self.positions or 0)]
+        if len(part) < len(text) and self.positions:
+            length = len(self.loaded.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+            if length > 2 * self.positions:
+                raise DataError(
+                    f"The {what} has more than {length} tokens, but the model has {self.positions} positions. Use a "
+                    f"shorter {what}."
+                )
+
     def reply_ids(
         self,
         prompt: str | list[Message],
@@ -67,12 +96,12 @@ class Sampler:
         `on_token` is called after each token and may raise an exception, which stops the generation. Raises DataError
         if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model computes NaN.
         """
-        ids = self.renderer.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
             causal_lm = unwrap_adapter(model)
             ends = sorted(end_token_ids(model, self.renderer))
             config = self.options.generation_config(model)
-            config.max_new_tokens = min(config.max_new_tokens, _room(causal_lm, len(ids)))
+            config.max_new_tokens = min(config.max_new_tokens, _room(self.positions, len(ids)))
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
             if samples > 1:
                 config.num_return_sequences, config.do_sample = samples, True
@@ -119,8 +148,7 @@ def _calls(on_token: Callable[[], None]) -> Callable[..., torch.Tensor]:
     return criterion
 
 
-def _room(causal_lm: Any, length: int) -> int:
-    limit = getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
+def _room(limit: int | None, length: int) -> int:
     if limit is None:
         return 2**31
     if length >= limit:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebft.data.messages import Message
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, DataError
 from ebft.inference.sampling import Sampler
 from ebft.structured.reward import FeatureMatchingReward
 
@@ -55,6 +55,7 @@ class Scorer:
     ) -> ScoredReplies:
         """Sample replies to a prompt and score them against a reference text; see `Sampler.reply_ids`."""
         n = self._samples
+        self._check_length(prompt, reference)
         ids = self._sampler.reply_ids(prompt, base, n, on_token=on_token)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
         match = self.reward.last
@@ -66,3 +67,18 @@ class Scorer:
             match.diversity.flatten().tolist(),
             match.cfm.item(),
         )
+
+    def _check_length(self, prompt: str | list[Message], reference: str) -> None:
+        """Raise DataError if the feature network has fewer positions than the prompt and the reference have tokens."""
+        positions = self._sampler.positions
+        if positions is None:
+            return
+        self._sampler.prompt_ids(prompt)
+        self._sampler.check_length(reference, "reference")
+        row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
+        length = len(row.prompt_ids) + len(row.reference_ids)
+        if length > positions:
+            raise DataError(
+                f"The prompt and the reference have {length} tokens, but the model has {positions} positions. Use "
+                "shorter ones."
+            )

@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {cause(error)}")
 
     def _reply(self, request: dict[str, Any], prompt: str | list[Message], sampler: Sampler) -> None:
-        sampler.renderer.prompt_ids(prompt)  # fails before the reply begins
+        sampler.prompt_ids(prompt)  # fails before the reply begins
         streamer = _ToPage(sampler.loaded.tokenizer, self)
         sampler.reply_ids(prompt, request.get("base", False), streamer=streamer, on_token=self._check_connected)
 

@@ -88,7 +88,8 @@ def load_base_model(
         )
     except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
         file = f"the {GENERATION_CONFIG} of " if _has_bad_generation_config(config, name) else ""
-        raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {explained(error)}") from error
+        said = explained(error, model_config.to_dict())
+        raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {said}") from error
     _fit_vocabulary(config, model, tokenizer)
     return model
 

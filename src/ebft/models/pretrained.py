@@ -5,6 +5,7 @@ Used for the trainers' `model=`, the config's `base_model` and `ebft evaluate --
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.fetch.catalog import is_gguf
-from ebft.models.config_file import check_model_config
+from ebft.models.config_file import check_model_config, key_with
 from ebft.models.gguf import check_readable, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.models.heads import LANGUAGE, Head
 from ebft.models.weights import load_complete
@@ -103,8 +104,11 @@ def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name, **options)
 
 
-def explained(error: Exception) -> str:
-    """The message of an error of transformers; says how to allow code of the model's repository if it is needed."""
+def explained(error: Exception, settings: Mapping[str, Any] | None = None) -> str:
+    """The message of an error of transformers; says how to allow code of the model's repository if it is needed.
+
+    With the content of config.json as `settings`, the key of a name that transformers does not know is given.
+    """
     if isinstance(error, ModelError):
         return str(error)
     if "trust_remote_code" in str(error):
@@ -112,4 +116,8 @@ def explained(error: Exception) -> str:
             "it needs Python code from its repository, which is not run by default. If you have read the code and "
             "trust it, set trust_remote_code: true"
         )
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        name = key_with(error.args[0], settings or {})
+        if name is not None:
+            return f"config.json: {name}: transformers does not know {error.args[0]!r:.60}. Correct it"
     return cause(error)

@@ -13,7 +13,7 @@ from ebft.models.base import find_base_model
 from ebft.models.chat_templates import apply_chat_template_choice
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.token_overrides import with_overrides
-from ebft.paths import exists
+from ebft.paths import exists, json_object
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -34,6 +34,13 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # the files may contain anything
         _check_config(config, name, key)
+        path = Path(name) / "tokenizer.json"
+        missing = [part for part in ("model", "added_tokens") if exists(path) and part not in json_object(path)]
+        if missing:
+            raise ModelError(
+                f"{key}: {path} lacks {' and '.join(missing)}, so it is not that of a tokenizer. Copy or download it "
+                "again."
+            ) from error
         raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {explained(error)}") from error
     if config.added_tokens_overrides:
         tokenizer = with_overrides(tokenizer, config.added_tokens_overrides)

@@ -1,6 +1,7 @@
 """Checks of weight files: every tensor of the model must be in them, with usable values, and no pickle is read.
 
-What can be seen in the headers is read from them; of the values, a few rows of each tensor are looked at.
+What can be seen in the headers is read from them; all values must be finite, and a few rows of each tensor are looked
+at more closely.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
 
 
 def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Raise ModelError for weights that are stored quantised, but would be read as plain numbers."""
+    """Raise ModelError for weights that would be read as plain numbers, but are stored quantised or complex."""
     settings = getattr(model.config, "quantization_config", None)  # absent in most models
     if settings is not None:
         if getattr(model, "quantization_method", None) is None:  # set by transformers for a method that it knows
@@ -108,6 +109,12 @@ def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -
             )
         return
     plain = {key for key, own in model.named_parameters() if own.is_floating_point()} & stored.keys()
+    complex_ones = [key for key in plain if stored[key].is_complex()]
+    if complex_ones:
+        raise ModelError(
+            f"{len(complex_ones)} weights are stored as complex numbers ({_some(complex_ones)}), whose imaginary parts "
+            "would be lost. Use weights with real numbers"
+        )
     integers = [key for key in plain if stored[key].dtype in _INTEGERS]
     if integers:
         raise ModelError(
@@ -133,13 +140,13 @@ def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -
 
 @torch.no_grad()
 def _check_values(name: str, model: PreTrainedModel) -> None:
-    """Raise ModelError for values with which no model computes anything, seen in a few rows of each tensor."""
+    """Raise ModelError for values with which no model computes anything; large ones are seen in a few rows of each."""
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
         return  # only one process has the weights
     for key, own in model.named_parameters():
         if not _is_plain(own):
             continue
-        if not (_rows(own).abs() < _LARGEST).all():  # false for NaN
+        if not (_rows(own).abs() < _LARGEST).all() or not _is_finite(own):  # false for NaN
             raise ModelError(
                 f"the weights contain NaN, infinite values or ones above {_LARGEST:.0e} ({key}), so the model would "
                 "compute NaN or zeros. Use other weights, such as those of an earlier checkpoint"
@@ -158,6 +165,10 @@ def _is_plain(own: Tensor) -> bool:
     """Whether values can be compared: those of a whole tensor that is not quantised."""
     is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1
     return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(bound.isfinite()) for bound in tensor.aminmax())  # without a copy; both are NaN if a value is
 
 
 def _rows(tensor: Tensor) -> Tensor:

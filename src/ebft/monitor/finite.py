@@ -42,9 +42,9 @@ def check_weights(model: nn.Module, anywhere: Callable[[bool], bool]) -> None:
     if anywhere(bool(found)):
         raise NonFiniteLossError(
             f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, although its "
-            "loss was finite, so the final model was not saved. A plugin changed them, or the last update overflowed. "
-            "Check the plugins, or reduce learning_rate; an earlier checkpoint can be used as base_model or "
-            "lora_model_dir."
+            "loss was finite, so the final model was not saved. A plugin changed them, the last update overflowed, or "
+            "they were so in base_model. Check the plugins and base_model, or reduce learning_rate; an "
+            "earlier checkpoint can be used as base_model or lora_model_dir."
         )
 
 
