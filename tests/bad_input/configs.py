@@ -164,9 +164,8 @@ STRUCTURE = [
     key("base_model", " "),
     key("datasets", []),
     key("datasets", "rows.jsonl"),
-    *(broken(f"{name}: an empty type", f"{name}.0: type: the mapping is empty", "user_defined", config={
-        "datasets": [{"path": "rows.jsonl", "type": "completion"}], name: [{"path": "rows.jsonl", "type": {}}]})
-      for name in ("datasets", "test_datasets")),
+    bad("an empty type, which means the default columns", "rows.jsonl", "row 0", "Set field_instruction",
+        config={"datasets": [{"path": "rows.jsonl", "type": {}}]}),
     key("evaluation.pass_at", [1, 100], "evaluation.samples", "got 2"),
     key("datasets", {"path": "rows.jsonl", "type": "completion"}),
     key("datasets", ["rows.jsonl"]),

@@ -187,7 +187,7 @@ def test_a_row_that_takes_long_is_named(monkeypatch, capsys):
     monkeypatch.setattr("ebft.slow_calls.FIRST", 0.1)
     step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, set(), lambda row, where: dict(row), [], 0)
     step.row({"text": "a"}, 3)
-    assert "Tokenising rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err
+    assert "rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err
 
 
 def slow(row, tokenizer):

@@ -335,6 +335,7 @@ def test_a_signal_saves_a_checkpoint(make, press, tmp_path, name):
     earlier = tmp_path / "out" / "checkpoint-300" / "trainer_state.json"  # of another run in the same folder
     earlier.parent.mkdir(parents=True)
     earlier.touch()
+    (earlier.parent / "ebft_run.json").touch()
     handler = signal.getsignal(number)
     with pytest.raises(
         TrainingInterrupted, match="Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"

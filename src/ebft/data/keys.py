@@ -240,11 +240,6 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         """Move a mapping in `type` to `user_defined`, unless it has columns of preference data."""
         if not isinstance(data, dict) or not isinstance(data.get("type"), dict):
             return data
-        if not data["type"]:
-            raise ValueError(
-                "type: the mapping is empty. Name the columns in it, for example {field_instruction: question, "
-                "field_output: answer}, or set type to a name, such as completion, chat_template or user_defined."
-            )
         if data["type"].keys() & (PreferenceColumns.model_fields.keys() - PromptFormat.model_fields.keys()):
             return data
         if data.get("user_defined") is not None:

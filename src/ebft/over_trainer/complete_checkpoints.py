@@ -13,7 +13,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import distributed, nn
-from transformers.utils import logging
+from transformers import logging
 
 from ebft.durable import CHECKSUMS, STAGING, STATE, clean_staging, discard, publish, remove_staged, write_checksums
 from ebft.errors import EBFTError, SaveError
