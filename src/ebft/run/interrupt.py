@@ -44,6 +44,7 @@ class StopOnSignal(TrainerCallback):
         self.is_saving_model = False  # set while the final model is saved
         self._trainer: OverTrainer | None = None
         self._is_stopping = False  # all processes agreed to stop after this step
+        self._process = os.getpid()
 
     def follow(self, trainer: OverTrainer) -> None:
         """Stop this trainer, whose training starts now."""
@@ -61,6 +62,7 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
+        self._process = os.getpid()
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -69,6 +71,10 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # forked by user code, such as a worker of a multiprocessing.Pool
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         if self.requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
