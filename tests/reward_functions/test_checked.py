@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebft.errors import RewardError
-from ebft.reward_functions.checked import checked_functions
+from ebft.reward_functions.checked import _own, checked_functions
 
 
 class Judge:
@@ -83,6 +83,8 @@ def test_each_function_gets_its_own_lists():
         "completion_ids": [[1, 2], [3]],
         "meta": [{"tests": ["t"], "n": None}, {"tests": [], "n": 1}],
     }
+    floats = [0.5] * 3
+    assert _own([floats])[0] == floats and _own([floats])[0] is not floats
     before, environments = copy.deepcopy(given), [deque(), deque()]
     assert checked_functions(changes)(**given, environments=environments) == [1.0, 2.0]
     assert given == before and environments[0] == deque([1]), "objects are the user's own"
@@ -105,6 +107,30 @@ def test_ctrl_c_in_a_function_is_not_its_error(handler):
     try:
         with pytest.raises(KeyboardInterrupt):
             checked_functions(interrupted)(prompts=["a"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_that_a_function_converts_is_still_one():
+    def converts(prompts, **columns):
+        try:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(5)
+        except BaseException as error:
+            raise ValueError("no") from error
+
+    def fails(prompts, **columns):
+        raise ValueError("own")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checked_functions(converts)(prompts=["a"])
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:  # while an interrupted run is saved
+            with pytest.raises(RewardError, match="own"):
+                checked_functions(fails)(prompts=["a"])
     finally:
         signal.signal(signal.SIGINT, before)
 

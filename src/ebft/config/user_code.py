@@ -26,6 +26,7 @@ _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
 _DIRECTORY, _SEED, _RANDOM = "the working directory", "torch.manual_seed", "random numbers"
+_HANDLERS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)")
 _SETTINGS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
              "torch.set_float32_matmul_precision", "torch.set_deterministic_debug_mode")  # fmt: skip
 _warned: set[tuple[str, ...]] = set()
@@ -52,14 +53,16 @@ def named_call(
     Exceptions that `passes` includes and interruptions by a signal stay the same. Everything else is converted, also
     sys.exit() and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
     """
+    handled = sys.exception()  # of a caller: the context of whatever is raised in the call
     _running.append(what)
     try:
         with watched(what):
             yield
-    except passes:
-        raise
     except BaseException as raised:
-        if _is_interruption(raised):
+        interruption = _interruption(raised, handled)
+        if interruption is not None and interruption is not raised:  # user code converted it
+            raise interruption from None
+        if interruption is not None or isinstance(raised, passes):
             raise
         happened = what_happened(raised)
         raise error(f"{what} failed: {happened}." if says is None else says(happened)) from raised
@@ -95,6 +98,17 @@ def _say(does: str) -> None:
         sys.stderr.flush()
 
 
+def _interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The interruption among an error and its causes, up to an exception that was `handled` before the call."""
+    chain, seen = [error], {id(handled), id(error)}
+    for each in chain:
+        for before in (each.__cause__, each.__context__):
+            if before is not None and id(before) not in seen:
+                seen.add(id(before))
+                chain.append(before)
+    return next((each for each in chain if _is_interruption(each)), None)
+
+
 def _is_interruption(error: BaseException | None) -> bool:
     """Whether a signal, or the cancellation of a task, ended a call: user code did not raise it by itself."""
     if isinstance(error, asyncio.CancelledError):
@@ -104,8 +118,6 @@ def _is_interruption(error: BaseException | None) -> bool:
         return False
     if not isinstance(error, KeyboardInterrupt):
         return False
-    if _is_interruption(error.__context__):  # caught, and raised again as another one
-        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -133,7 +145,7 @@ def state_kept(what: str, sets_up: bool = False) -> Iterator[None]:
                 continue
             _restore(name, expected, before)
             if name != "torch.set_grad_enabled" or "torch.inference_mode" not in changes:  # which includes it
-                changes[name] = f"{name}: {expected} became {value}"
+                changes[name] = name if name in _HANDLERS else f"{name}: {expected} became {value}"
         if changes and (what, *changes) not in _warned:
             _warned.add((what, *changes))
             warnings.warn(
