@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import signal
+import sys
 import time
 import warnings
 from collections import deque
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from ebft.config.user_code import state_kept
 from ebft.errors import RewardError
 from ebft.reward_functions.checked import _own, checked_functions
 
@@ -150,6 +152,38 @@ def test_state_is_restored_and_named_once():
     assert torch.equal(torch.random.get_rng_state(), expected)
     with warnings.catch_warnings(action="error"):
         call(prompts=["a"])
+
+
+@pytest.mark.parametrize("seeds", [True, False])
+def test_the_same_seed_is_noticed_and_no_number_changes(seeds):
+    def draws(prompts, **columns):
+        if seeds:
+            torch.manual_seed(9)
+        return torch.rand(1).double().tolist()
+
+    torch.manual_seed(9)
+    first, second = torch.rand(1), torch.rand(1)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    torch.rand(1)
+    if seeds:
+        with pytest.warns(UserWarning, match="draws changed torch.manual_seed: 9 became 9"), state_kept("Outer"):
+            assert checked_functions(draws)(prompts=["a"]) == first.tolist()
+        assert torch.equal(torch.rand(1), second)
+    else:
+        assert checked_functions(draws)(prompts=["a"]) == second.tolist()
+    assert torch.equal(torch.rand(3), expected) and torch.initial_seed() == 9
+
+
+def test_replaced_streams_are_restored():
+    def replaces(prompts, **columns):
+        sys.stdout = None
+        return [1.0]
+
+    before = sys.stdout
+    with pytest.warns(UserWarning, match="replaces changed sys.stdout. This was"):
+        checked_functions(replaces)(prompts=["a"])
+    assert sys.stdout is before
 
 
 def test_a_function_that_shortens_its_prompts_is_found_out():
