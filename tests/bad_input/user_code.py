@@ -179,7 +179,8 @@ LEFT_BEHIND = [
          files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"},
          warns=("trl.reward_timeout has no effect without reward_num_workers",)),
     good("reward: a coroutine leaves another dtype", config=GRPO, trains=True, files={"my_rewards.py": "import torch\n"
-         "async def score(prompts, **kw):\n    torch.set_default_dtype(torch.float64)\n    return [1.0] * len(prompts)\n"},
+         "async def score(prompts, **kw):\n    torch.set_default_dtype(torch.float64)\n"
+         "    return [1.0] * len(prompts)\n"},
          warns=("The reward functions my_rewards.score changed torch.set_default_dtype",)),
     leaves("no output folder", "import shutil\nshutil.rmtree('out')",
            why="the folder is created again for the final model"),
