@@ -167,7 +167,7 @@ LEFT_BEHIND = [
     leaves("another working directory", "import os\nos.makedirs('elsewhere', exist_ok=True)\nos.chdir('elsewhere')",
            "the working directory", "elsewhere. This was changed back"),
     leaves("a handler of SIGTERM", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)",
-           "signal.signal(SIGTERM)"),
+           "changed signal.signal(SIGTERM). This was changed back"),
     leaves("nothing", "import torch\nfrom contextlib import chdir\nwith torch.no_grad(), chdir('/'): torch.ones(2)\n"
            "with torch.random.fork_rng():\n    torch.manual_seed(1)"),
     leaves("settings that only it reads", "import os, sys, warnings, random\nos.environ['OWN'] = '1'\nrandom.seed(0)\n"
@@ -178,6 +178,10 @@ LEFT_BEHIND = [
     good("reward: a time limit without workers", config={**GRPO, "trl": GRPO["trl"] | {"reward_timeout": 5}},
          files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"},
          warns=("trl.reward_timeout has no effect without reward_num_workers",)),
+    good("reward: a coroutine leaves another dtype", config=GRPO, trains=True, files={"my_rewards.py": "import torch\n"
+         "async def score(prompts, **kw):\n    torch.set_default_dtype(torch.float64)\n"
+         "    return [1.0] * len(prompts)\n"},
+         warns=("The reward functions my_rewards.score changed torch.set_default_dtype",)),
     leaves("no output folder", "import shutil\nshutil.rmtree('out')",
            why="the folder is created again for the final model"),
 ]  # fmt: skip
@@ -252,6 +256,8 @@ PLUGINS = [
            trains=True),
     plugin("interrupts training", "def on_step_end(self, *a, **k): raise KeyboardInterrupt", "own.Own.on_step_end",
            "own.py", "line 5", trains=True),
+    plugin("returns a number", "def on_step_end(self, *a, **k): return 5", "own.Own.on_step_end returned a int",
+           trains=True),
     plugin("raises a BaseException", "def on_log(self, *a, **k): raise BaseException('x')", "own.Own.on_log", "x",
            trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import signal
+import sys
 import time
 import warnings
 from collections import deque
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from ebft.config.user_code import state_kept
 from ebft.errors import RewardError
-from ebft.reward_functions.checked import checked_functions
+from ebft.reward_functions.checked import _own, checked_functions
 
 
 class Judge:
@@ -83,6 +85,8 @@ def test_each_function_gets_its_own_lists():
         "completion_ids": [[1, 2], [3]],
         "meta": [{"tests": ["t"], "n": None}, {"tests": [], "n": 1}],
     }
+    floats = [0.5] * 3
+    assert _own([floats])[0] == floats and _own([floats])[0] is not floats
     before, environments = copy.deepcopy(given), [deque(), deque()]
     assert checked_functions(changes)(**given, environments=environments) == [1.0, 2.0]
     assert given == before and environments[0] == deque([1]), "objects are the user's own"
@@ -109,6 +113,30 @@ def test_ctrl_c_in_a_function_is_not_its_error(handler):
         signal.signal(signal.SIGINT, before)
 
 
+def test_an_interruption_that_a_function_converts_is_still_one():
+    def converts(prompts, **columns):
+        try:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(5)
+        except BaseException as error:
+            raise ValueError("no") from error
+
+    def fails(prompts, **columns):
+        raise ValueError("own")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checked_functions(converts)(prompts=["a"])
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:  # while an interrupted run is saved
+            with pytest.raises(RewardError, match="own"):
+                checked_functions(fails)(prompts=["a"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_state_is_restored_and_named_once():
     def careless(prompts, **columns):
         torch.set_default_dtype(torch.float64), torch.set_grad_enabled(False), torch.manual_seed(3)
@@ -124,6 +152,38 @@ def test_state_is_restored_and_named_once():
     assert torch.equal(torch.random.get_rng_state(), expected)
     with warnings.catch_warnings(action="error"):
         call(prompts=["a"])
+
+
+@pytest.mark.parametrize("seeds", [True, False])
+def test_the_same_seed_is_noticed_and_no_number_changes(seeds):
+    def draws(prompts, **columns):
+        if seeds:
+            torch.manual_seed(9)
+        return torch.rand(1).double().tolist()
+
+    torch.manual_seed(9)
+    first, second = torch.rand(1), torch.rand(1)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    torch.rand(1)
+    if seeds:
+        with pytest.warns(UserWarning, match="draws changed torch.manual_seed: 9 became 9"), state_kept("Outer"):
+            assert checked_functions(draws)(prompts=["a"]) == first.tolist()
+        assert torch.equal(torch.rand(1), second)
+    else:
+        assert checked_functions(draws)(prompts=["a"]) == second.tolist()
+    assert torch.equal(torch.rand(3), expected) and torch.initial_seed() == 9
+
+
+def test_replaced_streams_are_restored():
+    def replaces(prompts, **columns):
+        sys.stdout = None
+        return [1.0]
+
+    before = sys.stdout
+    with pytest.warns(UserWarning, match="replaces changed sys.stdout. This was"):
+        checked_functions(replaces)(prompts=["a"])
+    assert sys.stdout is before
 
 
 def test_a_function_that_shortens_its_prompts_is_found_out():

@@ -25,10 +25,14 @@ _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
 )
 _DIRECTORY, _SEED, _RANDOM = "the working directory", "torch.manual_seed", "random numbers"
-_SETTINGS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
+_HANDLERS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)")
+_STREAMS = ("sys.stdout", "sys.stderr")
+_MARK = 0x35 << 24  # changes a seed during a call, which stays below 2**32
+_SETTINGS = (*_STREAMS, "signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
              "torch.set_float32_matmul_precision", "torch.set_deterministic_debug_mode")  # fmt: skip
 _warned: set[tuple[str, ...]] = set()
 _running: list[str] = []  # the calls that have not returned, the last one at the end
+_marked: int | None = None  # the seed that the generator stores during a call
 _entered: list[Any] = []  # modes of PyTorch, which end when they are collected
 
 
@@ -51,14 +55,16 @@ def named_call(
     Exceptions that `passes` includes and interruptions by a signal stay the same. Everything else is converted, also
     sys.exit() and a KeyboardInterrupt that is not Ctrl-C. `says` returns the message, given what happened.
     """
+    handled = sys.exception()  # of a caller: the context of whatever is raised in the call
     _running.append(what)
     try:
         with watched(what):
             yield
-    except passes:
-        raise
     except BaseException as raised:
-        if _is_interruption(raised):
+        interruption = _interruption(raised, handled)
+        if interruption is not None and interruption is not raised:  # user code converted it
+            raise interruption from None
+        if interruption is not None or isinstance(raised, passes):
             raise
         happened = what_happened(raised)
         raise error(f"{what} failed: {happened}." if says is None else says(happened)) from raised
@@ -94,6 +100,17 @@ def _say(does: str) -> None:
         sys.stderr.flush()
 
 
+def _interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The interruption among an error and its causes, up to an exception that was `handled` before the call."""
+    chain, seen = [error], {id(handled), id(error)}
+    for each in chain:
+        for before in (each.__cause__, each.__context__):
+            if before is not None and id(before) not in seen:
+                seen.add(id(before))
+                chain.append(before)
+    return next((each for each in chain if _is_interruption(each)), None)
+
+
 def _is_interruption(error: BaseException | None) -> bool:
     """Whether a signal, or the cancellation of a task, ended a call: user code did not raise it by itself."""
     asyncio = sys.modules.get("asyncio")  # to import it takes 50 ms
@@ -104,8 +121,6 @@ def _is_interruption(error: BaseException | None) -> bool:
         return False
     if not isinstance(error, KeyboardInterrupt):
         return False
-    if _is_interruption(error.__context__):  # caught, and raised again as another one
-        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -123,17 +138,26 @@ def state_kept(what: str, sets_up: bool = False) -> Iterator[None]:
     are kept: handlers of signals, random seeds, and how PyTorch computes.
     """
     before = _state()
+    seed = None
     try:
+        seed = None if sets_up else _mark_seed(before)
         yield
     finally:
         fresh, changes = _fresh_state(), {}
         for name, value in _state().items():
             expected = before.get(name, fresh.get(name, value))
-            if name == _RANDOM or value == expected or (sets_up and name in _SETTINGS):
+            if name == _SEED and seed is not None and value == seed ^ _MARK:
+                _write_seed(seed)
                 continue
+            if name == _RANDOM or (sets_up and name in _SETTINGS):
+                continue
+            is_set_again = name == _SEED and seed is not None  # maybe to the same one
+            if not is_set_again and (value is expected or (name not in _STREAMS and value == expected)):
+                continue
+            shown = expected ^ _MARK if name == _SEED and expected == _marked else expected
             _restore(name, expected, before)
             if name != "torch.set_grad_enabled" or "torch.inference_mode" not in changes:  # which includes it
-                changes[name] = f"{name}: {expected} became {value}"
+                changes[name] = name if name in (*_HANDLERS, *_STREAMS) else f"{name}: {shown} became {value}"
         if changes and (what, *changes) not in _warned:
             _warned.add((what, *changes))
             warnings.warn(
@@ -150,6 +174,7 @@ def _state() -> dict[str, Any]:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             state[f"signal.signal({number.name})"] = signal.getsignal(number)
+        state |= {name: getattr(sys, name.removeprefix("sys.")) for name in _STREAMS}
     torch = sys.modules.get("torch")  # never imported from here
     if torch is None:
         return state
@@ -162,9 +187,43 @@ def _state() -> dict[str, Any]:
         "torch.set_num_threads": torch.get_num_threads(),
         "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.set_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
-        _SEED: torch.initial_seed(),
+        _SEED: _seed(torch),
         _RANDOM: _random_states(torch),
     }
+
+
+def _seed(torch: ModuleType) -> int:
+    seed = torch.initial_seed()
+    if seed == _marked and threading.current_thread() is not threading.main_thread():  # of a call there
+        return seed ^ _MARK
+    return seed
+
+
+def _mark_seed(before: dict[str, Any]) -> int | None:
+    """Change the seed that the generator of the CPU stores, not its numbers; returns the seed before, if it could.
+
+    Seeding with the same seed would not be noticed otherwise. Nested calls use the mark of the outer one.
+    """
+    global _marked
+    if _SEED not in before or threading.current_thread() is not threading.main_thread() or before[_SEED] == _marked:
+        return None
+    seed = before[_SEED]
+    if int.from_bytes(bytes(before[_RANDOM][0][:8].tolist()), sys.byteorder) != seed:  # another layout
+        return None
+    _write_seed(seed ^ _MARK)
+    if sys.modules["torch"].initial_seed() != seed ^ _MARK:
+        sys.modules["torch"].set_rng_state(before[_RANDOM][0])
+        return None
+    _marked = seed ^ _MARK
+    return seed
+
+
+def _write_seed(seed: int) -> None:
+    torch = sys.modules["torch"]
+    state = torch.get_rng_state()
+    for index, byte in enumerate(seed.to_bytes(8, sys.byteorder)):
+        state[index] = byte
+    torch.set_rng_state(state)
 
 
 def _fresh_state() -> dict[str, Any]:
@@ -185,6 +244,11 @@ def _restore(name: str, value: Any, before: dict[str, Any]) -> None:
             os.chdir(value)
     elif name.startswith("signal."):
         signal.signal(signal.Signals[name[len("signal.signal(") : -1]], value)
+    elif name in _STREAMS:
+        _entered.append(getattr(sys, name[4:]))  # it may close the file of the earlier one when it is collected
+        with suppress(ValueError):  # it was detached
+            if not getattr(value, "closed", False):
+                setattr(sys, name[4:], value)
     elif name == "torch.inference_mode":
         _entered.append(torch.inference_mode(value))
         _entered[-1].__enter__()

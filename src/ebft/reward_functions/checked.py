@@ -13,6 +13,7 @@ from typing import Any
 from ebft.config.user_code import named_call, user_code, what_happened
 from ebft.errors import EBFTError, RewardError
 
+_ATOMS = (int, float, str, bool)
 _SHOWN = 80  # characters of a prompt in messages
 
 
@@ -46,13 +47,13 @@ def _checked(function: Any) -> Any:
 def _own(value: Any) -> Any:
     """A copy of nested lists and dicts, such as messages, for a function that may change what it is given.
 
-    Lists of token ids are copied as a whole.
+    Lists of numbers or texts are copied as a whole.
     """
     if type(value) is dict:
         return {key: _own(each) for key, each in value.items()}
     if type(value) is not list:
         return value
-    if value and type(value[0]) is int and type(value[-1]) is int:
+    if value and type(value[0]) in _ATOMS and type(value[-1]) in _ATOMS:
         return value.copy()
     return [_own(each) for each in value]
 

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +13,28 @@ from transformers import TrainerCallback
 from ebft.launch.worker import has_failed
 from ebft.over_trainer import OverTrainer
 from ebft.printed import say
+
+_held = threading.local()  # the signals that a thread had blocked before it forks
+
+
+def _before_fork() -> None:
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # Python would drop it in a new process
+
+
+def _after_fork() -> None:
+    with suppress(StopRequested):  # of the parent, which has noted the request
+        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _after_fork_in_child() -> None:
+    """Give processes that user code forks, such as workers of a multiprocessing.Pool, the handlers of Python."""
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if getattr(signal.getsignal(number), "__func__", None) is StopOnSignal._on_signal:
+            signal.signal(number, default)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 class TrainingInterrupted(KeyboardInterrupt):

@@ -43,7 +43,8 @@ def locked(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        with suppress(OSError):  # user code closed the file
+            lock.release()
 
 
 def wait_until_free(output_dir: Path, seconds: float) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl
 
 from ebft.config.imports import call_problem, find_function
 from ebft.config.user_code import user_code
@@ -48,7 +48,12 @@ def _guarded(method: Callable[..., Any], what: str, sets_up: bool) -> Callable[.
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with user_code(what, ConfigError, sets_up):
-            return method(*args, **kwargs)
+            found = method(*args, **kwargs)
+        if not what.endswith(f".{HOOK}") and not isinstance(found, TrainerControl | None):
+            raise ConfigError(
+                f"{what} returned a {type(found).__name__}. It must return the TrainerControl, or nothing."
+            )
+        return found
 
     return call
 

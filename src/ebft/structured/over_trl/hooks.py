@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from ebft.config.user_code import state_kept
+from ebft.reward_functions.checked import name_of
 from ebft.structured.over_trl.grouped_batches import ROW, by_group
 from ebft.structured.shared_prompt import Padded
 
@@ -84,7 +86,8 @@ class HasHooks(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         self.before_rewards()
-        with state_kept("The reward functions"):  # coroutines run at the same time
+        later = [name_of(inspect.unwrap(each)) for each in self.reward_funcs if inspect.iscoroutinefunction(each)]
+        with state_kept(" ".join(["The reward functions", ", ".join(later)]).strip()):  # they run at the same time
             rewards = super()._calculate_rewards(inputs, *args)
         return self.after_rewards(inputs, rewards)
 
