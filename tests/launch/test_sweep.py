@@ -147,7 +147,8 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
     mark, sweep = tmp_path / "mark", tmp_path / "sweep.yaml"
     sweep.write_text("learning_rate: [0.01, 0.001]")
     monkeypatch.setenv("LAUNCH_TEST_MARK", str(mark))
-    monkeypatch.setenv("COLUMNS", "300")  # cells of the table are not broken
+    for name, value in {"COLUMNS": "300", "LINES": "50"}.items():  # both, also in a terminal without capabilities
+        monkeypatch.setenv(name, value)  # cells of the table are not broken
     arguments = ("train", run_file, "plugins=[tests.launch.plugins.FailsUnlessMarked]", "--sweep", sweep)
     result = ebft(*arguments)
     assert result.exit_code == 1, result.stderr

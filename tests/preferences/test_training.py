@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ebft import RunConfig
+from ebft import RunConfig, train
 from ebft.errors import NonFiniteLossError
 from tests.golden.runs import LORA, is_of_the_machine
-from tests.preferences.runs import METHODS, WITH_REFERENCE, pairs, trained, write_inputs
+from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, pairs, trained, write_inputs
 
 
 def logged(result):
@@ -174,7 +174,8 @@ def test_a_loss_that_is_not_finite_names_the_pair(tmp_path):
     for method in ("dpo", "orpo"):
         write_inputs(tmp_path)
         with pytest.raises(NonFiniteLossError, match=r"documents with \[\d+, .*\] tokens"):
-            trained(method, tmp_path, learning_rate=1e18, max_grad_norm=1e18, max_steps=4, adapter=False)
+            config = config_of(method, tmp_path, max_grad_norm=1e18, max_steps=4, adapter=False)
+            train(config.model_copy(update={"learning_rate": 1e18}))  # above the bound of the key
 
 
 def ebft_config(folder, **changes):
