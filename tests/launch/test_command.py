@@ -147,7 +147,7 @@ def test_the_page_has_every_option_with_its_help(ebft):
     page = (Path(__file__).parents[2] / "docs" / "several-processes.md").read_text(encoding="utf-8")
     options = get_command(app).commands["train"].params
     shown = [one for one in options if one.opts[0].startswith("--") and one.opts[0] not in ("--tui", "--help")]
-    assert len(shown) == 8
+    assert len(shown) == 9
     for one in shown:
         metavar = f" {one.metavar}" if one.metavar else ""
         assert f"| `{one.opts[0]}{metavar}` | {one.help} |" in page, textwrap.shorten(one.help, 60)

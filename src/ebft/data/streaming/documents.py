@@ -63,7 +63,7 @@ class Source:
     def restore(self, state: State) -> None:
         """Continue at a result of `state`."""
         rows, self._read = state["rows"], state["read"]
-        is_known = _types(rows) == _types(self._beginning)  # another release may have read the files in another way
+        is_known = _types(rows) <= _types(self._beginning)  # another release may have read the files in another way
         self._restored, self._is_moving = rows if is_known else self._beginning, False
         self._rows.load_state_dict(copy.deepcopy(self._restored))
         self._iterator: Iterator[dict[str, Any]] = iter(self._rows)
@@ -90,11 +90,11 @@ class Source:
         return self._skip + self._read - 1, row
 
 
-def _types(state: Any) -> list[Any]:
+def _types(state: Any) -> set[str]:
     """The kinds of readers in a position of datasets."""
     if not isinstance(state, dict):
-        return []
-    return [state.get("type"), *(kind for value in state.values() for kind in _types(value))]
+        return set()
+    return {state.get("type", "")}.union(*map(_types, state.values()))
 
 
 class Documents:
