@@ -68,7 +68,7 @@ def test_without_textual_it_says_how_to_install_it(monkeypatch):
 def test_a_folder_that_is_no_run(ebft, tmp_path, monkeypatch):
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     result = ebft("tui", tmp_path / "none")
-    assert result.exit_code == 2 and "is not a folder" in plain(result.stderr)
+    assert result.exit_code == 2 and "does not exist" in plain(result.stderr)
 
 
 @pytest.mark.slow
