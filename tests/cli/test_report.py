@@ -11,7 +11,7 @@ def test_a_report_is_written_for_any_run(ebft, tmp_path):
 
 
 def test_what_cannot_be_reported(ebft, tmp_path):
-    assert "has neither run.json nor metrics.jsonl" in plain(ebft("report", tmp_path).stderr)
+    assert "has none of run.json, metrics.jsonl and rollouts.jsonl" in plain(ebft("report", tmp_path).stderr)
     write_run(tmp_path)
     (tmp_path / "other.json").write_text("{}")
     result = ebft("report", tmp_path, "--evaluation", tmp_path / "other.json")

@@ -27,6 +27,6 @@ def test_types_bounds_and_defaults_in_words():
         "[0.25, 0.5, 0.75]",
     )
     assert options["bf16"][1:3] == ("true, false or auto", "auto")
-    assert options["max_steps"][1:3] == ("int (at least 1)", "unset")
+    assert options["max_steps"][1:3] == ("int (at least 1, at most 1000000000)", "unset")
     assert options["base_model"].default == "required"
     assert options["datasets.N.split"].default == "train"

@@ -128,5 +128,5 @@ def test_an_error_in_one_process_is_printed_once(run_file, tmp_path):
     )
     printed = plain(failed.stderr)
     assert failed.returncode == 2, printed
-    assert len(re.findall(r"\bError: ", printed)) == 1 and "Error: ValueError: rank one is broken" in printed
+    assert len(re.findall(r"\bError: ", printed)) == 1 and "ValueError: rank one is broken (" in printed
     assert "Traceback" not in printed and "ChildFailedError" not in printed

@@ -143,7 +143,7 @@ def _goes_on(line: str, decoder: json.JSONDecoder) -> bool:
 
 def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
     """The rows of a file that is not read by lines; those of a list are converted one at a time."""
-    text = read_text(path).removeprefix("\ufeff")
+    text = read_text(path).removeprefix("\ufeff").rstrip(" \t\r\n")  # an error at the end is in the last line
     is_list = text.lstrip().startswith("[")
     number = -1
     for number, (row, part) in enumerate(
