@@ -3,7 +3,7 @@
 A key without effect is accepted without a warning if its value describes what happens here anyway.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, create_model, model_validator
 
@@ -17,15 +17,12 @@ _KERNELS = "fused adapter kernels are not available; PEFT's layers give the same
 _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
 
-if TYPE_CHECKING:
-    KeysWithoutEffect = Section
-else:
-    KeysWithoutEffect = create_model(
-        "KeysWithoutEffect",
-        __base__=Section,
-        __module__=__name__,
-        **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in WITHOUT_EFFECT.items()},
-    )
+KeysWithoutEffect: type[Section] = create_model(
+    "KeysWithoutEffect",
+    __base__=Section,
+    __module__=__name__,
+    **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in WITHOUT_EFFECT.items()},
+)
 
 
 class CarriedOverKeys(KeysWithoutEffect):

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preview.roles import Roles
-from ebft.preview.roles import steps as step_roles
+from ebft.preview.roles import Roles, role_steps
 from ebft.preview.view import Part, RowView, TokenTexts
 
 
@@ -49,4 +48,4 @@ class StepView:
         tokens = [replace(token, label=label) for token, label in zip(plain, labels, strict=True)]
         steps = [label for label in labels if label != IGNORE]
         facts = [("length", f"{len(ids):,} tokens"), ("classes of steps", ", ".join(map(str, steps)))]
-        return RowView([Part("row", tokens, facts, roles=step_roles(labels))])
+        return RowView([Part("row", tokens, facts, roles=role_steps(labels))])

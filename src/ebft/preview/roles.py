@@ -95,7 +95,7 @@ class Roles:
         return not self._tokenizer.decode([token]).strip()
 
 
-def steps(labels: Sequence[int]) -> list[Run]:
+def role_steps(labels: Sequence[int]) -> list[Run]:
     """Roles of a row whose labels are the classes of steps: each run ends with a label."""
     names, number, last = [], 1, max((index for index, label in enumerate(labels) if label != IGNORE), default=-1)
     for index, label in enumerate(labels):
