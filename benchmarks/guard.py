@@ -134,9 +134,9 @@ def measure(name: str) -> Cost:
     step = MeasureStep()
     silence = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as during:
-        during.enter_context(patch("ebft.run.building.ProgressBar", step))
+        during.enter_context(patch("ebft.run.trainer.ProgressBar", step))
         # The library of matrix products, and with it the peak, would depend on the processor.
-        during.enter_context(patch("ebft.models.products._onednn_is_faster", lambda: False))
+        during.enter_context(patch("ebft.models.cpu._onednn_is_faster", lambda: False))
         during.enter_context(contextlib.redirect_stdout(silence))
         during.enter_context(contextlib.redirect_stderr(silence))
         during.enter_context(warnings.catch_warnings(action="ignore"))

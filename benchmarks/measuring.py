@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from ebft.doctor.environment import processor
-from ebft.models.products import product
+from ebft.models.cpu import product
+from ebft.tools.doctor.environment import processor
 
 # Dense bfloat16 FLOP/s from the data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -130,7 +130,7 @@ def _kib(file: str, name: str) -> int:
 class GemmRate:
     """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured.
 
-    By the library that our step takes for it, see `ebft.models.products`.
+    By the library that our step takes for it, see `ebft.models.cpu`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):

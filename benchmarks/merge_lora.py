@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ebft.fetch.catalog import cached_folder
+from ebft.catalog import cached_folder
 
 PREPARE = """
 import sys
@@ -30,8 +30,8 @@ MERGE = """
 import json, sys
 from pathlib import Path
 import peft, transformers
-from ebft.export.memory import peak_bytes
-from ebft.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.sources import peak_bytes
+from ebft.tools.export.merge import MergeSource, merge_adapter
 base, adapter, to = sys.argv[1:]
 before = peak_bytes()
 result = merge_adapter(MergeSource(Path(adapter), base), Path(to))
@@ -41,8 +41,8 @@ print(json.dumps(sizes | {"baseline": before, "over_baseline": peak_bytes() - be
 PEFT = """
 import json, sys
 import peft, transformers
-from ebft.export.memory import peak_bytes
-import ebft.export.merge
+from ebft.tools.export.sources import peak_bytes
+import ebft.tools.export.merge
 base, adapter, to = sys.argv[1:]
 before = peak_bytes()
 model = transformers.AutoModelForCausalLM.from_pretrained(base)

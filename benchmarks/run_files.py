@@ -53,7 +53,7 @@ def measure(config: ebft.RunConfig) -> dict[str, float]:
 
     with (
         patch.object(RunFiles, "start", start_and_follow),
-        patch("ebft.run.building.ProgressBar", steps),
+        patch("ebft.run.trainer.ProgressBar", steps),
     ):
         ebft.train(config)
     step = median(after - before for before, after in zip(steps.starts, steps.starts[1:]))

@@ -24,9 +24,8 @@ from transformers import TrainingArguments
 from benchmarks.measuring import Clock, machine, timed
 from benchmarks.presets import Preset, build_model, find_preset
 from benchmarks.strided_step import RESULTS, rounded
-from ebft.data.joining import JoiningCollator
-from ebft.data.packing import pack_rows
-from ebft.sft import SFTTrainer
+from ebft.data.batches import JoiningCollator, pack_rows
+from ebft.sft.trainer import SFTTrainer
 
 MEDIAN, SPREAD = 1 / 6, 0.7  # of the lengths: relative to the longest, and the deviation of their logarithm
 

@@ -31,7 +31,7 @@ from benchmarks.strided_step import RESULTS, rounded
 from benchmarks.train_overhead import train_tokenizer
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.models.pretrained import pretrained_tokenizer
-from ebft.structured.rollouts.hf import HFBackend
+from ebft.structured.rollouts.local import HFBackend
 
 SIDES = {"shared prompt": True, "TRL's rows": False}
 # (prompt, longest completion, shortest completion, completions), in tokens.

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.features import FeatureNetwork
-from ebft.prefix.policy import prepare
+from ebft.prefix.forward import prepare
 from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards, first_equal, whiten
 from ebft.rewards import whitening_tolerance as tolerance
 from ebft.strided.embed import embed_blocks

@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 import typer
 
 import ebft
-from ebft.cli import app
 from ebft.config.reference import Option, option_groups
-from ebft.health.series import START, WINDOW
+from ebft.health.rules import START, WINDOW
 from ebft.health.table import CONDITIONS, Condition
+from ebft.tools.cli import app
 
 FOLDER = Path(__file__).parent
 INTRODUCTION = """\
@@ -204,7 +204,7 @@ API = {
             "compute_advantages",
         ),
     ),
-    "Data": ("ebft.data.packing", ("pack_rows",)),
+    "Data": ("ebft.data.batches", ("pack_rows",)),
     "Layout of strided mode": (
         "ebft.strided",
         (

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ebft.dashboard.tui.app import Dashboard
+from ebft.tools.dashboard.tui import Dashboard
 
 PAGES = {"dashboard.svg": ((160, 48), "1"), "dashboard-80x24.svg": ((80, 24), "1"), "rollouts.svg": ((80, 24), "2")}
 

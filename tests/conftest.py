@@ -25,7 +25,7 @@ def seeded():
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """`ebft train` starts no further processes on a machine with several GPUs."""
-    monkeypatch.setattr("ebft.launch.plan.visible_gpus", lambda: 0)
+    monkeypatch.setattr("ebft.tools.launch.plan.visible_gpus", lambda: 0)
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def smollm2_dir() -> Path:
     Where it cannot be had, the tests that need it are skipped; in continuous integration that is a failure.
     """
     from ebft.errors import FetchError
-    from ebft.fetch.convert import fetch_model
+    from ebft.tools.fetch.convert import fetch_model
 
     try:
         return fetch_model("smollm2-135m")

@@ -7,7 +7,7 @@ import trl  # noqa: F401
 
 import ebft.preferences.trainers
 import ebft.run.training
-import ebft.sft
+import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401
 

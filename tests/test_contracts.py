@@ -21,29 +21,19 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
-from ebft.monitor.finite import StopOnNonFinite
-from ebft.over_trainer.complete_checkpoints import CompletesCheckpoints
-from ebft.over_trainer.pending_evaluation import FinishesEvaluations
-from ebft.over_trainer.pushing import PushesModel
-from ebft.over_trainer.running_state import KeepsRunningState
-from ebft.over_trainer.safe_stops import StopsSafely
-from ebft.over_trainer.sharded import ShardedTrainer
-from ebft.over_trainer.training_rows import ComparesRows
-from ebft.preferences.experimental import CPOTrainer, ORPOTrainer
-from ebft.preferences.over_trl.metrics import KeepsMetrics
-from ebft.preferences.over_trl.with_reference import HasReference, PreparedPairs, PreparedRows
-from ebft.preferences.over_trl.without_reference import PreparedBatches
-from ebft.preferences.trainers import DPOTrainer, KTOTrainer
-from ebft.reward_models.comparisons import RewardModelTrainer
-from ebft.reward_models.steps import ProcessRewardTrainer
-from ebft.sft import SFTTrainer
+from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
+from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer, PreparedPairs, PreparedRows
+from ebft.preferences.trl import KeepsMetrics
+from ebft.reward_models import ProcessRewardTrainer, ResumesComparisons, RewardModelTrainer
+from ebft.sft.trainer import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
-from ebft.structured.over_trl.comparisons import ResumesComparisons
 from ebft.structured.over_trl.held_out import CountsRowsOnce
-from ebft.structured.over_trl.hooks import HasHooks
-from ebft.structured.over_trl.names import NamesPrivates
-from ebft.structured.over_trl.resuming import ResumesGeneration
+from ebft.structured.trl import HasHooks, NamesPrivates, ResumesGeneration
+from ebft.trainer.checkpoints import CompletesCheckpoints, FinishesEvaluations, ShardedTrainer
+from ebft.trainer.pushing import PushesModel
+from ebft.trainer.resuming import ComparesRows, KeepsRunningState
+from ebft.trainer.stopping import StopOnNonFinite, StopsSafely
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)

@@ -8,11 +8,10 @@ import torch
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from ebft.data.joining import JoiningCollator
-from ebft.data.packing import pack_rows
+from ebft.data.batches import JoiningCollator, pack_rows
 from ebft.errors import ModelError
-from ebft.packed import check_layers, check_separation, model_inputs
-from ebft.sft import SFTTrainer
+from ebft.sft.packed import check_layers, check_separation, model_inputs
+from ebft.sft.trainer import SFTTrainer
 from tests.strided.families import RUNNING_STATE, tiny_model
 
 NO_DROPOUT = {"llama": {}, "gemma2": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
@@ -145,7 +144,7 @@ def test_held_out_metrics_are_those_of_separate_documents(flattened, tmp_path):
 def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
     """Its kernels read the boundaries of documents from the positions of a single row."""
     packed = pack_rows(documents(), 16)
-    monkeypatch.setattr("ebft.packed.has_flash_attention", lambda model: True)
+    monkeypatch.setattr("ebft.sft.packed.has_flash_attention", lambda model: True)
     trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
     assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
     assert not trainer.is_padding_free(trainer.data_collator(documents()))
@@ -157,7 +156,7 @@ def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_automatic_flattening_depends_on_the_attention(flash, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.sft.has_flash_attention", lambda model: flash)
+    monkeypatch.setattr("ebft.sft.trainer.has_flash_attention", lambda model: flash)
     trainer = make_trainer(tmp_path, tiny_model("llama"), documents(), batch_flattening="auto")
     assert trainer.is_padding_free(trainer.data_collator(documents())) == flash
 

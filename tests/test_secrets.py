@@ -5,12 +5,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from ebft.cli import app
 from ebft.config.schema import RunConfig
-from ebft.dashboard.report import report
-from ebft.run.card import model_card
-from ebft.run.record import recorded
+from ebft.run.output import model_card
+from ebft.run.reporting import recorded
 from ebft.secrets import without_secrets, without_secrets_in_text
+from ebft.tools.cli import app
+from ebft.tools.dashboard.report import report
 
 
 def test_values_of_secret_options():

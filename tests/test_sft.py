@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.activation_offloading import OffloadActivations
 
-from ebft.data.collator import DocumentCollator
+from ebft.data.batches import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
-from ebft.sft import SFTTrainer
+from ebft.sft.trainer import SFTTrainer
 from tests.monitor.sft_run import plain_trainer
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

@@ -7,21 +7,21 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     __version__: str
     from ebft.config.load import load_config
     from ebft.config.schema import RunConfig
-    from ebft.evaluation.result import Evaluation
-    from ebft.evaluation.run import evaluate
     from ebft.health.callback import HealthCallback
     from ebft.health.outcome import training_outcome
     from ebft.run.training import TrainResult, train
     from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
     from ebft.structured import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, FeatureMatchingReward
+    from ebft.tools.evaluation.result import Evaluation
+    from ebft.tools.evaluation.run import evaluate
 
 _EXPORTS = {
     "load_config": "ebft.config.load",
     "RunConfig": "ebft.config.schema",
     "train": "ebft.run.training",
     "TrainResult": "ebft.run.training",
-    "evaluate": "ebft.evaluation.run",
-    "Evaluation": "ebft.evaluation.result",
+    "evaluate": "ebft.tools.evaluation.run",
+    "Evaluation": "ebft.tools.evaluation.result",
     "HealthCallback": "ebft.health.callback",
     "training_outcome": "ebft.health.outcome",
     "StridedEBFTTrainer": "ebft.strided",

@@ -1,5 +1,5 @@
 """`python -m ebft`, the same as the command `ebft`."""
 
-from ebft.cli import main
+from ebft.tools.cli import main
 
 main()

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
-from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, unwrap_adapter
-from ebft.models.frozen import frozen_copy
-from ebft.models.placement import spare_gpu
+from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
+from ebft.models.load import spare_gpu
 from ebft.over_transformers import override_attn_implementation
 from ebft.printed import say
 
@@ -57,7 +56,7 @@ class FeatureNetwork:
     """The base model, frozen and in eval mode: the policy with its adapter disabled, or else a copy of the policy.
 
     `device` is the device of the copy; it is not supported for models with an adapter. None: an idle second GPU if
-    there is one (`ebft.models.placement.spare_gpu`), or else the device of the policy, also after the policy is moved.
+    there is one (`ebft.models.load.spare_gpu`), or else the device of the policy, also after the policy is moved.
     It must be created before training, because the copy has the current weights. With `copy=False`, `model` is used
     directly, which requires that it is not trained.
     """

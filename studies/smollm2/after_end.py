@@ -24,7 +24,7 @@ from scale import Scale
 from settings import Place
 from torch import Tensor
 
-from ebft.quickstart.phases import console
+from ebft.tools.quickstart.run import console
 
 
 def main() -> None:
@@ -45,12 +45,12 @@ def main() -> None:
 def measure(model: str, place: Place, scale: Scale, task: str) -> dict[str, dict[int, float]]:
     """By length: the share of rollouts that end within it, the loss of all their tokens, and of those up to the end."""
     from ebft import load_config
-    from ebft.data.collator import DocumentCollator
-    from ebft.evaluation.models import load_subject
-    from ebft.evaluation.rows import load_held_out
+    from ebft.data.batches import DocumentCollator
     from ebft.models.tokenizer import load_tokenizer
     from ebft.scores import curve_lengths
     from ebft.strided.rollout import DocumentNoise
+    from ebft.tools.evaluation.models import load_subject
+    from ebft.tools.evaluation.task import load_held_out
 
     config = load_config(settings.config_file("evaluation"), settings.evaluation_overrides(place, scale, task, "long"))
     tokenizer = load_tokenizer(config)
@@ -71,13 +71,13 @@ def rolled_out(subject: Any, config: Any, inputs: dict[str, Tensor], noise: Any)
 
     Documents that are too short for one have none.
     """
-    from ebft.evaluation.tokens import BLOCK_OPTIONS
     from ebft.features import token_features
     from ebft.models.causal_lm import evaluating, unwrap_adapter
-    from ebft.prefix.policy import prepare
+    from ebft.prefix.forward import prepare
     from ebft.strided.embed import layout_states
     from ebft.strided.layout import Documents, StridedLayout
     from ebft.strided.rollout import sample_rollouts
+    from ebft.tools.evaluation.measure import BLOCK_OPTIONS
 
     policy, documents = unwrap_adapter(subject.policy), Documents.from_inputs(inputs)
     prepare(policy)

@@ -21,8 +21,8 @@ from python_code import Count
 from rows import Row, read_rows, spread, unique, write_rows
 from scale import Scale
 
-from ebft.quickstart.corpus import number_of, part_of
-from ebft.quickstart.phases import console
+from ebft.tools.quickstart.run import console
+from ebft.tools.quickstart.tiny import number_of, part_of
 
 PARTS = ("train", "warm", "validation", "test", "long")
 SHARES = {"train": 62, "validation": 10, "test": 28}  # of the Python files, in percent; `warm` is of the first

@@ -23,7 +23,7 @@ from options import scale_and_place, study_options
 from run_cell import machine_card
 from torch import Tensor
 
-from ebft.quickstart.phases import console
+from ebft.tools.quickstart.run import console
 
 # Reward -> embed_method, whitening_space (None: unwhitened), advantage_estimator, diversity_coef.
 REWARDS = {
@@ -57,13 +57,13 @@ def main() -> None:
 def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, Tensor]:
     """The gradient (batches, parameters) of each loss on batches of training documents."""
     from ebft import load_config
-    from ebft.data.collator import DocumentCollator
+    from ebft.data.batches import DocumentCollator
     from ebft.data.load import load_datasets
     from ebft.features import FeatureNetwork
     from ebft.models.adapter import attach_adapter
-    from ebft.models.base import load_base_model
+    from ebft.models.load import load_base_model
     from ebft.models.tokenizer import load_tokenizer
-    from ebft.prefix.policy import prepare
+    from ebft.prefix.forward import prepare
 
     paths = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, 'train')}"]
     rows_of_text = [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []

@@ -16,7 +16,7 @@ from scale import Scale
 from settings import Place
 from sweep import chosen_rate
 
-from ebft.quickstart.phases import fingerprint
+from ebft.tools.quickstart.run import fingerprint
 
 MEASUREMENT = 1  # raise it where the code measures something else: all cells are then out of date
 PATH_KEYS = ("base_model", "datasets", "test_datasets", "output_dir")  # of a config, which results do not depend on

@@ -123,8 +123,8 @@ def corpus_metrics(rows: list[dict[str, Any]], best: list[str], drawn: list[list
 def loaded(model: str, place: Place) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer; adapters on their base."""
     from ebft import load_config
-    from ebft.evaluation.models import load_subject
     from ebft.models.tokenizer import load_tokenizer
+    from ebft.tools.evaluation.models import load_subject
 
     config = load_config(settings.config_file("evaluation"), [f"base_model={place.base_model}"])
     tokenizer = load_tokenizer(config)

@@ -35,7 +35,7 @@ from scale import SCALES  # noqa: E402
 from sweep import BY_HAND, best_rates, sweep_cells, tried  # noqa: E402
 from workers import run_all  # noqa: E402
 
-from ebft.quickstart.phases import console  # noqa: E402
+from ebft.tools.quickstart.run import console  # noqa: E402
 
 # Of worker processes: one core each, and freed memory kept, as a fifth of the time would go into getting it again.
 ON_CORES = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": str(2**36)}

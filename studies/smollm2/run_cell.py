@@ -16,7 +16,7 @@ from filelock import FileLock
 from job import Job, command_of, finished, without_paths
 from stored import empty_unless
 
-from ebft.quickstart.phases import fingerprint
+from ebft.tools.quickstart.run import fingerprint
 
 # Curves of the report.
 LOGGED = ("loss", "reward", "ebft/alignment", "ebft/diversity", "ebft/cfm_loss", "ebft/ce_loss", "entropy")

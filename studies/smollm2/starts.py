@@ -19,7 +19,7 @@ from rows import read_rows, write_rows
 from scale import Scale
 from settings import Place
 
-from ebft.quickstart.phases import console, fingerprint, make_once
+from ebft.tools.quickstart.run import console, fingerprint, make_once
 
 MAKERS = [
     *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "catalogs", "sources", "verifiers")),
@@ -73,7 +73,7 @@ def make_tiny(place: Place, scale: Scale) -> None:
     """A tokenizer and random weights for `tiny`."""
     from python_code import python_files
 
-    from ebft.quickstart.base_model import save_random_model
+    from ebft.tools.quickstart.tiny import save_random_model
 
     texts = place.output / "base" / "texts.jsonl"
     write_rows(texts, [{"text": text} for text in python_files(scale.max_files).values()])
@@ -93,7 +93,7 @@ def weights_fingerprint(place: Place) -> str:
     import torch
 
     from ebft import load_config
-    from ebft.models.base import load_base_model
+    from ebft.models.load import load_base_model
 
     config = load_config(settings.config_file("sft"), [f"base_model={place.base_model}"])
     found = hashlib.blake2b(digest_size=16)

@@ -24,7 +24,7 @@ from run_cell import machine_card
 from scale import Scale
 from settings import Place
 
-from ebft.quickstart.phases import console
+from ebft.tools.quickstart.run import console
 
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
 OF_ONE_SAMPLE = "_greedy"  # not of samples, so not measured here

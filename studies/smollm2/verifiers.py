@@ -11,7 +11,7 @@ from typing import Any
 
 import sandbox
 
-from ebft.quickstart.functions import function_of, function_text
+from ebft.tools.quickstart.smollm2 import function_of, function_text
 
 
 def parses(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:

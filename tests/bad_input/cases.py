@@ -135,7 +135,7 @@ def _config(changes: Mapping[str, Any] | str | bytes) -> str | bytes:
 
 def invoke(case: Case, folder: Path) -> Outcome:
     """Run the command of a case in this process; training is replaced with an exception unless the case `trains`."""
-    from ebft.cli import app
+    from ebft.tools.cli import app
 
     runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "HOME": str(folder)})
     try:
@@ -214,7 +214,7 @@ def _without_training(trains: bool) -> Iterator[list]:
 @contextmanager
 def _warnings() -> Iterator[None]:
     """Print warnings as the command does."""
-    from ebft.cli.console import show_warnings
+    from ebft.tools.cli.console import show_warnings
 
     with warnings.catch_warnings():
         show_warnings()

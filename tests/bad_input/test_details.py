@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebft.cli import app
 from ebft.config.schema import RunConfig
 from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
+from ebft.tools.cli import app
 from tests.bad_input.cases import bad, entry, good, invoke, prepare
 from tests.bad_input.models import Evil
 

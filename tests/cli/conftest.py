@@ -6,7 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from ebft.cli import app
+from ebft.tools.cli import app
 from tests.evaluation.fixtures import models, rows, write_config
 
 __all__ = ["ENVIRONMENT", "ebft", "models", "plain", "rows", "write_config"]

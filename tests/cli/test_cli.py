@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from typer.main import get_command
 
-from ebft.cli import app
-from ebft.cli.train import leave_process_group, what_next
 from ebft.config.schema import RunConfig
+from ebft.tools.cli import app
+from ebft.tools.cli.train import leave_process_group, what_next
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.run.test_methods import run_file
 
@@ -30,8 +30,8 @@ def good(tmp_path):
 
 def test_help_is_fast_and_imports_no_torch():
     code = (
-        "import sys, ebft.cli\nsys.argv = ['ebft', 'train', '--help']\n"
-        "try:\n    ebft.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\n"
+        "try:\n    ebft.tools.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -89,7 +89,7 @@ def test_the_help_of_every_command_has_examples(ebft, name):
 
 
 def test_options_have_the_same_name_in_all_commands():
-    """The convention in ebft.cli.arguments: former and other names are hidden."""
+    """The convention in ebft.tools.cli.arguments: former and other names are hidden."""
     options = {name: get_command(app).commands[name].params for name in get_command(app).commands}
     shown = {(name, *option.opts) for name in options for option in options[name] if not getattr(option, "hidden", 0)}
     writes = [name for name in ("evaluate", "fetch", "merge-lora", "quantize", "quickstart")]
@@ -165,8 +165,8 @@ def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
 
 
 def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
-    from ebft.quickstart import main
     from ebft.run import training
+    from ebft.tools.quickstart import main
 
     def stopped(*arguments):
         raise training.TrainingInterrupted("Stopped at step 4. Resume by starting the run again.", signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
 
 def test_warnings_are_one_line(good):
     good.write_text(good.read_text() + "pad_to_sequence_len: true\n")
-    command = [sys.executable, "-m", "ebft.cli", "config", "--check", str(good)]
+    command = [sys.executable, "-m", "ebft.tools.cli", "config", "--check", str(good)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0
     assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1
@@ -213,7 +213,7 @@ def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_pat
 def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
     done, result = [], SimpleNamespace(output_dir="out", describe_outcome=lambda evaluate: "Outcome: it learned.")
     monkeypatch.setattr("ebft.run.training.train", lambda config, command: done.append("train") or result)
-    monkeypatch.setattr("ebft.cli.train.leave_process_group", lambda: done.append("leave"))
+    monkeypatch.setattr("ebft.tools.cli.train.leave_process_group", lambda: done.append("leave"))
     ended = ebft("train", str(good))
     assert ended.exit_code == 0 and "Outcome: it learned." in ended.stderr and "Model saved in out" in ended.stdout
     assert done == ["train", "leave"]

@@ -10,10 +10,10 @@ from tests.cli.conftest import ENVIRONMENT
 from tests.dashboard.runs import append, prompt_entry, write_run
 
 CODE = """
-import sys, ebft.cli
+import sys, ebft.tools.cli
 sys.argv = ["ebft"]
 try:
-    ebft.cli.app(prog_name="ebft")
+    ebft.tools.cli.app(prog_name="ebft")
 finally:
     assert not {"torch", "transformers", "datasets"} & set(sys.modules)
 """

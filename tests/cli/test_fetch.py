@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ebft.run.deepspeed import deepspeed_settings
+from ebft.config.checks.processes import deepspeed_settings
 from tests.cli.conftest import plain
 from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
 
@@ -83,7 +83,7 @@ def test_mistakes_are_told(ebft, arguments, message, tmp_path, monkeypatch):
 
 def test_listing_and_help_do_not_import_torch():
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom ebft.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom ebft.tools.cli import app\n"
         "for arguments in (['fetch'], ['fetch', '--help'], ['--help']):\n"
         "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))"

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ebft.cli import app
 from ebft.config.load import load_config
-from ebft.inference.models import model_in_folder
-from ebft.inference.sampling import Sampler, SamplingOptions
-from ebft.run.record import description
+from ebft.run.reporting import description
+from ebft.tools.cli import app
+from ebft.tools.inference.models import model_in_folder
+from ebft.tools.inference.sampling import Sampler, SamplingOptions
 from tests.cli.conftest import ENVIRONMENT, TERMINAL
 from tests.inference.conftest import config_file, folders
 
@@ -193,7 +193,7 @@ def test_an_empty_standard_input_and_a_run_without_a_model(folders, config_file,
 @pytest.mark.parametrize("ends", [b"\x03", b"\x04"], ids=["ctrl-c", "ctrl-d"])
 def test_a_session_in_a_terminal(ends, folders):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ebft.cli", "inference", str(folders["adapter"]), *OPTIONS]
+    command = [sys.executable, "-m", "ebft.tools.cli", "inference", str(folders["adapter"]), *OPTIONS]
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, start_new_session=True, preexec_fn=_adopt
     )

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from ebft.cli import tui
-from ebft.dashboard.run import is_alive, read_run
-from ebft.dashboard.training import Training
 from ebft.errors import RunError
+from ebft.monitor.run_state import is_alive, read_run
+from ebft.tools.cli import tui
+from ebft.tools.dashboard.training import Training
 from tests.cli.conftest import plain
 from tests.dashboard.runs import append, log_line, write_run
 from tests.run.test_methods import run_file
@@ -118,7 +118,7 @@ def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_
 
 @pytest.mark.slow
 def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, monkeypatch, capsys):
-    from ebft.dashboard.tui.app import TrainingDashboard
+    from ebft.tools.dashboard.tui import TrainingDashboard
 
     def fail(self):
         raise RuntimeError("a bug")
@@ -133,7 +133,7 @@ def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, mo
 
 @pytest.mark.slow
 def test_training_that_fails_shows_its_last_lines(run_file, tmp_path, monkeypatch, capsys):
-    from ebft.dashboard.tui.app import TrainingDashboard
+    from ebft.tools.dashboard.tui import TrainingDashboard
 
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     monkeypatch.setattr(TrainingDashboard, "run", lambda self: "closed")

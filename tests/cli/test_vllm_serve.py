@@ -39,7 +39,15 @@ def serve(tmp_path, monkeypatch):
         path = os.pathsep.join((str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"NO_COLOR": "1", "TERM": "dumb"}
-        command = [sys.executable, "-m", "ebft.cli", "vllm-serve", "run.yaml", f"vllm.port={free_port()}", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "ebft.tools.cli",
+            "vllm-serve",
+            "run.yaml",
+            f"vllm.port={free_port()}",
+            *arguments,
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
         return started[-1]
@@ -62,8 +70,8 @@ stand_in.main()
 
 def test_help_imports_no_torch():
     code = (
-        "import sys, ebft.cli\nsys.argv = ['ebft', 'vllm-serve', '--help']\n"
-        "try:\n    ebft.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'vllm-serve', '--help']\n"
+        "try:\n    ebft.tools.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -3,8 +3,8 @@ import pytest
 from ebft.config.options import StridedOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
-from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine
+from ebft.run.trainer import training_kwargs
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True)

@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 
-from ebft.config.load import load_config
-from ebft.config.yaml_text import parse_yaml
+from ebft.config.load import load_config, parse_yaml
 from ebft.errors import ConfigError
 from tests.config.carried.configs import COMMON_LINES, CONFIGS
 

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 
-from ebft.config.carried_over import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED
 from ebft.errors import ConfigError
-from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine, check_runnable
+from ebft.run.trainer import training_kwargs
 
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
 AXOLOTL = "axolotl.integrations."

@@ -2,8 +2,7 @@ import warnings
 
 import pytest
 
-from ebft.config.carried_over import IGNORED, CarriedOverKeys
-from ebft.config.without_effect import WITHOUT_EFFECT
+from ebft.config.axolotl import IGNORED, WITHOUT_EFFECT, CarriedOverKeys
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 

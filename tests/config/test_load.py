@@ -1,6 +1,6 @@
 import pytest
 
-from ebft.config.carried_over import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, EBFTError
 

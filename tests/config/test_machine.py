@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine, check_machine
+from ebft.run.trainer import training_kwargs
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))

@@ -5,8 +5,8 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run.arguments import training_kwargs
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.trainer import training_kwargs
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))
@@ -37,7 +37,7 @@ def test_contradictions_are_refused_when_the_config_is_loaded(make, keys, messag
 
 
 def test_zero_3_keeps_the_models_own_loss(make, monkeypatch):
-    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="chunked_cross_entropy is incompatible with ZeRO-3"):
         check_runnable(make(deepspeed="zero3", chunked_cross_entropy=True))
     for stage, keeps in (("zero3", True), ("zero2", False)):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from ebft.config.load import load_config
-from ebft.config.option_checks import check_trainable, resolve_single_sample, validate_options
 from ebft.config.options import EBFTSection, StridedOptions
+from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
 from ebft.config.section import section_of_options
 from ebft.errors import ConfigError
 

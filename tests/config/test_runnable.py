@@ -1,8 +1,8 @@
 import pytest
 
+from ebft.config.checks.processes import check_deepspeed
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable, launched_processes
-from ebft.run.deepspeed import check_deepspeed
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, pa
 
 
 def test_a_missing_deepspeed_file(make, monkeypatch):
-    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read .* one of zero1, zero2, zero3, zero3_"):
         check_runnable(make(deepspeed="none.json"))
 
 
 @pytest.mark.parametrize("method", [{"rl": "ebft", "ebft": {"mode": "strided"}}, {"rl": "ebft"}, {"rl": "grpo"}])
 def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
-    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
     reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
     for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
         with pytest.raises(ConfigError, match="ZeRO-3 is only supported by SFT. It partitions .* Use fsdp: true"):
@@ -113,7 +113,7 @@ def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
     ],
 )
 def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, monkeypatch, tmp_path, given, message):
-    monkeypatch.setattr("ebft.run.deepspeed.find_spec", lambda name: None)
+    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: None)
     (tmp_path / "nested.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=message):
         check_deepspeed(make(deepspeed=str(tmp_path / given) if str(given).endswith(".json") else given))

@@ -7,8 +7,8 @@ import pytest
 from ebft import EBFTConfig
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.run.arguments import planned_steps
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.trainer import planned_steps
 
 ROWS = [{"path": "some/rows", "type": "ebft_opencode.transform"}]
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}

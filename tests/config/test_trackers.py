@@ -3,8 +3,8 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run import trackers as module
-from ebft.run.trackers import check_trackers, tracker_environment, trackers
+from ebft.run import reporting as module
+from ebft.run.reporting import check_trackers, tracker_environment, trackers
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
-from ebft.data.transform_names import built_in, check_transform
+from ebft.data.transforms.names import built_in, check_transform
 from ebft.errors import DataError
 
 MODES = {
@@ -93,7 +93,7 @@ def test_checking_imports_nothing_heavy():
     code = """
 import sys
 from ebft.config.schema import RunConfig
-from ebft.data.transform_names import check_transform
+from ebft.data.transforms.names import check_transform
 from ebft.errors import DataError
 config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
 rows = config.required_rows

@@ -2,11 +2,9 @@
 
 import pytest
 
-from ebft.dashboard import metrics as metrics_module
-from ebft.dashboard.axes import band, limits, number
-from ebft.dashboard.braille import columns_of, plot
-from ebft.dashboard.curves import Curve, curves_of, healthy_range, range_text
-from ebft.dashboard.metrics import Metrics, Series, evaluation_changes
+from ebft.tools.dashboard import curves as metrics_module
+from ebft.tools.dashboard.curves import Curve, Metrics, Series, curves_of, evaluation_changes, healthy_range, range_text
+from ebft.tools.dashboard.plots import band, columns_of, limits, number, plot
 from tests.dashboard.runs import STRIDED, held_out_line, log_line
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ebft import train
-from ebft.dashboard.report import report, write_report
+from ebft.tools.dashboard.report import report, write_report
 from tests.cli.conftest import ebft
 from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, strided_entry, write_run
 from tests.run.test_methods import quietly, run_file
@@ -175,7 +175,7 @@ def test_a_report_that_fails_is_a_warning(run_file, tmp_path, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("ebft.run.record.write_report", fail)
+    monkeypatch.setattr("ebft.run.reporting.write_report", fail)
     with pytest.warns(UserWarning, match="The report of the run was not written .a bug"):
         train(quietly(run_file, ["rl=", "max_steps=1"]))
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"

@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from ebft import train
-from ebft.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take, without_repetitions
-from ebft.dashboard.text import sample_text
 from ebft.strided.output import _characters_before
+from ebft.tools.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take, without_repetitions
+from ebft.tools.dashboard.text import sample_text
 from tests.dashboard.runs import append, prompt_entry, strided_entry
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ebft.dashboard.tui import parts
-from ebft.dashboard.tui.app import Dashboard, TrainingDashboard
+from ebft.tools.dashboard import tui
+from ebft.tools.dashboard.tui import Dashboard, TrainingDashboard
 from tests.dashboard.runs import STRIDED, append, held_out_line, log_line, strided_entry, write_run
 
 SIZES = [(40, 12), (80, 24), (119, 60), (160, 48)]
@@ -161,7 +161,7 @@ def test_files_that_grow_and_break_while_they_are_read(run):
 
 
 def test_a_run_that_is_resumed_starts_its_curves_again(run):
-    from ebft.monitor.continuing import remove_from_step
+    from ebft.monitor.run_files import remove_from_step
 
     async def body(app, pilot):
         await shows(app, pilot, "63/100")
@@ -177,9 +177,9 @@ def test_a_run_that_is_resumed_starts_its_curves_again(run):
 
 def test_a_run_that_logs_no_rollouts_names_the_keys():
     for config in ({}, {"rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"log_completions": True}}):
-        assert "ebft.log_completions (strided mode)" in parts.rollouts([], 80, config).plain
+        assert "ebft.log_completions (strided mode)" in tui.rollouts([], 80, config).plain
     for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
-        assert parts.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
+        assert tui.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
 
 
 def test_the_folder_is_deleted_and_comes_back(run):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.data.collator import DocumentCollator
+from ebft.data.batches import DocumentCollator
 
 ROWS = [
     {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "prompt_length": 1},

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.data.file_hash import file_hash
-from ebft.data.fingerprint import source_fingerprint
 from ebft.data.keys import DatasetEntry
-from ebft.data.sources import source_files
+from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError
+from ebft.files import file_hash
 
 
 def entry(path, **keys):
@@ -40,7 +39,7 @@ def test_a_dataset_of_the_hub_is_compared_by_its_commit(monkeypatch, tmp_path):
         return str(tmp_path / "snapshots" / commit)
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("ebft.data.fingerprint.snapshot_download", snapshot_download)
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", snapshot_download)
     assert source_fingerprint(entry("owner/name", revision="v2")) == {"hub": commit}
     assert asked == [("owner/name", "v2")]
 
@@ -56,7 +55,7 @@ def test_the_commit_of_the_local_cache_is_used_offline(monkeypatch, tmp_path):
     from huggingface_hub import snapshot_download
 
     cached = partial(snapshot_download, cache_dir=tmp_path)
-    monkeypatch.setattr("ebft.data.fingerprint.snapshot_download", cached)
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", cached)
     assert source_fingerprint(entry("owner/name")) == {"hub": commit}
 
 
@@ -65,6 +64,6 @@ def test_a_dataset_whose_commit_is_unknown_is_compared_by_its_own_fingerprint(mo
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("ebft.data.fingerprint.snapshot_download", unknown)
-    monkeypatch.setattr("ebft.data.fingerprint.read_source", lambda entry: SimpleNamespace(_fingerprint="f00"))
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", unknown)
+    monkeypatch.setattr("ebft.data.sources.read_source", lambda entry: SimpleNamespace(_fingerprint="f00"))
     assert source_fingerprint(entry("owner/name")) == {"hub": "f00"}

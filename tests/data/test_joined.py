@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.joined import adds_space, ids_after, mask_after
+from ebft.data.tokens import adds_space, ids_after, mask_after
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.structured.conftest import make_chat_tokenizer
 

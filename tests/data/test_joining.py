@@ -1,6 +1,6 @@
 """Rows of several documents: positions start again, and no document predicts the next one's first token."""
 
-from ebft.data.joining import JoiningCollator, joined
+from ebft.data.batches import JoiningCollator, joined
 
 DOCUMENTS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "prompt_length": 1}, {"input_ids": [8, 9]}]
 

@@ -14,11 +14,11 @@ from ebft.data.lengths import (
     TOO_LONG,
     TOO_SHORT,
     TRUNCATED,
+    RowCounts,
     cut_and_drop,
     fits_one_block,
     longest_document,
 )
-from ebft.data.report import RowCounts
 from ebft.data.tokenise import FEATURES
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft.data.collator import DocumentCollator
-from ebft.data.packing import pack_rows
+from ebft.data.batches import DocumentCollator, pack_rows
 from ebft.errors import DataError
 from ebft.strided.layout import Documents
 

@@ -12,8 +12,8 @@ import multiprocess
 import pytest
 from datasets import Dataset
 
-from ebft.data import processes
-from ebft.data.processes import forked_processes, map_rows
+from ebft.data import tables
+from ebft.data.tables import forked_processes, map_rows
 from ebft.errors import DataError
 
 ROWS = Dataset.from_list([{"number": number} for number in range(100)])
@@ -92,7 +92,7 @@ def test_ctrl_c_is_left_to_this_process():
 WRITES = """
 import os, sys
 from datasets import Dataset, config, load_from_disk
-from ebft.data.processes import discard, map_rows, shuffle_rows
+from ebft.data.tables import discard, map_rows, shuffle_rows
 
 raw = load_from_disk("raw")
 rows = map_rows(raw, lambda row: {"twice": 2 * row["number"]}, num_proc=2)
@@ -135,7 +135,7 @@ def test_a_cache_that_is_full_is_named(number):
 def test_rows_are_written_elsewhere_if_the_cache_is_read_only(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    processes._folder.cache_clear()
-    rows = processes.map_rows(ROWS, lambda row: row)
-    processes._folder.cache_clear()
+    tables._folder.cache_clear()
+    rows = tables.map_rows(ROWS, lambda row: row)
+    tables._folder.cache_clear()
     assert rows.cache_files[0]["filename"].startswith(tempfile.gettempdir()) and len(rows) == 100

@@ -3,9 +3,8 @@
 import fsspec
 import pytest
 
-from ebft.data.fingerprint import content_digest, source_fingerprint
 from ebft.data.keys import DatasetEntry
-from ebft.data.sources import read_source
+from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.errors import DataError
 
 
@@ -63,7 +62,7 @@ def test_a_missing_package_is_named(monkeypatch):
     def refuse(*args, **kwargs):
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr("ebft.data.remote.load_dataset_builder", refuse)
+    monkeypatch.setattr("ebft.data.sources.load_dataset_builder", refuse)
     with pytest.raises(DataError, match="s3://b/rows.jsonl needs another package: Install s3fs to access S3"):
         texts(path="s3://b/rows.jsonl")
 

@@ -7,7 +7,7 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.data.keys import DatasetEntry
-from ebft.data.transforms import stepwise_supervised
+from ebft.data.transforms import reward
 from ebft.errors import DataError
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -156,7 +156,7 @@ def test_bos_is_before_the_prompt():
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = stepwise_supervised.transform(None, entry)[0](ROW, tokenizer=tokenizer)
+    row = reward.transform(None, entry)[0](ROW, tokenizer=tokenizer)
     assert [tokenizer.decode(token) for token in row["input_ids"]] == ["<|im_start|>", *"Q:ab\nc\n"]
     assert row["labels"] == [-100, -100, -100, -100, -100, 1, -100, 0]
 

@@ -1,7 +1,7 @@
 """Special tokens, and tokens that can end a turn."""
 
 from ebft.data.conversation import Renderer
-from ebft.data.special_tokens import end_tokens, special_texts
+from ebft.data.tokens import end_tokens, special_texts
 from tests.structured.conftest import make_chat_tokenizer
 
 

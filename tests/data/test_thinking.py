@@ -2,8 +2,7 @@
 
 import pytest
 
-from ebft.data.joined import Tokens
-from ebft.data.thinking import TAGS, join_thinking, split_thinking, thinking_spans
+from ebft.data.tokens import TAGS, Tokens, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 

@@ -5,11 +5,10 @@ import shlex
 
 import typer
 
-from ebft.cli import app
-from ebft.config.load import apply_overrides
+from ebft.config.load import apply_overrides, parse_yaml
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import parse_yaml
 from ebft.errors import ConfigError
+from ebft.tools.cli import app
 from tests.docs.blocks import ROOT
 
 COMMANDS = typer.main.get_command(app).commands
@@ -56,12 +55,12 @@ def commands_in(line: str) -> list[list[str]]:
 
 
 def _arguments(words: list[str]) -> list[str] | None:
-    """What follows `ebft` or `-m ebft.cli`; None for other programs."""
+    """What follows `ebft` or `-m ebft.tools.cli`; None for other programs."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if words[:1] == ["ebft"]:
         return words[1:]
-    return words[words.index("ebft.cli") + 1 :] if "ebft.cli" in words else None
+    return words[words.index("ebft.tools.cli") + 1 :] if "ebft.tools.cli" in words else None
 
 
 def check_command(arguments: list[str], incomplete: bool = False) -> None:

@@ -8,10 +8,9 @@ import warnings
 
 import pytest
 
-from ebft.config.load import apply_overrides
-from ebft.config.yaml_text import parse_yaml
+from ebft.config.load import apply_overrides, parse_yaml
 from ebft.errors import ConfigError
-from ebft.launch.sweep import read_sweep
+from ebft.tools.launch.sweep import read_sweep
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, inline_commands, shell_lines
 from tests.docs.commands import check_command, check_config, commands_in
 
@@ -98,7 +97,7 @@ def test_programs_define_their_names(page):
         ("ebft evaluate run.yaml --modle x", "NoSuchOption"),
         ("ebft train run.yaml ebft.strid=4", "ebft.strid"),
         ("ebft train run.yaml ebft.stride=four", "ebft.stride"),
-        ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft.cli train run.yaml lr=1", "lr"),
+        ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft.tools.cli train run.yaml lr=1", "lr"),
         ("echo x | ebft inference run.yaml --temprature 1", "NoSuchOption"),
         ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
         ("ebft report", "MissingParameter"),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ebft.models.chat_templates import FALLBACK, KEEP, NAMES
+from ebft.models.tokenizer import FALLBACK, KEEP, NAMES
 from ebft.prefix.attention.families import FAMILIES as ADAPTED
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, tiny_model
 

@@ -30,7 +30,7 @@ def chat_model_dir(tmp_path_factory) -> Path:
 
 def run(arguments: list[str], folder: Path, status: int = 0) -> str:
     """What a command prints in `folder`; `ebft` and `python` are those of this environment and checkout."""
-    program = [sys.executable, "-m", "ebft.cli"] if arguments[0] == "ebft" else [sys.executable]
+    program = [sys.executable, "-m", "ebft.tools.cli"] if arguments[0] == "ebft" else [sys.executable]
     paths = f"{ROOT / 'src'}{os.pathsep}{folder}"
     environment = {**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
     command = [*program, *arguments[1:]]
@@ -43,7 +43,7 @@ def run_all(commands: list[list[str]], folder: Path) -> list[str]:
     """What each of these `ebft` commands prints. One process runs them all: importing torch takes most of the time."""
     lines = (
         "import sys",
-        "from ebft.cli import app",
+        "from ebft.tools.cli import app",
         f"for arguments in {[command[1:] for command in commands]}:",
         "    status = app(arguments, standalone_mode=False)",
         f"    print({END!r}, flush=True)",

@@ -1,4 +1,4 @@
-"""`ebft doctor`: the installation, configs that can be trained, and one error for each thing that cannot work."""
+"""`ebft doctor`: the environment, configs that can be trained, and one error for each thing that cannot work."""
 
 import json
 import re
@@ -11,19 +11,17 @@ import torch
 from datasets import Dataset
 
 from ebft.config.load import load_config
-from ebft.doctor import installation
-from ebft.doctor.check import Attempt
-from ebft.doctor.estimate import needs
-from ebft.doctor.installation import check_installation
-from ebft.doctor.resources import exceeds, memory_checks
-from ebft.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
-from ebft.doctor.run import _peak_check
-from ebft.doctor.savings import advice, savings
 from ebft.errors import ConfigError, DataError
 from ebft.machine import gib
-from ebft.models.base import load_model_config
-from ebft.monitor.phases import PhaseMemory
+from ebft.models.load import load_model_config
 from ebft.run.rehearsal import check_step_fits
+from ebft.tools.doctor import environment
+from ebft.tools.doctor.check import Attempt
+from ebft.tools.doctor.environment import check_installation
+from ebft.tools.doctor.memory import advice, exceeds, memory_checks, needs, savings
+from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
+from ebft.tools.doctor.run import _peak_check
+from ebft.tools.doctor.step import PhaseMemory
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
 
@@ -61,7 +59,7 @@ def test_the_installation_is_consistent(doctor):
     [(None, "trl: not installed"), ("0.9", r"trl: version 0.9 is installed, but .*>=1.16 is required")],
 )
 def test_a_required_package_that_is_missing_or_too_old(monkeypatch, installed, message):
-    real = installation.version
+    real = environment.version
 
     def version(name):
         if name != "trl":
@@ -70,14 +68,14 @@ def test_a_required_package_that_is_missing_or_too_old(monkeypatch, installed, m
             raise PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(environment, "version", version)
     (error,) = [check for check in check_installation() if check.level == "error"]
     assert re.search(message, error.message) and "pip install 'trl" in error.message
 
 
 def test_an_extra_with_a_wrong_version_is_a_warning(monkeypatch):
-    real = installation.version
-    monkeypatch.setattr(installation, "version", lambda name: "0.1" if name == "tensorboard" else real(name))
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: "0.1" if name == "tensorboard" else real(name))
     (warning,) = [check for check in check_installation() if check.level == "warning"]
     assert warning.name == "extra tensorboard" and "0.1" in warning.message
 
@@ -106,7 +104,7 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
 
 def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
     path = write_inputs("sft", tmp_path)
-    monkeypatch.setattr("ebft.doctor.step.load_model", None)
+    monkeypatch.setattr("ebft.tools.doctor.step.load_model", None)
     code, found = doctor(path, "--no-step")
     assert code == 0 and ("ok", "memory") in found and not any("peak" in name for _, name in found)
     assert "14,848 of 171,584 weights are trained" in found["ok", "memory"]
@@ -158,7 +156,7 @@ def test_publishing_without_a_login(doctor, tmp_path, monkeypatch):
 
 
 def test_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.doctor.run._SERVER_TIMEOUT", 0.1)
+    monkeypatch.setattr("ebft.tools.doctor.run._SERVER_TIMEOUT", 0.1)
     path = write_inputs("structured_cross_entropy", tmp_path)
     code, found = doctor(path, "trl.use_vllm=true", "trl.vllm_mode=server", "trl.vllm_server_port=9")
     assert code == 1 and "ebft vllm-serve" in found["error", "server"]
@@ -174,7 +172,7 @@ def test_a_folder_without_weights(doctor, tmp_path):
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     path = write_inputs("strided_full", tmp_path)
-    monkeypatch.setattr("ebft.doctor.resources.available_memory", lambda device: (2**20, "a small machine"))
+    monkeypatch.setattr("ebft.tools.doctor.memory.available_memory", lambda device: (2**20, "a small machine"))
     monkeypatch.setattr("ebft.run.rehearsal.free_disk", lambda folder: (2**10, tmp_path))
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
@@ -207,7 +205,7 @@ def test_a_step_that_runs_out_of_memory_says_what_lowers_it(doctor, tmp_path, mo
         with memory.phase("loss and backward"):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
 
-    monkeypatch.setattr("ebft.doctor.run.measure_step", fails)
+    monkeypatch.setattr("ebft.tools.doctor.run.measure_step", fails)
     code, found = doctor(write_inputs("sft", tmp_path))
     assert code == 1 and "in loss and backward" in found["error", "step"]
     assert "gradient_checkpointing: true" in found["error", "step"]
@@ -269,7 +267,7 @@ def test_the_frozen_copy_is_named_as_its_method_calls_it(tmp_path, monkeypatch):
     full, pairs = (needs_of(write_inputs(name, tmp_path / name), full_weights) for name in ("strided_full", "dpo"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
+    monkeypatch.setattr("ebft.tools.doctor.memory.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
     features, reference = full.of(full.config), pairs.of(pairs.config)
     assert "feature network" in features.parts("optimizer") and features.features_on == "cuda:1"
     assert reference.parts("optimizer")["reference model"] == reference.weights and reference.features_on is None
@@ -339,17 +337,17 @@ def test_a_second_gpu_or_the_cpu_takes_the_copy_and_an_8_bit_optimizer_is_listed
     full = needs_of(write_inputs("strided_full", tmp_path), ["bf16=false"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: None)
+    monkeypatch.setattr("ebft.tools.doctor.memory.spare_gpu", lambda taken, needed: None)
     beside = full.of(full.config)
     found = savings(full, "optimizer")
     assert [line.partition(":")[0] for line in found[:2]] == ["ebft.feature_device", "optimizer"]
     assert f"(saves about {gib(beside.features)})" in found[0]
-    monkeypatch.setattr("ebft.doctor.estimate.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
+    monkeypatch.setattr("ebft.tools.doctor.memory.spare_gpu", lambda taken, needed: f"cuda:{taken + 1}")
     apart = full.of(full.config)
     assert apart.features_on == "cuda:1" and apart.fixed == beside.fixed - apart.features
     memory = {"cuda:1": (2**10, "a small GPU")}
     monkeypatch.setattr(
-        "ebft.doctor.resources.available_memory", lambda device: memory.get(device, (2**40, "a large GPU"))
+        "ebft.tools.doctor.memory.available_memory", lambda device: memory.get(device, (2**40, "a large GPU"))
     )
     (small,) = [check for check in memory_checks(full) if check.level == "error"]
     assert small.name == "feature network" and "a small GPU" in small.message and "cpu" in small.message

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from ebft.doctor.environment import environment, relevant_variables
+from ebft.tools.doctor.environment import environment, relevant_variables
 from tests.cli.conftest import ebft
 
 __all__ = ["ebft"]

@@ -6,9 +6,9 @@ import pytest
 from ebft import evaluate, load_config
 from ebft.data.keys import DatasetEntry
 from ebft.errors import ConfigError, DataError
-from ebft.evaluation.downstream import add_downstream, load_metrics
-from ebft.evaluation.rows import HeldOut
 from ebft.scores import Scores
+from ebft.tools.evaluation.downstream import add_downstream, load_metrics
+from ebft.tools.evaluation.task import HeldOut
 
 HERE = "tests.evaluation.metrics"
 

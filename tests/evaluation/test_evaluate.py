@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import evaluate, load_config
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
-from ebft.evaluation.models import load_subject
+from ebft.tools.evaluation.models import load_subject
 from tests.evaluation.independent import cfm, cross_entropy, nll, read
 
 
@@ -265,7 +265,7 @@ def test_a_larger_vocabulary_may_not_be_sampled_from(write_config, models, tmp_p
 
 def test_a_smaller_vocabulary_is_refused_before_anything_is_measured(write_config, models, tmp_path, monkeypatch):
     small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
-    monkeypatch.setattr("ebft.evaluation.run.load_subject", None)
+    monkeypatch.setattr("ebft.tools.evaluation.run.load_subject", None)
     with pytest.raises(ModelError, match="its vocab_size is 300, but the tokenizer .* has 512"):
         evaluate(load_config(write_config("strided")), [str(models / "base"), small])
 
@@ -279,7 +279,7 @@ def adapter_on(base, folder):
 
 
 def test_the_base_of_an_adapter_is_checked_as_a_model_is(write_config, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.evaluation.run.load_subject", None)
+    monkeypatch.setattr("ebft.tools.evaluation.run.load_subject", None)
     config = load_config(write_config("strided"))
     small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
     with pytest.raises(ModelError, match="adapter: its vocab_size is 300, but the tokenizer .* has 512"):

@@ -8,7 +8,7 @@ import pytest
 
 from ebft import evaluate, load_config
 from ebft.config.schema import RunConfig
-from ebft.run.record import description
+from ebft.run.reporting import description
 from ebft.scores import Scores
 
 
@@ -24,7 +24,7 @@ def record_run(folder, path, **changes):
 def notes(write_config, models, tmp_path, monkeypatch):
     """`notes(*overrides)`: the notes on the evaluation of the model in the folder `run`, without measuring it."""
     shutil.copytree(models / "adapter", tmp_path / "run")
-    monkeypatch.setattr("ebft.evaluation.run.measure_tokens", lambda task, subject: Scores())
+    monkeypatch.setattr("ebft.tools.evaluation.run.measure_tokens", lambda task, subject: Scores())
 
     def of(*overrides, name="run"):
         config = load_config(write_config("strided"), list(overrides))
@@ -88,7 +88,7 @@ def test_training_documents_that_cannot_be_read_are_a_note(notes, tmp_path):
 
 def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
     from ebft.config.schema import RunConfig
-    from ebft.run.record import recorded
+    from ebft.run.reporting import recorded
 
     path, run = tmp_path / "own.jsonl", tmp_path / "run"
     path.write_text('{"input": "x", "output": "y"}')

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.evaluation.same_text import TextIndex, texts_of
+from ebft.tools.evaluation.notes import TextIndex, texts_of
 
 TEXT = "A text of several words."
 

@@ -3,8 +3,7 @@
 import pytest
 from rich.console import Console
 
-from ebft.evaluation.result import Evaluation, ModelResult
-from ebft.evaluation.tables import metrics_table
+from ebft.tools.evaluation.result import Evaluation, ModelResult, metrics_table
 
 
 def evaluation(documents=8, models=2):

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from ebft.quickstart.functions import Function, function_of, function_text, functions, unique, within_tokens
+from ebft.tools.quickstart.smollm2 import Function, function_of, function_text, functions, unique, within_tokens
 
 FILE = textwrap.dedent(
     '''

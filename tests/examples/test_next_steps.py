@@ -4,8 +4,8 @@ import shlex
 from pathlib import Path
 
 from ebft.config.load import load_config
-from ebft.quickstart.next_steps import train_line, what_next
-from ebft.quickstart.run import CONFIGS, Run, own_copy
+from ebft.tools.quickstart.main import train_line, what_next
+from ebft.tools.quickstart.run import CONFIGS, Run, own_copy
 
 
 def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ebft import load_config
-from ebft.quickstart import hardware, smollm2
-from ebft.quickstart.functions import function_of
+from ebft.tools.quickstart import smollm2
+from ebft.tools.quickstart.smollm2 import function_of
 from tests.examples.runs import ROOT, run_quickstart
 
 pytestmark = pytest.mark.slow
@@ -110,11 +110,11 @@ def test_its_configs_load(name):
 
 
 def test_base_weights_are_float32_where_bfloat16_is_emulated(monkeypatch):
-    monkeypatch.setattr(hardware.torch.accelerator, "is_available", lambda: False)
-    seconds = {hardware.torch.float32: 1.0}
-    monkeypatch.setattr(hardware, "_product_seconds", seconds.get)
+    monkeypatch.setattr(smollm2.torch.accelerator, "is_available", lambda: False)
+    seconds = {smollm2.torch.float32: 1.0}
+    monkeypatch.setattr(smollm2, "_product_seconds", seconds.get)
     for slower, expected in ((10.0, "float32"), (0.4, "bfloat16")):
-        seconds[hardware.torch.bfloat16] = slower
+        seconds[smollm2.torch.bfloat16] = slower
         overrides = smollm2.config_overrides(smollm2.OUTPUT, 0, smollm2.NAME)
         assert load_config(smollm2.CONFIG, overrides).torch_dtype == expected
 

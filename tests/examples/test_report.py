@@ -7,9 +7,9 @@ from statistics import stdev
 import pytest
 from rich.console import Console
 
-from ebft.quickstart.measure import changes, means
-from ebft.quickstart.phases import make_once
-from ebft.quickstart.report import METRICS, panels_of, result_table
+from ebft.tools.quickstart.measure import changes, means
+from ebft.tools.quickstart.report import METRICS, panels_of, result_table
+from ebft.tools.quickstart.run import make_once
 
 
 def test_curves_of_whitened_features_are_not_said_to_be_wanted_up_or_down():

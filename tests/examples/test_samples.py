@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.quickstart.samples import Prompt, complete
+from ebft.tools.quickstart.measure import Prompt, complete
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
-from ebft.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.export.models import gpt2, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -296,7 +296,7 @@ def test_a_bias_for_a_layer_without_one(config, targets, without, tmp_path):
 
 @pytest.mark.parametrize("size", ["", "5", "5XB", "0GB", "GB"])
 def test_sizes_of_shards(size, tmp_path):
-    from ebft.export.shards import parse_size
+    from ebft.tools.export.checkpoint import parse_size
 
     assert parse_size("5GB") == 5 * 10**9 and parse_size("1.5 MiB") == 3 * 2**19 and parse_size("500mb") == 5 * 10**8
     if size != "5":  # bytes

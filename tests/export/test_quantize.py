@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import DataError, ModelError
-from ebft.export.quantize import quantize_model, text_sequences, torchao_settings
+from ebft.tools.export.quantize import quantize_model, text_sequences, torchao_settings
 from tests.export.models import save_adapter
 
 TEXT = "def add(x, y):\n    return x + y\n" * 40
@@ -72,7 +72,7 @@ def test_a_file_where_the_partial_result_goes_is_kept(tiny_llama_dir, text, tmp_
 
 def test_a_failure_leaves_nothing(tiny_llama_dir, text, tmp_path, monkeypatch):
     perplexities = iter([1.0])
-    monkeypatch.setattr("ebft.export.quantize.perplexity", lambda model, scored: next(perplexities))
+    monkeypatch.setattr("ebft.tools.export.quantize.perplexity", lambda model, scored: next(perplexities))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(StopIteration):
         quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))

@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ebft.durable import write_checksums
 from ebft.errors import ModelError
-from ebft.export.sharded import merge_sharded
+from ebft.files import write_checksums
 from ebft.models.pretrained import pretrained_model
+from ebft.tools.export.sharded import merge_sharded
 
 
 def save_parts(weights, folder):

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ebft.errors import ModelError
-from ebft.export.stream import _NAMES, write_tensors
+from ebft.tools.export.checkpoint import _NAMES, write_tensors
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

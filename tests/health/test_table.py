@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from ebft.config.reference import option_groups
-from ebft.health.series import Log
+from ebft.health.rules import Log
 from ebft.health.table import CONDITIONS
 
 ROOT = Path(__file__).parents[2]

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError, ModelError
-from ebft.inference.models import model_in_folder, model_of_run
-from ebft.inference.sampling import Sampler, SamplingOptions
-from ebft.inference.scoring import Scorer
-from ebft.inference.serve import PageServer, serve_page
-from ebft.inference.session import Session
-from ebft.models.gguf import load_gguf_model
+from ebft.models.weights import load_gguf_model
+from ebft.tools.inference.models import model_in_folder, model_of_run
+from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer
+from ebft.tools.inference.serve import PageServer, serve_page
+from ebft.tools.inference.session import Session
 from tests.structured.trainers import USER, rows
 
 CHAT = [USER("say 3")]

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft import cli
+from ebft import processes
 from ebft.errors import LaunchError
-from ebft.launch import agent, worker
-from ebft.launch.plan import LaunchOptions, Plan
+from ebft.tools import cli
+from ebft.tools.launch import agent
+from ebft.tools.launch.plan import LaunchOptions, Plan
 from tests.launch.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def launched(monkeypatch, tmp_path):
             "accelerate": ["--num_processes", str(processes), "--num_machines", "1", "--config_file"],
         }[launcher]
         if launcher == "accelerate":
-            from ebft.launch.command import NEUTRAL
+            from ebft.tools.launch.agent import NEUTRAL
 
             options += [str(NEUTRAL), "--mixed_precision", "no", "--dynamo_backend", "no"]
         words = [*options, "--module", "tests.launch.worker_stub", act, str(tmp_path)]
@@ -43,7 +44,7 @@ def launched(monkeypatch, tmp_path):
 
 def test_processes_that_end_well(launched):
     assert launched("nothing") == 0
-    assert worker.FOLDER not in os.environ
+    assert processes.FOLDER not in os.environ
 
 
 def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
@@ -115,15 +116,15 @@ def test_a_launcher_that_cannot_start(monkeypatch):
 
 
 def test_a_process_that_starts_after_the_launch_ended(tmp_path):
-    code = "from ebft.launch.worker import join_launch; join_launch()"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), worker.FOLDER: str(tmp_path / "deleted")}
+    code = "from ebft.processes import join_launch; join_launch()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), processes.FOLDER: str(tmp_path / "deleted")}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 130
 
 
 def test_processes_know_the_command_that_started_them(launched, tmp_path):
     assert launched("parent") == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
-    assert worker.PARENT not in os.environ
+    assert processes.PARENT not in os.environ
 
 
 @pytest.fixture
@@ -150,21 +151,21 @@ def test_a_process_stops_when_the_command_that_started_it_is_killed(orphan_words
 def test_a_process_stops_when_that_command_was_killed_before_it_started(orphan_words, monkeypatch, tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    monkeypatch.setenv(worker.PARENT, str(ended.pid))
+    monkeypatch.setenv(processes.PARENT, str(ended.pid))
     assert subprocess.run(orphan_words).returncode == 0
     assert (tmp_path / "stopped").read_text() == "15"
 
 
 def test_without_a_launch_every_process_reports(monkeypatch):
-    monkeypatch.setattr(worker, "_folder", None)
-    monkeypatch.delenv(worker.FOLDER, raising=False)
-    worker.join_launch()
-    assert worker.reports_failure() and not worker.has_failed() and not worker.leave_traceback("text")
+    monkeypatch.setattr(processes, "_folder", None)
+    monkeypatch.delenv(processes.FOLDER, raising=False)
+    processes.join_launch()
+    assert processes.reports_failure() and not processes.has_failed() and not processes.leave_traceback("text")
 
 
 def test_every_command_watches_its_parent(monkeypatch):
     called = []
     for name in ("watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"):
-        monkeypatch.setattr(f"ebft.cli.{name}", lambda name=name: called.append(name))
+        monkeypatch.setattr(f"ebft.tools.cli.{name}", lambda name=name: called.append(name))
     cli.main()
     assert called == ["watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"]

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import yaml
 
-from ebft.launch import plan as planning
-from ebft.launch.command import NEUTRAL
+from ebft.tools.launch import plan as planning
+from ebft.tools.launch.agent import NEUTRAL
 from tests.cli.conftest import ebft, plain
 
 __all__ = ["ebft"]
@@ -42,7 +42,7 @@ def test_accelerate_with_a_process_per_gpu(shown, run_file):
     options = f"--config_file {NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     assert words[3:] == [
         *options.split(),
-        *["--multi_gpu", "--main_process_port", "0", "--module", "ebft.cli", "train"],
+        *["--multi_gpu", "--main_process_port", "0", "--module", "ebft.tools.cli", "train"],
         str(run_file),
         "seed=1",
     ]
@@ -53,7 +53,7 @@ def test_torchrun_on_two_machines_with_its_own_options(shown, run_file):
     words = shown(4, "--launcher", "torchrun", *machines, "--", "--tee", "3")
     expected = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --tee 3"
     assert words[1:3] == ["-m", "torch.distributed.run"]
-    assert words[3:] == [*expected.split(), "--module", "ebft.cli", "train", str(run_file)]
+    assert words[3:] == [*expected.split(), "--module", "ebft.tools.cli", "train", str(run_file)]
 
 
 def test_accelerate_on_two_machines_with_its_own_file(shown, run_file):
@@ -75,7 +75,7 @@ def test_one_machine_and_cpu(shown, monkeypatch):
 
 
 def test_one_process(shown, run_file):
-    assert shown(1) == [sys.executable, "-m", "ebft.cli", "train", str(run_file)]
+    assert shown(1) == [sys.executable, "-m", "ebft.tools.cli", "train", str(run_file)]
 
 
 def test_the_file_for_accelerate_is_one_that_it_reads():
@@ -121,7 +121,7 @@ def test_errors_of_options(ebft, run_file, words, message):
 
 def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
     seen = []
-    monkeypatch.setattr("ebft.cli.train.train_with_dashboard", lambda words, folder: seen.append(words) or 0)
+    monkeypatch.setattr("ebft.tools.cli.train.train_with_dashboard", lambda words, folder: seen.append(words) or 0)
     result = ebft("train", run_file, "seed=1", "--tui", "--num-processes", "2", "--", "--tee", "3")
     assert result.exit_code == 0, result.stderr
     expected = [str(run_file), "seed=1", "--num-processes", "2", "--", "--tee", "3"]
@@ -130,8 +130,8 @@ def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
 
 def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
     run_file.write_text(run_file.read_text() + "pad_to_sequence_len: true\n")
-    monkeypatch.setattr("ebft.cli.launching.start", lambda plan, words: 0)
-    monkeypatch.setattr("ebft.cli.train.train_here", lambda *given: None)
+    monkeypatch.setattr("ebft.tools.cli.train.start", lambda plan, words: 0)
+    monkeypatch.setattr("ebft.tools.cli.train.train_here", lambda *given: None)
     with pytest.warns(UserWarning, match="pad_to_sequence_len"):
         assert ebft("train", run_file, "--launcher", "python").exit_code == 0
     assert ebft("train", run_file, "--num-processes", "2").exit_code == 0
@@ -142,7 +142,7 @@ def test_the_page_has_every_option_with_its_help(ebft):
 
     from typer.main import get_command
 
-    from ebft.cli import app
+    from ebft.tools.cli import app
 
     page = (Path(__file__).parents[2] / "docs" / "several-processes.md").read_text(encoding="utf-8")
     options = get_command(app).commands["train"].params

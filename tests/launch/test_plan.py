@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 
+from ebft import processes
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.launch import plan as planning
-from ebft.launch import worker
-from ebft.launch.plan import LaunchOptions, plan_launch, visible_gpus
+from ebft.tools.launch import plan as planning
+from ebft.tools.launch.plan import LaunchOptions, plan_launch, visible_gpus
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform"}]}
 MANAGED = {
@@ -124,10 +124,10 @@ def test_a_launched_process_launches_nothing(planned, monkeypatch, name):
 
 
 def test_a_process_of_this_launcher_launches_nothing(planned, monkeypatch, tmp_path):
-    monkeypatch.setattr(worker, "_folder", None)
-    monkeypatch.setenv(worker.FOLDER, str(tmp_path))
-    worker.join_launch()
-    assert planned(4).launcher is None and list(tmp_path.glob("0.pid")) and worker.FOLDER not in os.environ
+    monkeypatch.setattr(processes, "_folder", None)
+    monkeypatch.setenv(processes.FOLDER, str(tmp_path))
+    processes.join_launch()
+    assert planned(4).launcher is None and list(tmp_path.glob("0.pid")) and processes.FOLDER not in os.environ
 
 
 def test_the_words_of_options_are_those_of_the_command():

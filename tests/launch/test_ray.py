@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebft.config.schema import RunConfig
-from ebft.launch.ray_control import Failure
+from ebft.tools.launch.ray_control import Failure
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.launch.plugins import COMMAND, STEP
 from tests.launch.test_processes import COMPARED, logged, run_file
@@ -32,7 +32,16 @@ def train(run_file, out, *words):
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in UNSET}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     environment[COMMAND] = str(out.parent / "command.pid")
-    command = [sys.executable, "-m", "ebft.cli", "train", run_file, f"output_dir={out}", "micro_batch_size=1", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "ebft.tools.cli",
+        "train",
+        run_file,
+        f"output_dir={out}",
+        "micro_batch_size=1",
+        *words,
+    ]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([str(word) for word in command], env=environment, cwd=out.parent, **streams) as process:
         Path(environment[COMMAND]).write_text(str(process.pid))
@@ -114,7 +123,7 @@ def config_with(**keys):
     ],
 )
 def test_a_restart_continues_from_the_newest_checkpoint_of_this_run(monkeypatch, named, reached, restarts_from):
-    from ebft.launch import ray_worker
+    from ebft.tools.launch import ray_worker
 
     monkeypatch.setattr(ray_worker, "_step_reached", lambda config: reached)
     monkeypatch.setattr(ray_worker, "step_of", lambda folder: int(folder.name))
@@ -126,7 +135,7 @@ def test_a_restart_continues_from_the_newest_checkpoint_of_this_run(monkeypatch,
 def test_the_first_failure_is_reported_and_those_of_an_earlier_attempt_are_forgotten():
     import asyncio
 
-    from ebft.launch.ray_control import Control
+    from ebft.tools.launch.ray_control import Control
 
     async def scenario():
         control = Control()
@@ -151,7 +160,7 @@ def test_metrics_are_reported_as_python_numbers():
     import numpy
     import torch
 
-    from ebft.launch.ray_worker import plain as plain_metrics
+    from ebft.tools.launch.ray_worker import plain as plain_metrics
 
     found = plain_metrics({"loss": torch.tensor(0.5), "step": numpy.int64(3), "note": "text"})
     assert found == {"loss": 0.5, "step": 3, "note": "text"} and type(found["loss"]) is float

@@ -10,10 +10,10 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, LaunchError
-from ebft.launch import plan as planning
-from ebft.launch.plan import RAY, LaunchOptions, plan_launch
-from ebft.launch.ray_driver import check_reachable, worker_resources
 from ebft.run.training import train
+from ebft.tools.launch import plan as planning
+from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
+from ebft.tools.launch.ray_driver import check_reachable, worker_resources
 from tests.cli.conftest import ebft
 
 __all__ = ["ebft"]
@@ -165,7 +165,7 @@ def test_a_dry_run_prints_the_workers_and_the_command(ebft, run_file):
     note, command = done.stdout.splitlines()
     assert done.exit_code == 0, done.stderr
     assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
-    assert command == f"{sys.executable} -m ebft.cli train {run_file} ray_num_workers=2"
+    assert command == f"{sys.executable} -m ebft.tools.cli train {run_file} ray_num_workers=2"
 
 
 def test_a_sweep_starts_each_run_with_ray(ebft, run_file, tmp_path):

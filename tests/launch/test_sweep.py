@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.launch import sweep_runs
-from ebft.launch.plan import LaunchOptions
-from ebft.launch.sweep import read_sweep
-from ebft.launch.sweep_runs import RESULTS, SweepRun, _command
-from ebft.run.record import data_digests, description
+from ebft.run.reporting import data_digests, description
+from ebft.tools.launch import sweep
+from ebft.tools.launch.plan import LaunchOptions
+from ebft.tools.launch.sweep import RESULTS, SweepRun, _command, read_sweep
 from tests.cli.conftest import ebft, plain
 
 __all__ = ["ebft"]
@@ -138,7 +137,7 @@ def in_process(ebft, monkeypatch):
         print(result.stderr)
         return result.exit_code
 
-    monkeypatch.setattr(sweep_runs, "_command", run)
+    monkeypatch.setattr(sweep, "_command", run)
     return done
 
 
@@ -204,8 +203,8 @@ def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, 
 def test_the_evaluation_measures_all_runs_alike(run_file, tmp_path):
     """Swept seeds are those of the run, so that nothing it trained on is measured; sections are the config's."""
     (tmp_path / "sweep.yaml").write_text("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]")
-    check = lambda words: sweep_runs.load_config(run_file, words)
-    sweep = sweep_runs.Sweep(run_file, ["max_steps=1"], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+    check = lambda words: sweep.load_config(run_file, words)
+    sweep = sweep.Sweep(run_file, ["max_steps=1"], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
     assert sweep._measuring(sweep.runs[0]) == ["max_steps=1", "seed=3"]
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
 
@@ -217,9 +216,9 @@ def test_a_signal_ends_the_sweep(run_file, tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         return 143
 
-    monkeypatch.setattr(sweep_runs, "_command", stopped)
-    check = lambda words: sweep_runs.load_config(run_file, words)
-    sweep = sweep_runs.Sweep(run_file, [], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+    monkeypatch.setattr(sweep, "_command", stopped)
+    check = lambda words: sweep.load_config(run_file, words)
+    sweep = sweep.Sweep(run_file, [], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
     assert sweep.train_all(lambda line: None) == 143
     assert [run.state for run in sweep.runs] == ["stopped", "not started"]
 
@@ -245,12 +244,12 @@ def test_a_command_knows_its_parent(tmp_path, monkeypatch):
 @pytest.fixture
 def sweep(run_file, tmp_path):
     (tmp_path / "sweep.yaml").write_text("seed: [1]")
-    return sweep_runs.Sweep(
+    return sweep.Sweep(
         run_file,
         [],
         read_sweep(tmp_path / "sweep.yaml"),
         LaunchOptions(),
-        lambda words: sweep_runs.load_config(run_file, words),
+        lambda words: sweep.load_config(run_file, words),
     )
 
 
@@ -260,7 +259,7 @@ def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, t
     words = [f"base_model={model}", f"output_dir={tmp_path / 'out'}"]
 
     def identity():
-        return sweep_runs._identity(sweep_runs.load_config(run_file, words), tmp_path / "out")
+        return sweep._identity(sweep.load_config(run_file, words), tmp_path / "out")
 
     first = identity()
     assert identity() == first
@@ -275,7 +274,7 @@ def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, t
 def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tmp_path):
     (run,) = sweep.runs
     folder = Path(run.output_dir)
-    config = sweep_runs.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
+    config = sweep.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
     folder.mkdir(parents=True)
     recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
     (folder / "run.json").write_text(json.dumps(recorded))
@@ -287,7 +286,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tm
 
 
 def test_a_run_is_stored_without_secrets(tmp_path):
-    sweep = object.__new__(sweep_runs.Sweep)
+    sweep = object.__new__(sweep.Sweep)
     sweep.config, sweep.overrides, sweep.folder = tmp_path / "run.yaml", [], tmp_path
     sweep.runs = [SweepRun("a", {"hub_token": "hf_secret"}, "a")]
     sweep._save()

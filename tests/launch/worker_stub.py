@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ebft.launch import worker
+from ebft import processes
 from tests.launch.waiting import wait_until
 
 
@@ -23,8 +23,8 @@ def main(act, folder):
             signal.signal(number, lambda number, _: received.append(number))
     if act == "orphan":
         signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-        worker.watch_parent()
-        assert worker.PARENT not in os.environ
+        processes.watch_parent()
+        assert processes.PARENT not in os.environ
         Path(folder, "started").touch()
         wait_until(lambda: received)
         written = Path(folder, "writing")
@@ -32,8 +32,8 @@ def main(act, folder):
         written.rename(Path(folder, "stopped"))
         sys.exit()
     if act == "parent":
-        Path(folder, rank).write_text(os.environ[worker.PARENT])
-    worker.join_launch()
+        Path(folder, rank).write_text(os.environ[processes.PARENT])
+    processes.join_launch()
     if act == "signals":
         for place, number in enumerate((signal.SIGINT, signal.SIGHUP)):
             if rank == "0":  # one after another: signals that arrive together are handled in the order of their numbers
@@ -46,24 +46,24 @@ def main(act, folder):
     if act == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "killed":
-        worker.leave_traceback("Connection closed by peer")  # the error that follows from the other's end
+        processes.leave_traceback("Connection closed by peer")  # the error that follows from the other's end
         sys.exit(1)
     if act == "traceback":
-        worker.leave_traceback(f"the traceback of {rank}")
+        processes.leave_traceback(f"the traceback of {rank}")
         sys.exit(1)
     if act == "silent" and rank == "1":
         sys.exit(3)
     if act == "overtaken":  # the process that reports is still ending when another one has
         reported = Path(folder, "reported")
         if rank == "0":
-            worker.leave_traceback("the traceback of 0")
+            processes.leave_traceback("the traceback of 0")
             reported.touch()
             wait_until(lambda: False)
         wait_until(reported.exists)
-        worker.leave_traceback("the traceback of 1")
+        processes.leave_traceback("the traceback of 1")
         sys.exit(1)
     if act == "reported":
-        if worker.reports_failure():
+        if processes.reports_failure():
             print("reported once", flush=True)
         sys.exit(2)
 

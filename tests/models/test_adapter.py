@@ -7,9 +7,9 @@ import torch
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import attach_adapter
-from ebft.models.base import load_base_model, load_model
+from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.start_summary import _adapter
+from ebft.run.training import _adapter
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.models.adapter_files import adapted_head, adapted_heads, task_problem
+from ebft.models.files import adapted_head, adapted_heads, task_problem
 
 
 def adapter(folder, **settings):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.base import check_sequence_len, load_base_model, load_model, load_model_config
-from ebft.models.precision import weights_dtype
+from ebft.models.load import check_sequence_len, load_base_model, load_model, load_model_config, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 
 

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from ebft.config.schema import RunConfig
 from ebft.data.tokenise import tokenise
-from ebft.models.chat_templates import NAMES, apply_chat_template_choice, named_template
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
 from tests.structured.conftest import make_chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief"}

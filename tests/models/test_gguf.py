@@ -10,11 +10,10 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.base import load_base_model, load_model
-from ebft.models.gguf import load_gguf_model, load_gguf_tokenizer
-from ebft.models.pretrained import find_model, pretrained_config, pretrained_model, pretrained_tokenizer
+from ebft.models.load import load_base_model, load_model
+from ebft.models.pretrained import find_model, load, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.models.tokenizer import load_tokenizer
-from ebft.models.trainable import load
+from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from tests.gguf_files import write_gguf
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
@@ -165,7 +164,7 @@ def test_packed_weights_are_refused_by_the_trainers(tiny_gguf):
 
 def test_without_the_package_the_error_has_its_command(make_gguf_config, monkeypatch):
     present = importlib.util.find_spec
-    monkeypatch.setattr("ebft.fetch.catalog.find_spec", lambda name: None if name == "gguf" else present(name))
+    monkeypatch.setattr("ebft.catalog.find_spec", lambda name: None if name == "gguf" else present(name))
     with pytest.raises(ModelError, match=r"requires the package gguf: pip install gguf"):
         load_tokenizer(make_gguf_config())
 
@@ -214,7 +213,7 @@ def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(mak
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"})
     assert load_model(config, load_tokenizer(config)).get_input_embeddings().num_embeddings == 513
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"}, **LORA)
-    monkeypatch.setattr("ebft.models.base.pretrained_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("ebft.models.load.pretrained_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --output DIR"):
         load_model(config, load_tokenizer(config))
 

@@ -8,9 +8,9 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
-from ebft.models.liger import check_kernels
-from ebft.run.arguments import training_kwargs
+from ebft.methods.sft import check_kernels
 from ebft.run.checks import Machine, check_machine
+from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.monitor.sft_run import plain_trainer
 from tests.test_sft import tiny_model

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ebft.features import FeatureNetwork
-from ebft.models.placement import spare_gpu
+from ebft.models.load import spare_gpu
 
 GIB = 2**30
 IDLE, BUSY, SMALL = (79 * GIB, 80 * GIB), (60 * GIB, 80 * GIB), (8 * GIB, 8 * GIB)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ebft.models.precision import share_that_moves, warn_of_lost_steps
+from ebft.models.load import share_that_moves, warn_of_lost_steps
 
 
 def layer(dtype, value=0.02, trained=True):

@@ -6,15 +6,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.models import products
+from ebft.models import cpu
 
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "SMALLEST", 0)
+    monkeypatch.setattr(cpu, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(cpu, "SMALLEST", 0)
 
 
 def by_onednn(run):
@@ -31,7 +31,7 @@ def test_linear_layers(bias, gradients):
     layer, x = nn.Linear(33, 17, bias=bias), torch.randn(1, 29, 33, requires_grad=True)
 
     def run():
-        with products.fast_products(), torch.set_grad_enabled(gradients):
+        with cpu.fast_products(), torch.set_grad_enabled(gradients):
             return layer(x)
 
     found, taken = by_onednn(run)
@@ -47,17 +47,17 @@ def test_linear_layers(bias, gradients):
 
 def test_products_of_transposed_matrices():
     left, right = torch.randn(9, 21), torch.randn(9, 13)
-    found, taken = by_onednn(lambda: products.product(left.mT, right))
+    found, taken = by_onednn(lambda: cpu.product(left.mT, right))
     assert taken
     torch.testing.assert_close(found, left.mT @ right)
 
 
 def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     x, weight = torch.randn(5, 8), torch.randn(3, 8)
-    with products.fast_products():
+    with cpu.fast_products():
         for dtype in (torch.bfloat16, torch.float64):
             assert not by_onednn(lambda dtype=dtype: F.linear(x.to(dtype), weight.to(dtype)))[1]
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(x, weight).dtype == torch.bfloat16
-        monkeypatch.setattr(products, "SMALLEST", 5 * 3 * 8 + 1)
+        monkeypatch.setattr(cpu, "SMALLEST", 5 * 3 * 8 + 1)
         assert not by_onednn(lambda: F.linear(x, weight))[1]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.models.recording import Recording
+from ebft.models.cpu import Recording
 
 DOCUMENTS, STEPS, WIDTH = 5, (2, 4), 64  # documents' tokens, those of each step, features
 

@@ -7,14 +7,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
-from ebft.evaluation.models import load_subject
-from ebft.export.merge import merge_adapter
-from ebft.export.sources import adapter_in_folder
-from ebft.inference.models import model_in_folder
-from ebft.models.adapter import lora_config
-from ebft.models.base import load_base_model, load_model
-from ebft.models.saved_adapter import load_saved_adapter
+from ebft.models.adapter import load_saved_adapter, lora_config
+from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
+from ebft.tools.evaluation.models import load_subject
+from ebft.tools.export.merge import merge_adapter
+from ebft.tools.export.sources import adapter_in_folder
+from ebft.tools.inference.models import model_in_folder
 
 NEW = {"tokens": ["<new>", "<newer>"]}  # 514 rows
 MULTIPLE = {**NEW, "resize_token_embeddings_to_32x": True}  # 544 rows
@@ -155,7 +154,7 @@ def test_a_layer_that_peft_would_not_save_at_all_is_refused(tiny_llama_dir, conf
     config, tokenizer = configured(tiny_llama_dir, ["q_proj"], **NEW)
     model = load_base_model(config, tokenizer)
     model.config.name_or_path = model.name_or_path = ""  # PEFT compares the vocabulary with that of this folder
-    monkeypatch.setattr("ebft.models.base.load_base_model", lambda *_: model)
+    monkeypatch.setattr("ebft.models.load.load_base_model", lambda *_: model)
     message = (
         "saves neither of them .*: new rows of embed_tokens and lm_head .* Add embed_tokens and lm_head to lora_mod"
     )

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ebft.models.base import load_model, load_model_config
+from ebft.models.load import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.building import build_trainer, training_arguments
+from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
 from tests.golden.runs import sentence
 from tests.preferences.runs import config_of, write_inputs

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ebft.errors import ConfigError
+from ebft.models.causal_lm import without_hooks
 from ebft.models.sharding import check_version, keep_output_dtype
-from ebft.models.unhooked import without_hooks
 
 
 def accelerator(**changes):

@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
 
 from ebft.errors import ModelError
-from ebft.export.sharded import merge_sharded
-from ebft.models.training_state import check_fits, has_other_names, load_weights
-from ebft.over_trainer import OverTrainer
+from ebft.models.sharding import check_fits, has_other_names, load_weights
+from ebft.tools.export.sharded import merge_sharded
+from ebft.trainer import OverTrainer
 from tests.export.test_sharded import save_parts
 
 

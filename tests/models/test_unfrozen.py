@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
-from ebft.models.base import load_model
+from ebft.models.load import load_model
 from ebft.models.tokenizer import load_tokenizer
 
 

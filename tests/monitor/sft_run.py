@@ -2,8 +2,8 @@
 
 from transformers import TrainingArguments
 
-from ebft.data.collator import DocumentCollator
-from ebft.sft import SFTTrainer
+from ebft.data.batches import DocumentCollator
+from ebft.sft.trainer import SFTTrainer
 
 
 def plain_trainer(folder, model, rows=12, evaluation=None, **changes):

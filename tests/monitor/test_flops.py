@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.monitor.flops import FlopMeter, forward_flops
+from ebft.monitor.budget import FlopMeter, forward_flops
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
@@ -48,7 +48,7 @@ def check(trainer, rel=1e-3):
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
     monkeypatch.setattr(
-        "ebft.sft.check_chunks", lambda *args: None
+        "ebft.sft.trainer.check_chunks", lambda *args: None
     )  # runs before the step, and is not part of training
     model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
     given = {} if checkpointing is None else {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}

@@ -9,12 +9,23 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from ebft import train
-from ebft.dashboard.files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, rollout_files
-from ebft.dashboard.run import read_run
-from ebft.monitor.continuing import remove_from_step, set_run_aside
 from ebft.monitor.rollout_log import RolloutLog
-from ebft.monitor.run_files import RunFiles
-from ebft.run.interrupt import TrainingInterrupted
+from ebft.monitor.run_files import (
+    EVALUATION,
+    HEALTH,
+    METRICS,
+    PREVIOUS,
+    REPORT,
+    ROLLOUTS,
+    RUN,
+    START,
+    RunFiles,
+    remove_from_step,
+    rollout_files,
+    set_run_aside,
+)
+from ebft.monitor.run_state import read_run
+from ebft.run.stopping import TrainingInterrupted
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 from tests.strided.families import tiny_model
@@ -79,7 +90,7 @@ class Probe(TrainerCallback):
 )
 def test_the_state_of_a_run(run_file, out, monkeypatch, error, state):
     probe = Probe(out / RUN, error)
-    monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: probe)
+    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: probe)
     try:
         train(quietly(run_file, ["rl=", "max_steps=2"]))
     except (TrainingInterrupted, OSError) as raised:
@@ -245,7 +256,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
 
 
 def test_another_process_than_the_main_one_writes_nothing(run_file, out, monkeypatch):
-    from ebft.run.record import recorded
+    from ebft.run.reporting import recorded
 
     monkeypatch.setenv("RANK", "1")
     with recorded(SimpleNamespace(output_dir=str(out))) as files:

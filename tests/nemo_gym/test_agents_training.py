@@ -13,7 +13,7 @@ from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.structured.rollouts.prefetch import Prefetcher
+from ebft.structured.generation import Prefetcher
 from tests.nemo_gym.agents import TOOL, TwoReplies
 from tests.nemo_gym.servers import row
 from tests.nemo_gym.stand_in_vllm import StandInVLLM

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.load import load_config
+from ebft.config.load import load_config, parse_yaml
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import parse_yaml
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 

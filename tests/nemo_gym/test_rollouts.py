@@ -7,7 +7,7 @@ import pytest
 
 from ebft.errors import ConfigError, RolloutError
 from ebft.nemo_gym.rollouts import Call, GymAgents, check_agents, joined, request_body
-from ebft.structured.rollouts.agents import AgentSampling
+from ebft.structured.rollouts.server import AgentSampling
 from tests.nemo_gym.servers import row
 
 SAMPLING = AgentSampling(version="ebft-1-step-3", temperature=0.8, top_p=1.0, max_tokens=16)

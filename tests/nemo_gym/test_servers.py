@@ -9,7 +9,7 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ServerError
-from ebft.nemo_gym.servers import started_servers
+from ebft.nemo_gym.client import started_servers
 from tests.serving.processes import alive, eventually, free_port
 
 NG_RUN = """
@@ -96,7 +96,7 @@ def test_the_servers_end_with_a_process_that_is_killed(make, tmp_path):
     code = f"""
         import time
         from ebft.config.schema import RunConfig
-        from ebft.nemo_gym.servers import started_servers
+        from ebft.nemo_gym.client import started_servers
         keys = RunConfig.from_dict({keys.model_dump(exclude_unset=True)!r})
         with started_servers(keys, {str(tmp_path)!r}):
             print("up", flush=True)

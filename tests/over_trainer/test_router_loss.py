@@ -5,10 +5,9 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
 
-from ebft.data.collator import DocumentCollator
+from ebft.data.batches import DocumentCollator
 from ebft.errors import ModelError
-from ebft.over_trainer.router_loss import coefficient
-from ebft.sft import SFTTrainer
+from ebft.sft.trainer import SFTTrainer, coefficient
 
 SIZES = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 ROWS = [{"input_ids": [3 + (7 * i + 5 * j) % 60 for j in range(4 + 3 * i)]} for i in range(6)]

@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from ebft.doctor.rows import longest_rows, row_lengths
 from ebft.errors import ConfigError
-from ebft.evaluation.rows import load_held_out
-from ebft.evaluation.run import evaluate
 from ebft.models.tokenizer import load_tokenizer
+from ebft.tools.doctor.rows import longest_rows, row_lengths
+from ebft.tools.evaluation.run import evaluate
+from ebft.tools.evaluation.task import load_held_out
 from tests.cli.conftest import ebft, plain
 from tests.preferences.runs import METHODS, config_of, write_inputs
 

@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError, DataError
-from ebft.run.building import training_arguments
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.trainer import training_arguments
 from ebft.run.training import train
 from tests.preferences.runs import METHODS, PAIRED, WITH_REFERENCE, config_of
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from ebft.errors import DataError
-from ebft.models.base import load_model, load_model_config
+from ebft.models.load import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.building import build_trainer, training_arguments
+from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
 from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, trained, write_inputs
 

@@ -7,8 +7,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ebft.over_trainer.held_out_rows import held_out_batches
-from ebft.preferences.over_trl import with_reference
+from ebft.preferences import trainers
+from ebft.trainer.held_out_rows import held_out_batches
 from tests.golden.runs import ROWS
 from tests.ranks import run_module
 from tests.run.crash import config_of, result, run_processes, write_inputs
@@ -100,14 +100,14 @@ def assert_same(found, expected):
 
 def pair_two_and_two():
     """The pairs of the KL term in batches of two, within a batch of four."""
-    pairs = with_reference.with_other_completions
+    pairs = trainers.with_other_completions
 
     def of_halves(rows, spares):
         ids = rows["completion_ids"]
         found = [pairs({"completion_ids": half}, spares) for half in (ids[:2], ids[2:])]
         return {"KL_completion_ids": [other for half in found for other in half["KL_completion_ids"]]}
 
-    with_reference.with_other_completions = of_halves
+    trainers.with_other_completions = of_halves
 
 
 @pytest.mark.slow
@@ -140,5 +140,5 @@ def test_a_reference_adapter_and_resuming(inputs, tmp_path):
 def test_the_command(inputs, tmp_path):
     config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
-    run_module("ebft.cli", 2, "train", str(tmp_path / "run.yaml"))
+    run_module("ebft.tools.cli", 2, "train", str(tmp_path / "run.yaml"))
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

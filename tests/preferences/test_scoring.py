@@ -6,9 +6,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preferences.over_trl import scoring, with_reference
-from ebft.preferences.over_trl.scoring import STATISTICS, score_in_chunks
-from ebft.preferences.over_trl.without_reference import PreparedBatches
+from ebft.preferences import trainers, trl
+from ebft.preferences.experimental import PreparedBatches
+from ebft.preferences.trl import STATISTICS, score_in_chunks
 from tests.preferences.runs import write_inputs
 from tests.preferences.test_losses import trainer_of
 from tests.strided.families import tiny_model
@@ -43,12 +43,12 @@ def step(*args, **changes):
 def test_they_are_those_of_trl(method, changes, adapter, tmp_path, monkeypatch):
     write_inputs(tmp_path)
     chunks = []
-    choose = scoring.choose_tokens
-    monkeypatch.setattr(scoring, "choose_tokens", lambda *args: chunks.append(1) or choose(*args))
+    choose = trl.choose_tokens
+    monkeypatch.setattr(trl, "choose_tokens", lambda *args: chunks.append(1) or choose(*args))
     loss, gradients, logs = step(method, tmp_path, adapter, **changes)
     assert chunks
     chunks.clear()
-    monkeypatch.setattr(with_reference, "score_in_chunks", lambda *args: None)
+    monkeypatch.setattr(trainers, "score_in_chunks", lambda *args: None)
     monkeypatch.delattr(PreparedBatches, "concatenated_forward")
     expected_loss, expected_gradients, expected_logs = step(method, tmp_path, adapter, **changes)
     assert not chunks
@@ -74,7 +74,7 @@ ADAPTED = True, {"lora_target_linear": None, "lora_target_modules": ["lm_head"]}
 def test_only_the_head_is_trained(method, adapter, changes, tmp_path, monkeypatch):
     write_inputs(tmp_path)
     loss, gradients, _ = step(method, tmp_path, adapter, **changes)
-    monkeypatch.setattr(with_reference, "score_in_chunks", lambda *args: None)
+    monkeypatch.setattr(trainers, "score_in_chunks", lambda *args: None)
     monkeypatch.delattr(PreparedBatches, "concatenated_forward")
     expected_loss, expected_gradients, _ = step(method, tmp_path, adapter, **changes)
     torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)

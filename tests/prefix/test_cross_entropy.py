@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from ebft.prefix import logps, softmax
-from ebft.prefix.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
-from ebft.prefix.policy import take_programs
+from ebft.prefix import logps, sampling
+from ebft.prefix.forward import take_programs
+from ebft.sft.cross_entropy import summed_cross_entropy, token_cross_entropies, why_not_in_chunks
 
 VOCAB, IGNORE = 37, -100
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -29,7 +29,7 @@ MODELS = {
 def chunks(monkeypatch):
     """16 positions at a time, the least, in tiles of one row."""
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})
-    monkeypatch.setattr(softmax, "_SOFTMAX_PER_TILE", {"cpu": VOCAB})
+    monkeypatch.setattr(sampling, "_SOFTMAX_PER_TILE", {"cpu": VOCAB})
 
 
 def model_of(name, **changes):

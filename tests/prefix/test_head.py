@@ -8,10 +8,9 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.monitor.flops import FlopMeter
-from ebft.prefix.head import head_of
+from ebft.monitor.budget import FlopMeter
+from ebft.prefix.forward import head_of, run_wrapped, take_programs
 from ebft.prefix.logps import token_logps
-from ebft.prefix.policy import run_wrapped, take_programs
 from tests.strided.families import FAMILIES, tiny_model
 
 # Families whose forward scales or caps the logits.

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ebft.prefix import logp_gradients, logps, softmax
+from ebft.prefix import logps, sampling
 from ebft.prefix.logps import Head, Linear
-from ebft.prefix.sampling import Truncation
-from ebft.prefix.softmax import Softmax
+from ebft.prefix.sampling import Softmax, Truncation
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
 
@@ -29,9 +28,9 @@ class Capped(nn.Module):
 def chunks(request, monkeypatch):
     """16 rows at a time, the least, in tiles of one row, and blocks of 4 tokens in backward; or everything at once."""
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": request.param})
-    monkeypatch.setattr(softmax, "_SOFTMAX_PER_TILE", {"cpu": request.param})
-    monkeypatch.setattr(logp_gradients, "_TOKENS_PER_BLOCK", {"cpu": 4 if request.param == 1 else VOCAB})
-    monkeypatch.setattr(logp_gradients, "_ROWS_PER_BLOCK", {"cpu": 16 if request.param == 1 else ROWS})
+    monkeypatch.setattr(sampling, "_SOFTMAX_PER_TILE", {"cpu": request.param})
+    monkeypatch.setattr(logps, "_TOKENS_PER_BLOCK", {"cpu": 4 if request.param == 1 else VOCAB})
+    monkeypatch.setattr(logps, "_ROWS_PER_BLOCK", {"cpu": 16 if request.param == 1 else ROWS})
 
 
 def head_of(module):
@@ -184,10 +183,10 @@ def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, k, fro
     states, _, weight = inputs(k)
     seen = []
 
-    def choose(softmax, rows):
+    def choose(sampling, rows):
         seen.extend(range(ROWS)[rows])
-        assert not softmax.probabilities.requires_grad
-        return softmax.probabilities.topk(2).indices[:, [0, 1, 0, 0][:k]]
+        assert not sampling.probabilities.requires_grad
+        return sampling.probabilities.topk(2).indices[:, [0, 1, 0, 0][:k]]
 
     scored = logps.choose_tokens(states.detach(), choose, head, 0.7, slopes=head.gives_slopes(k))
     assert seen == list(range(ROWS))
@@ -209,7 +208,7 @@ def test_rows_with_unequal_numbers_of_tokens_are_joined(module, frozen, chunks):
     states, targets, weight = inputs(3)
     counts = [1, 3, 2]
     parts = [
-        logps.choose_tokens(x, lambda softmax, rows, t=t, n=n: t[rows, :n], head, 0.7, head.gives_slopes(max(counts)))
+        logps.choose_tokens(x, lambda sampling, rows, t=t, n=n: t[rows, :n], head, 0.7, head.gives_slopes(max(counts)))
         for x, t, n in zip(states.detach().tensor_split([5, 25]), targets.tensor_split([5, 25]), counts)
     ]
     found = logps.with_gradient(states, logps.Scored.joined(parts), head, 0.7)

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from ebft.prefix.attention import stacks
-from ebft.prefix.attention.stacks import Stack, stack_up
-from ebft.prefix.attention.tiles import Scores, Tile
+from ebft.prefix.attention import tiles
+from ebft.prefix.attention.tiles import Scores, Stack, Tile, stack_up
 from tests.prefix.test_tiles import PIECES, in_tiles, make_inputs
 
 
 @pytest.fixture
 def any_padding(monkeypatch):
-    monkeypatch.setattr(stacks, "_MOST_PADDING", 100)
+    monkeypatch.setattr(tiles, "_MOST_PADDING", 100)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -45,6 +44,6 @@ def test_what_is_stacked():
 
 def test_large_pieces_stay_apart(monkeypatch):
     tiles = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
-    monkeypatch.setattr(stacks, "_SCORES", 2 * 2 * 10 * 20)
+    monkeypatch.setattr(tiles, "_SCORES", 2 * 2 * 10 * 20)
     assert [part.rows for part in stack_up(tiles, 2)] == [slice(0, 20), slice(20, 30)]
     assert [part.rows for part in stack_up(tiles, 5)] == [p.rows for p in tiles]

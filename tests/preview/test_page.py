@@ -5,10 +5,9 @@ from html.parser import HTMLParser
 
 from rich.console import Console
 
-from ebft.data.report import SectionReport
-from ebft.preview.page import page
-from ebft.preview.terminal import legend, show_reports, show_row
-from ebft.preview.view import Block, Part, RowView, Token
+from ebft.data.lengths import SectionReport
+from ebft.methods.views import Block, Part, RowView, Token
+from ebft.tools.preview import legend, show_reports, show_row
 
 EVIL = "<script>alert('&\"')</script>"
 VIEW = RowView(
@@ -28,7 +27,7 @@ REPORT = SectionReport(
 
 
 class Tags(HTMLParser):
-    """The tags of a page, its open tags and its text."""
+    """The tags of a preview, its open tags and its text."""
 
     def __init__(self):
         super().__init__()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.preview.preferences import PreferenceView
+from ebft.methods.views import PreferenceView
 from tests.preferences.runs import config_of, write_inputs
 from tests.structured.conftest import make_chat_tokenizer
 

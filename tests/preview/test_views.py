@@ -5,14 +5,18 @@ import copy
 import pytest
 
 from ebft.config.options import EBFTSection
-from ebft.data.packing import pack_rows
-from ebft.preview.prompts import PromptView
-from ebft.preview.reward_rows import ComparisonView, StepView
-from ebft.preview.roles import generation_prompt
-from ebft.preview.rows import first_rows
-from ebft.preview.sft import SFTView
-from ebft.preview.strided import StridedView
-from ebft.preview.view import TokenTexts, printable
+from ebft.data.batches import pack_rows
+from ebft.methods.views import (
+    ComparisonView,
+    PromptView,
+    SFTView,
+    StepView,
+    StridedView,
+    TokenTexts,
+    first_rows,
+    generation_prompt,
+    printable,
+)
 from tests.structured.conftest import make_chat_tokenizer
 
 
@@ -267,7 +271,7 @@ def test_a_ground_truth_that_is_not_compared_is_a_column(tokenizer):
 
 def test_labels_are_those_of_the_trainers(tokenizer):
     """The masks that `Documents` and `labelled_reference` give, for a longer row."""
-    from ebft.data.collator import DocumentCollator
+    from ebft.data.batches import DocumentCollator
     from ebft.strided.layout import Documents
 
     given = row(tokenizer, "a prompt", " and its completion", masked=[12, 13])

@@ -15,7 +15,7 @@ from torch import nn
 
 from ebft.config.user_code import state_kept
 from ebft.errors import RewardError
-from ebft.reward_functions.checked import _own, checked_functions
+from ebft.reward_functions.calls import _own, checked_functions
 
 
 class Judge:

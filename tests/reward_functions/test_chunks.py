@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.reward_functions.chunks import run_in_chunks
+from ebft.reward_functions.calls import run_in_chunks
 from tests.reward_functions.functions import one_too_few
 
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ebft.dashboard.run import is_alive
+from ebft.monitor.run_state import is_alive
 from ebft.reward_functions.processes import Expired, Processes
 from tests.reward_functions import functions
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError, RewardError
-from ebft.reward_functions.workers import RewardWorkers, run_in_workers
+from ebft.reward_functions.processes import RewardWorkers, run_in_workers
 from tests.reward_functions.functions import (
     always_ends,
     crashes_for_some,
@@ -142,7 +142,7 @@ def test_errors_of_functions_say_where():
 
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     code = (
-        "from ebft.reward_functions.workers import run_in_workers\n"
+        "from ebft.reward_functions.processes import run_in_workers\n"
         "def zero(prompts, **columns): return [0.0] * len(prompts)\n"
         "[call] = run_in_workers([zero], 2, 30.0, lambda: 2)\n"
         "print(call(prompts=['a', 'a']))\n"

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ebft import RunConfig, load_config, train
 from ebft.errors import ConfigError, EBFTError, ModelError
-from ebft.models.reward_model import load_reward_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.training import load_data
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured.reward_funcs import load_reward_model
 from tests.reward_models.conftest import LORA, config_of
 
 
@@ -173,7 +173,7 @@ def test_a_reward_model_that_cannot_be_loaded_names_the_key(reward_dirs, tmp_pat
 
 @pytest.mark.parametrize("kind", ["full", "lora", "process"])
 def test_a_reward_model_is_no_language_model(kind, reward_dirs, model_dir):
-    from ebft.inference.models import model_in_folder
+    from ebft.tools.inference.models import model_in_folder
 
     flag = "process_reward_model" if kind == "process" else "reward_model"
     with pytest.raises(EBFTError, match=f"is a model of {flag}: true, so "):
@@ -188,7 +188,7 @@ def test_training_continues_from_a_reward_model(reward_dirs, make):
 
 
 def test_training_continues_from_an_adapter(reward_dirs, make):
-    from ebft.models.saved_adapter import WEIGHTS
+    from ebft.models.adapter import WEIGHTS
 
     keys = {**LORA, "lora_model_dir": str(reward_dirs["lora"]), "learning_rate": 1e-12, "max_steps": 1}
     model = train(make("outcome", **keys)).trainer.model

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ebft import train
 from ebft.errors import ConfigError
-from ebft.reward_models.comparisons import pair_losses
+from ebft.reward_models import pair_losses
 from tests.reward_models.conftest import KINDS, LORA, PAIRS
 
 

@@ -23,22 +23,21 @@ from typing import Any
 
 from safetensors import safe_open
 
-import ebft.durable
-import ebft.over_trainer
+import ebft.files
 import ebft.preferences.experimental
 import ebft.preferences.trainers
-import ebft.reward_models.comparisons
-import ebft.reward_models.steps
-import ebft.run.final
-import ebft.sft
-import ebft.streams.trainer
+import ebft.reward_models
+import ebft.run.output
+import ebft.sft.stream
+import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
+import ebft.trainer
 from ebft import train
-from ebft.cli.console import show_warnings
 from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError
-from ebft.run.interrupt import TrainingInterrupted
+from ebft.run.stopping import TrainingInterrupted
+from ebft.tools.cli.console import show_warnings
 from tests.golden.runs import ROWS, is_of_the_machine
 from tests.ranks import exit_codes, print_stacks_at_signal
 from tests.structured.conftest import chat_model, make_chat_tokenizer
@@ -262,11 +261,11 @@ def after_calls(seed: int) -> Callable[[], None]:
             if left[0] <= 0:
                 kill()
 
-        def start(*_: Any, original: Any = ebft.over_trainer.OverTrainer._init_training_state) -> Any:
+        def start(*_: Any, original: Any = ebft.trainer.OverTrainer._init_training_state) -> Any:
             sys.setprofile(count)
             return original(*_)
 
-        ebft.over_trainer.OverTrainer._init_training_state = start
+        ebft.trainer.OverTrainer._init_training_state = start
 
     return inject
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from ebft import train
 from ebft.errors import ConfigError
-from ebft.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.run.test_training import LORA, make, strided, text, weights  # noqa: F401 - fixtures
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

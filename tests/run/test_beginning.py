@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import ebft.over_trainer
+import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.lock import LOCK, locked, wait_until_free
+from ebft.run.output import LOCK, locked, wait_until_free
 from ebft.run.own_files import final_step
 from tests.run.crash import before, config_of, kill, run
 
@@ -44,7 +44,7 @@ def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     assert failed.code == 2 and final_step(out) == 4 and len(checkpoints(out)) == 4
     ended = run(
         config_of("sft", inputs, out, **branch, **named),
-        before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 2, kill),
+        before(ebft.trainer.OverTrainer, "_save_checkpoint", 2, kill),
     )
     assert ended.code == -9 and "later checkpoints were moved to" in ended.output, ended.output
     assert checkpoints(out) == {"checkpoint-1", "checkpoint-2"} and final_step(out) is None
@@ -69,7 +69,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, 
     assert run(failed).code == 2 and final_step(out) == 6 and checkpoints(out) == found
     ended = run(
         config_of("sft", inputs, out, **new, auto_resume_from_checkpoints=False),
-        before(ebft.over_trainer.OverTrainer, "training_step", 4, kill),
+        before(ebft.trainer.OverTrainer, "training_step", 4, kill),
     )
     assert ended.code == -9 and f"The files of an earlier run were moved to {out / 'previous' / '1'}" in ended.output
     assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
@@ -99,7 +99,7 @@ def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs
         Path(f"{out}-second").write_text(f"{second[0].code}\n{os.getpid()}\n{second[0].output}")
         kill()
 
-    assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 1, start_another)).code == -9
+    assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 1, start_another)).code == -9
     code, pid, output = Path(f"{out}-second").read_text().split("\n", 2)
     assert code == "2" and f"is used by another run (process {pid} on " in output
     assert run(config).code == 0  # the lock ended with the process

@@ -1,9 +1,9 @@
 import pytest
 import yaml
 
+from ebft.catalog import MODELS, mark_fetched
 from ebft.config.schema import RunConfig
-from ebft.fetch.catalog import MODELS, mark_fetched
-from ebft.run.card import model_card
+from ebft.run.output import model_card
 
 KEYS = {
     "base_model": "some/model",

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ebft.config.load import apply_overrides
 from ebft.config.schema import RunConfig
-from ebft.durable import write_checksums
 from ebft.errors import ConfigError
+from ebft.files import write_checksums
 from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
 from ebft.run.same_run import optimizer_keys, write_run_keys
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import Trainer
 
-import ebft.over_trainer
-import ebft.run.final
-from ebft.over_trainer import complete_checkpoints
+import ebft.run.output
+import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
-from ebft.sft import SFTTrainer
+from ebft.sft.trainer import SFTTrainer
+from ebft.trainer import complete_checkpoints
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
 
 pytestmark = pytest.mark.slow
@@ -38,21 +38,21 @@ def as_resumed(step, wanted):
 
 # What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
 MOMENTS = {
-    "between the update and its save": before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 5),
+    "between the update and its save": before(ebft.trainer.OverTrainer, "_save_checkpoint", 5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
     "before the rename": before(complete_checkpoints, "publish", 5),
     "in the rotation": before(complete_checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
-    "before the final save": before(ebft.run.final, "save_final_weights", 1),
-    "between the files of the final save": before(ebft.run.final, "publish_files", 1),
-    "before the mark of the final save": before(ebft.run.final, "write_mark", 2),
+    "before the final save": before(ebft.run.output, "save_final_weights", 1),
+    "between the files of the final save": before(ebft.run.output, "publish_files", 1),
+    "before the mark of the final save": before(ebft.run.output, "write_mark", 2),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, tmp_path):
     out = tmp_path / "out"
-    step = killed_and_resumed(method, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), inputs, out)
+    step = killed_and_resumed(method, before(ebft.trainer.OverTrainer, "_save_checkpoint", 6), inputs, out)
     assert step == 5 and result(out) == unbroken(method)
 
 
@@ -112,7 +112,7 @@ def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, 
 
 @pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
 def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, tmp_path):
-    out, inject = tmp_path / "out", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)
+    out, inject = tmp_path / "out", before(ebft.trainer.OverTrainer, "_save_checkpoint", 6)
     assert killed_and_resumed(method, inject, inputs, out, logging_steps=4) == 5
     assert result(out) == unbroken(method, logging_steps=4)
 
@@ -138,7 +138,7 @@ def test_a_run_continues_on_another_number_of_processes(method, processes, input
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
     _, wanted = without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
-    injections = [before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
+    injections = [before(ebft.trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
     for count, inject, code in zip(processes, injections, (KILLED, 0)):
         config = config_of(method, inputs, tmp_path / "out", micro_batch_size=2 // count, **keys)
         ended = run_processes(config, count, inject)
@@ -156,7 +156,7 @@ def test_a_run_continues_on_another_number_of_processes(method, processes, input
 def test_two_processes_resume_as_one_does(inputs, tmp_path):
     """The order of an epoch reaches the samplers that accelerate wraps for several processes."""
     logged = []
-    for name, inject in (("a", lambda: None), ("b", before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6))):
+    for name, inject in (("a", lambda: None), ("b", before(ebft.trainer.OverTrainer, "_save_checkpoint", 6))):
         config = config_of("grpo", inputs, tmp_path / name, micro_batch_size=2)
         ended = run_processes(config, 2, inject)
         if name == "b":

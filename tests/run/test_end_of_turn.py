@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ebft import RunConfig, train
-from ebft.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.golden.runs import LORA
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 

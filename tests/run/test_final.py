@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-import ebft.over_trainer
-import ebft.run.final
+import ebft.run.output
 import ebft.run.rehearsal
 import ebft.run.training
+import ebft.trainer
 from ebft.errors import ConfigError
-from ebft.over_trainer import complete_checkpoints
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
 from ebft.run.training import make_output_dir
+from ebft.trainer import complete_checkpoints
 from tests.run.crash import before, config_of, kill, result, run, run_processes, without_summary
 
 
@@ -41,7 +41,7 @@ def limit_files(megabytes):
 def test_a_run_that_was_extended_and_killed_before_its_final_save_saves_the_new_weights(inputs, unbroken, out):
     assert run(config_of("strided", inputs, out, max_steps=4)).code == 0 and final_step(out) == 4
     longer = config_of("strided", inputs, out)
-    assert run(longer, before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
+    assert run(longer, before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
     assert newest_checkpoint(out).name == "checkpoint-8" and final_step(out) == 4
     ended = run(longer)
     assert ended.code == 0 and final_step(out) == 8
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(inject, inputs, unbroken, out)
 
 def test_a_full_disk_in_the_final_save(inputs, unbroken, out):
     config = config_of("sft_full", inputs, out)
-    ended = run(config, before(ebft.run.final, "publish_files", 1, no_space))
+    ended = run(config, before(ebft.run.output, "publish_files", 1, no_space))
     assert ended.code == 2 and f"{out} could not be saved: [Errno 28] No space left on device" in ended.output
     assert final_step(out) is None
     assert run(config).code == 0 and result(out) == without_summary(unbroken("sft_full"))
@@ -132,7 +132,7 @@ def test_whatever_a_save_raises_is_a_message(number, said, act, inputs, out):
 def test_a_process_that_is_killed_in_a_save_is_not_taken_for_a_full_disk(inputs, out):
     act = lambda: kill() if os.environ["RANK"] == "1" else None
     config = config_of("sft", inputs, out, max_steps=3, micro_batch_size=1)
-    ended = run_processes(config, 2, before(ebft.over_trainer.OverTrainer, "_save_rng_state", 2, act))
+    ended = run_processes(config, 2, before(ebft.trainer.OverTrainer, "_save_rng_state", 2, act))
     assert ended[1].code == -9 and "could not be saved" not in ended[0].output, ended[0].output
 
 
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_cannot_be_loaded_again_is_a_warning(inputs, out):
 
 def test_a_damaged_newest_checkpoint_is_skipped(inputs, unbroken, out):
     config = config_of("strided_full", inputs, out)
-    assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 6)).code == -9
+    assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 6)).code == -9
     weights = out / "checkpoint-5" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"~")
     ended = run(config)
@@ -222,12 +222,12 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
 
 
 AROUND_THE_FINAL_SAVE = {
-    "training ends": before(ebft.over_trainer.OverTrainer, "_finalize_training", 1, kill),
-    "the best model is loaded": before(ebft.over_trainer.OverTrainer, "_load_best_model", 1, kill),
-    "weights are written": before(ebft.run.final, "save_final_weights", 1, kill),
-    "files are moved": before(ebft.run.final, "publish_files", 1, kill),
-    "the model is marked": before(ebft.run.final, "write_mark", 2, kill),
-    "the disk is full": before(ebft.run.final, "publish_files", 1, no_space),
+    "training ends": before(ebft.trainer.OverTrainer, "_finalize_training", 1, kill),
+    "the best model is loaded": before(ebft.trainer.OverTrainer, "_load_best_model", 1, kill),
+    "weights are written": before(ebft.run.output, "save_final_weights", 1, kill),
+    "files are moved": before(ebft.run.output, "publish_files", 1, kill),
+    "the model is marked": before(ebft.run.output, "write_mark", 2, kill),
+    "the disk is full": before(ebft.run.output, "publish_files", 1, no_space),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tests of `ebft.run.freed_memory`: page faults of tensors that are freed and allocated again."""
+"""Tests of `ebft.tools.quickstart.run`: page faults of tensors that are freed and allocated again."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ def faults():
 fill()
 print(min(faults() for _ in range(4)) * resource.getpagesize() / (4 * 2**26))
 """
-KEEP = "from ebft.run.freed_memory import keep_freed_memory; keep_freed_memory()"
+KEEP = "from ebft.tools.quickstart.run import keep_freed_memory; keep_freed_memory()"
 
 pytestmark = [
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc"),

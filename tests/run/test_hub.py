@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi
 
-import ebft.over_trainer
+import ebft.trainer
 from ebft import train
-from ebft.durable import CHECKSUMS
 from ebft.errors import ConfigError, SaveError
-from ebft.over_trainer import pushing
+from ebft.files import CHECKSUMS
 from ebft.run.integrity import check_complete
 from ebft.run.own_files import final_step
+from ebft.trainer import pushing
 from tests.run.crash import config_of
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -150,7 +150,7 @@ def test_a_final_push_that_fails_says_how_to_repeat_it(inputs, tmp_path, hub):
 def test_a_checkpoint_is_not_deleted_while_it_is_pushed(inputs, tmp_path, hub, monkeypatch):
     out, kept = tmp_path / "out", []
     monkeypatch.setattr(pushing.PushesModel, "is_pushing", property(lambda trainer: trainer.state.global_step == 2))
-    monkeypatch.setattr(ebft.over_trainer.complete_checkpoints, "rotate", lambda folder, *_: kept.append(folder.name))
+    monkeypatch.setattr(ebft.trainer.checkpoints, "rotate", lambda folder, *_: kept.append(folder.name))
     train(pushing_config("sft", inputs, out, max_steps=3, save_total_limit=1))
     assert kept[:2] == ["checkpoint-1", "checkpoint-3"] and "checkpoint-2" not in kept
 

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ebft.run.final
-import ebft.run.record
+import ebft.run.output
+import ebft.run.reporting
 import ebft.run.training
 from ebft.monitor.budget import Budget
-from ebft.over_trainer import OverTrainer
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.interrupt import StopOnSignal, StopRequested
 from ebft.run.own_files import final_step
-from ebft.sft import SFTTrainer
+from ebft.run.stopping import StopOnSignal, StopRequested
+from ebft.sft.trainer import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.generation import RolloutJob
+from ebft.trainer import OverTrainer
 from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result, run, terminate, without_summary
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
@@ -64,7 +64,7 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
 @pytest.mark.parametrize("act", [press_ctrl_c, kill])
 def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, tmp_path):
     config = config_of("sft", inputs, tmp_path / "out", max_steps=1)
-    ended = run(config, before(ebft.run.record, "write_report", 1, act))
+    ended = run(config, before(ebft.run.reporting, "write_report", 1, act))
     assert final_step(tmp_path / "out") == 1 and not (tmp_path / "out" / "report.html").exists()
     if act is press_ctrl_c:
         assert ended.code == 130 and f"The model is saved in {tmp_path / 'out'}" in ended.output
@@ -81,7 +81,7 @@ def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):
 
 def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
     out = tmp_path / "out"
-    assert run(config_of("sft", inputs, out), before(ebft.run.final, "save_final_weights", 1, kill)).code == -9
+    assert run(config_of("sft", inputs, out), before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
     config = config_of("sft", inputs, out, max_steps=STEPS + 2)
     ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
     assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume by" in ended.output
@@ -90,14 +90,14 @@ def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
 
 def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, tmp_path):
     config = config_of("sft_full", inputs, tmp_path / "out")
-    ended = run(config, before(ebft.run.final, "publish_files", 1, press_ctrl_c))
+    ended = run(config, before(ebft.run.output, "publish_files", 1, press_ctrl_c))
     assert ended.code == 0 and "Stopping after saving the final model" in ended.output
     assert final_step(tmp_path / "out") == STEPS and result(tmp_path / "out") == unbroken("sft_full")
 
 
 def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, tmp_path):
     config = config_of("sft_full", inputs, tmp_path / "out")
-    ended = run(config, before(ebft.run.final, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()]))
+    ended = run(config, before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()]))
     assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 8. " in ended.output
     assert final_step(tmp_path / "out") is None
     assert run(config).code == 0 and final_step(tmp_path / "out") == STEPS

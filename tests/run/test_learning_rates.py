@@ -4,7 +4,7 @@ import pytest
 
 from ebft import train
 from ebft.errors import ConfigError, ModelError
-from ebft.run.learning_rates import rates_of
+from ebft.run.trainer import rates_of
 from tests.run.test_training import LORA, make, strided, text, weights  # noqa: F401 - fixtures
 
 
@@ -45,7 +45,7 @@ def test_lora_plus_is_that_of_peft(make):  # noqa: F811
     from peft.optimizers import create_loraplus_optimizer
     from torch.optim import AdamW
 
-    from ebft.models.base import load_model
+    from ebft.models.load import load_model
     from ebft.models.tokenizer import load_tokenizer
 
     modules = {"lora_target_modules": ["embed_tokens", "q_proj"], "lora_modules_to_save": ["norm"]}
@@ -73,7 +73,7 @@ def test_a_resumed_run_continues_exactly(make, tmp_path):  # noqa: F811
 
 
 def test_adapters_of_embeddings_have_a_rate_of_their_own(make):  # noqa: F811
-    from ebft.models.base import load_model
+    from ebft.models.load import load_model
     from ebft.models.tokenizer import load_tokenizer
 
     modules = {**LORA, "lora_target_linear": False, "lora_target_modules": ["embed_tokens", "q_proj"]}

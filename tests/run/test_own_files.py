@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import ebft.over_trainer
-import ebft.run.final
-from ebft.dashboard.files import CARD
+import ebft.run.output
+import ebft.trainer
 from ebft.errors import ConfigError, SaveError
-from ebft.monitor.continuing import set_aside
-from ebft.quickstart.run import CONFIGS, own_copy
+from ebft.monitor.run_files import CARD, set_aside
 from ebft.run.checks import check_runnable
-from ebft.run.final import _publish
+from ebft.run.output import _publish
 from ebft.run.own_files import MARK, claim, final_files, final_step, listed, write_mark
+from ebft.tools.quickstart.run import CONFIGS, own_copy
 from tests.run.crash import before, config_of, kill, run
 
 NEW = {"auto_resume_from_checkpoints": False}
@@ -46,14 +45,14 @@ def test_a_project_folder_is_unchanged_by_runs_kills_and_resuming(inputs, tmp_pa
         (out / name).write_text(text)
     (out / "link").symlink_to(out / "data")
     config = config_of("strided", inputs, out, max_steps=4)
-    assert run(config, before(ebft.over_trainer.OverTrainer, "_save_checkpoint", 3)).code == -9
+    assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 3)).code == -9
     assert contents(out) == FOREIGN
-    assert run(config, before(ebft.run.final, "publish_files", 1)).code == -9
+    assert run(config, before(ebft.run.output, "publish_files", 1)).code == -9
     ended = run(config)
     assert ended.code == 0 and final_step(out) == 4 and contents(out) == FOREIGN
     assert f"{out / CARD} was not written by a run, or was edited, so it is kept and no model card" in ended.output
     second = config_of("sft", inputs, out, max_steps=2, **NEW)
-    assert run(second, before(ebft.run.final, "write_mark", 2)).code == -9
+    assert run(second, before(ebft.run.output, "write_mark", 2)).code == -9
     assert run(second).code == 0 and contents(out) == FOREIGN and final_step(out) == 2
     assert final_step(out / "previous" / "1") == 4 and (out / "link").is_symlink()
     resumed = config_of("sft", inputs, out, max_steps=3)
@@ -71,7 +70,7 @@ def kill_between_files():
             os.replace(path, folder / path.name)
         kill()
 
-    ebft.run.final.publish_files = publish
+    ebft.run.output.publish_files = publish
 
 
 @pytest.mark.parametrize("has_run_before", [False, True])

@@ -3,8 +3,8 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run import replicas
-from ebft.run.replicas import check_equal, check_same_everywhere
+from ebft.run import checks
+from ebft.run.checks import check_equal, check_same_everywhere
 from tests.config.conftest import make
 
 __all__ = ["make"]
@@ -18,7 +18,7 @@ def digests(make, monkeypatch):
 
     def of(precision="no", rows=ROWS, held_out=None, checkpoint=None, **keys):
         told = []
-        monkeypatch.setattr(replicas, "gather_object", lambda found: told.extend(found) or found)
+        monkeypatch.setattr(checks, "gather_object", lambda found: told.extend(found) or found)
         check_same_everywhere(make(**keys), precision, rows, held_out, checkpoint)
         (found,) = told
         return found
@@ -56,5 +56,5 @@ def test_what_machines_may_have_in_other_places(digests):
 
 
 def test_the_keys_of_machines_exist(make):
-    names = {name for name, _ in replicas._flat(make().model_dump(mode="json"))}
-    assert names >= replicas._OF_MACHINES
+    names = {name for name, _ in checks._flat(make().model_dump(mode="json"))}
+    assert names >= checks._OF_MACHINES

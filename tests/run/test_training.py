@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from ebft import load_config, train
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.evaluation.models import own_models
-from ebft.fetch.convert import convert_file
-from ebft.run.interrupt import TrainingInterrupted
+from ebft.run.stopping import TrainingInterrupted
+from ebft.tools.evaluation.models import own_models
+from ebft.tools.fetch.convert import convert_file
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 STRIDED = {
@@ -322,7 +322,7 @@ def press(monkeypatch):
             if state.global_step == 1:
                 os.kill(os.getpid(), self.number)
 
-    return lambda number: monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: Press(number))
+    return lambda number: monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: Press(number))
 
 
 @pytest.mark.filterwarnings("ignore:output_dir")

@@ -3,7 +3,7 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.address import base_url, check_free, host_in, is_loopback
+from ebft.serving.keys import base_url, check_free, host_in, is_loopback
 from tests.serving.processes import free_port
 
 

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
+from ebft.catalog import MODELS, cached_folder, mark_fetched
 from ebft.errors import ConfigError, ModelError
-from ebft.fetch.catalog import MODELS, cached_folder, mark_fetched
 from ebft.serving.command import server_command
 
 PYTHON = "/env/bin/python"

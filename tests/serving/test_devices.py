@@ -3,7 +3,7 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.devices import device_environment
+from ebft.serving.command import device_environment
 
 
 @pytest.mark.parametrize(

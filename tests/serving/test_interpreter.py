@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.interpreter import find_interpreter
+from ebft.serving.command import find_interpreter
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.serving.log import TAIL_LINES, ServerLog
+from ebft.serving.server import TAIL_LINES, ServerLog
 
 
 def test_the_tail_is_of_the_present_start(tmp_path):

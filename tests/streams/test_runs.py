@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import train
 from ebft.errors import ConfigError, DataError, ModelError
-from ebft.run.interrupt import TrainingInterrupted
-from ebft.streams.trainer import StreamTrainer
+from ebft.run.stopping import TrainingInterrupted
+from ebft.sft.stream import StreamTrainer
 
 
 def weights(model):

@@ -4,8 +4,8 @@ import sys
 
 import torch
 
-from ebft.cli.train import leave_process_group
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.tools.cli.train import leave_process_group
 from tests.strided.families import VOCAB, tiny_model
 from tests.strided.test_exactness import with_lora
 

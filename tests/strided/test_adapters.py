@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import AdaLoraConfig, C3AConfig, GraloraConfig, HRAConfig, LoraConfig, PeftConfig, PeftType, get_peft_model
 
-from ebft.models.unfrozen import freeze_except
+from ebft.models.adapter import freeze_except
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import compare, make_trainer, unequal_batch
 
@@ -107,7 +107,9 @@ def test_conversions_that_are_left_out_change_no_bit_of_dora(tmp_path, monkeypat
     runs = []
     for casts in (False, True):
         if casts:
-            monkeypatch.setattr("ebft.prefix.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext())
+            monkeypatch.setattr(
+                "ebft.prefix.forward.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext()
+            )
         torch.manual_seed(0)
         model = with_adapter(tiny_model("llama").to(torch.bfloat16), use_dora=True)
         trainer = make_trainer(model, tmp_path, bf16=True)

@@ -12,14 +12,14 @@ import torch
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
-from ebft.models.trainable import disable_dropout
-from ebft.prefix.policy import check_supported, prepare
+from ebft.models.pretrained import disable_dropout
+from ebft.prefix.forward import check_supported, prepare
 from ebft.strided.embed import embed_blocks
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import score
-from ebft.strided.parity import check_parity
 from ebft.strided.rollout import sample_rollouts
-from ebft.structured.parity import check_parity as check_shared_prompts
+from ebft.strided.validation import check_parity
+from ebft.structured.scoring import check_parity as check_shared_prompts
 from ebft.structured.shared_prompt import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
 from tests.strided.families import VOCAB

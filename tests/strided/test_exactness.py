@@ -392,7 +392,9 @@ def test_conversions_that_are_left_out_change_no_bit(tmp_path, monkeypatch):
     runs = []
     for casts in (False, True):
         if casts:
-            monkeypatch.setattr("ebft.prefix.policy.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext())
+            monkeypatch.setattr(
+                "ebft.prefix.forward.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext()
+            )
         model = with_lora(tiny_model("llama").to(torch.bfloat16))
         trainer = make_trainer(model, tmp_path, bf16=True)
         loss = trainer.compute_loss(trainer.accelerator.prepare_model(trainer.model), unequal_batch()[0])

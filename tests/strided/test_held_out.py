@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.data.collator import DocumentCollator
+from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
-from ebft.prefix.policy import prepare
+from ebft.prefix.forward import prepare
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts

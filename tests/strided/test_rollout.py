@@ -6,9 +6,8 @@ import itertools
 import pytest
 import torch
 
-from ebft.prefix.policy import prepare
-from ebft.prefix.sampling import Truncation, sample_tokens
-from ebft.prefix.softmax import Softmax
+from ebft.prefix.forward import prepare
+from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model

@@ -7,12 +7,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.trainable import check_adapter, disable_dropout, load
+from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.prefix.attention import families
-from ebft.prefix.policy import check_length, check_supported, prepare
+from ebft.prefix.forward import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.parity import check_parity
-from ebft.structured.parity import check_parity as check_shared_prompts
+from ebft.strided.validation import check_parity
+from ebft.structured.scoring import check_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.strided.test_exactness import make_trainer, unequal_batch
@@ -78,7 +78,7 @@ def test_rates_that_act_in_eval_mode_too_are_noticed(monkeypatch):
     disable_dropout(model)
     assert model.train()(input_ids=ids).logits.equal(as_loaded)
     model = tiny_model("phimoe").eval()
-    monkeypatch.setattr("ebft.models.trainable._SAMPLING_ROUTERS", set())
+    monkeypatch.setattr("ebft.models.pretrained._SAMPLING_ROUTERS", set())
     disable_dropout(model)
     assert (model(input_ids=ids).logits - as_loaded).abs().max() > 0.1
     with pytest.raises(ModelError, match="log-probabilities of strided samples differ"):

@@ -18,7 +18,7 @@ from ebft import EBFTTrainer
 from ebft.errors import ConfigError
 from ebft.models.sharding import is_sharded, reshard
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.rollouts.hf import HFBackend
+from ebft.structured.rollouts.local import HFBackend
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.short_run import FromThePrompt
 from tests.structured.trainers import arguments, rows

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.features import FeatureNetwork
-from ebft.structured.embed import embed_continuations, shares_prompts
+from ebft.structured.reward import embed_continuations, shares_prompts
 from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
 from tests.structured import oracle
 

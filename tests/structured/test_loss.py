@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch.nn import functional as F
 
 from ebft.errors import ModelError
-from ebft.models.unfrozen import freeze_except
+from ebft.models.adapter import freeze_except
 from tests.strided.families import tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora

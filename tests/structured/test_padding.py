@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ebft.errors import ModelError
-from ebft.structured.padding import check_padding
+from ebft.structured.scoring import check_padding
 from tests.strided.families import COUNTS_PADDING, RUNNING_STATE, for_oracle, tiny_model
 from tests.strided.test_exactness import compare_gradients
 from tests.structured import oracle

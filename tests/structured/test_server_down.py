@@ -11,8 +11,8 @@ import pytest
 from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
-from ebft.structured.rollouts.backend import Sampling
 from ebft.structured.rollouts.client import VLLMClient
+from ebft.structured.rollouts.turns import Sampling
 from tests.serving.processes import free_port
 
 JSON = "application/json"

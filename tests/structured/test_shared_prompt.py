@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ebft.prefix.policy import prepare
+from ebft.prefix.forward import prepare
 from ebft.structured.shared_prompt import Prompt, score_completions
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
 from tests.strided.test_exactness import compare_gradients, with_lora

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.over_trl import ROW, by_group
-from ebft.structured.parity import check_parity
+from ebft.structured.scoring import check_parity
 from ebft.structured.shared_prompt import Rows
+from ebft.structured.trl import ROW, by_group
 from tests.strided.families import tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.structured.conftest import chat_model, lora

@@ -12,7 +12,7 @@ from ebft import AsyncEBFTConfig, EBFTTrainer
 from ebft.errors import NonFiniteLossError, RewardError
 from ebft.monitor.console_metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.rollouts.backend import Completion
+from ebft.structured.rollouts.turns import Completion
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import arguments, make, one_step, rows

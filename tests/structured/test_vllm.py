@@ -88,7 +88,7 @@ def port(base, tmp_path_factory):
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("serve"), base, port)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ebft.cli", "vllm-serve", str(config)],
+        [sys.executable, "-m", "ebft.tools.cli", "vllm-serve", str(config)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
@@ -149,7 +149,14 @@ def differences(history):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
     config = write_config(tmp_path, base, port)
-    command = [sys.executable, "-m", "ebft.cli", "train", str(config), f"trl.async_prefetch={mode == 'async'}".lower()]
+    command = [
+        sys.executable,
+        "-m",
+        "ebft.tools.cli",
+        "train",
+        str(config),
+        f"trl.async_prefetch={mode == 'async'}".lower(),
+    ]
     finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     assert "Model saved in" in finished.stdout
@@ -167,7 +174,7 @@ def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
 
 def test_managed_is_one_command(base, tmp_path):
     config = write_config(tmp_path, base, free_port())
-    command = [sys.executable, "-m", "ebft.cli", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
+    command = [sys.executable, "-m", "ebft.tools.cli", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = set()
     while process.poll() is None:
@@ -182,7 +189,15 @@ def test_managed_is_one_command(base, tmp_path):
 
 def test_two_processes_share_the_server(base, port, tmp_path):
     config = write_config(tmp_path, base, port)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ebft.cli"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ebft.tools.cli",
+    ]
     overrides = ["trl.async_prefetch=true", "gradient_accumulation_steps=1", "val_set_size=", "eval_steps="]
     finished = subprocess.run(
         [*launcher, "train", str(config), *overrides], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
@@ -333,8 +348,8 @@ def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
 
 def test_samples_are_independent_and_long_batches_are_fine(base, port):
     """Equal prompts in several requests at once, more tokens than the server takes in one step."""
-    from ebft.structured.rollouts.backend import Sampling
     from ebft.structured.rollouts.client import VLLMClient
+    from ebft.structured.rollouts.turns import Sampling
 
     client = VLLMClient("127.0.0.1", port, 120)
     generator = torch.Generator().manual_seed(0)
@@ -364,7 +379,7 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
 
     callback = TrainerCallback()
     callback.on_step_end = kill_once
-    monkeypatch.setattr("ebft.run.building.ConsoleMetrics", lambda: callback)
+    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: callback)
     result = train(config)
     steps = [entry for entry in result.trainer.state.log_history if "loss" in entry]
     assert killed and len(steps) == 4

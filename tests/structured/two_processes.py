@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from ebft.errors import RolloutError
 from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 from ebft.models.sharding import reshard
-from ebft.prefix.policy import take_programs
+from ebft.prefix.forward import take_programs
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.rollouts import server_rollouts
+from ebft.structured.rollouts import server
 from ebft.structured.rollouts.adapters import AdapterSync
-from ebft.structured.rollouts.backend import Sampling
-from ebft.structured.rollouts.server_rollouts import ServerRollouts
+from ebft.structured.rollouts.server import ServerRollouts
+from ebft.structured.rollouts.turns import Sampling
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.rollouts.test_sampling_check import Server
 from tests.structured.short_run import FromThePrompt, check_held_out, held_out
@@ -72,8 +72,8 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     model = lora(chat_model(TOKENIZER))
     client = Server()
     client.close = lambda: None
-    server_rollouts.VLLMClient = lambda *args, **kwargs: client
-    server_rollouts.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
+    server.VLLMClient = lambda *args, **kwargs: client
+    server.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
     server = ServerRollouts(
         args,

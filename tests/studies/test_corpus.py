@@ -13,7 +13,7 @@ from rows import read_rows, spread, write_rows
 from scale import SCALES
 from verifiers import is_trivial
 
-from ebft.quickstart.functions import function_of, function_text
+from ebft.tools.quickstart.smollm2 import function_of, function_text
 
 TASKS = ("functions", "translation", "raw")
 SCALE = SCALES["tiny"]

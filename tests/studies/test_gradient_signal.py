@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from ebft.config.options import StridedOptions
-from ebft.data.collator import DocumentCollator
+from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
-from ebft.prefix.policy import prepare
+from ebft.prefix.forward import prepare
 
 
 def test_product_is_the_mean_over_pairs_of_different_batches():

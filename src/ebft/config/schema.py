@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from ebft.config import checks
-from ebft.config.carried_over import CarriedOverKeys
+from ebft.config.axolotl import CarriedOverKeys
+from ebft.config.checks import keys
 from ebft.config.options import EBFTSection
 from ebft.config.section import Section
+from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
 from ebft.data.keys import DataKeys, RequiredRows
-from ebft.data.streaming.keys import StreamKeys
-from ebft.data.streaming.settings import StreamSettings
-from ebft.evaluation.keys import EvaluationKeys
-from ebft.launch.keys import RayKeys
+from ebft.data.streaming.keys import StreamKeys, StreamSettings
 from ebft.methods import METHODS, Method, own_keys, selected_method
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
@@ -67,9 +65,8 @@ class MethodKeys(Section):
 if TYPE_CHECKING:
     from ebft.methods.dpo import DPOKeys
     from ebft.methods.kto import KTOKeys
-    from ebft.methods.orpo import ORPOKeys
-    from ebft.methods.reward_model import RewardKeys
-    from ebft.methods.simpo import SimPOKeys
+    from ebft.methods.orpo import ORPOKeys, SimPOKeys
+    from ebft.methods.reward_models import RewardKeys
     from ebft.nemo_gym.keys import NemoGymKeys
 
     class OwnKeys(NemoGymKeys, RewardKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
@@ -128,8 +125,8 @@ class RunConfig(  # groups in reverse order: pydantic lists the fields of the la
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
-        checks.refuse_contradictions(self)
-        checks.resolve(self)
+        keys.refuse_contradictions(self)
+        keys.resolve(self)
         return self
 
     @property

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from ebft.paths import expand_home
+from ebft.files import expand_home
 
 Options = TypeVar("Options", bound=type)
 MAX_COUNT, MAX_NUMBER = 10**15, 1e30  # of keys that declare no smaller bound

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.carried_over import OTHER_NAMES, UNSUPPORTED, UNSUPPORTED_IN_DATASETS
+from ebft.config.axolotl import OTHER_NAMES, UNSUPPORTED, UNSUPPORTED_IN_DATASETS
 from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
 from ebft.secrets import value_without_secrets

@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import named_call, state_kept, user_code
-from ebft.data.added_keys import without_added_keys
+from ebft.data.json_values import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.processes import map_rows
+from ebft.data.tables import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, EBFTError, cause
 
 if TYPE_CHECKING:
-    from ebft.data.report import RowCounts
+    from ebft.data.lengths import RowCounts
 
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
 # Converts a transformed row, given its fields and its location for messages, to columns.

@@ -11,7 +11,7 @@ from typing import Any
 from ebft.config.shapes import ShapeKeys
 from ebft.data.messages import Message, message_text, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
-from ebft.data.thinking import join_thinking, split_thinking
+from ebft.data.tokens import join_thinking, split_thinking
 from ebft.data.transforms.rows import first_present, text_of
 from ebft.errors import DataError
 

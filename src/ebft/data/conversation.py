@@ -17,15 +17,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.added_keys import without_missing
-from ebft.data.joined import Tokens, ids_after
+from ebft.data.json_values import without_missing
 from ebft.data.messages import Message, as_texts, is_context
 from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
-from ebft.data.special_tokens import end_tokens
-from ebft.data.thinking import thinking_spans
+from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
+from ebft.data.transforms.labels import Places, turn_parts
 from ebft.data.transforms.rows import continued_ids
-from ebft.data.transforms.turn_labels import turn_parts
-from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
 Prompt = str | list[Message]

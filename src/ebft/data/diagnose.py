@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ebft.data.text_file import read_text
 from ebft.errors import cause
+from ebft.files import read_text
 
 
 def explain(kind: str, paths: list[Path], error: Exception) -> str:

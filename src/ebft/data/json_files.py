@@ -21,9 +21,9 @@ from datasets import ArrowBasedBuilder, BuilderConfig, Dataset, DatasetInfo, Fea
 from datasets.builder import Key
 
 from ebft.data.json_values import Types, stored
-from ebft.data.processes import raise_if_full
-from ebft.data.text_file import read_text
+from ebft.data.tables import raise_if_full
 from ebft.errors import DataError
+from ebft.files import read_text
 
 _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"

@@ -5,9 +5,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
+from ebft.catalog import MODELS, fetched_folder, nearest_model
 from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
-from ebft.fetch.catalog import MODELS, fetched_folder, nearest_model
-from ebft.paths import check_regular, exists
+from ebft.files import check_regular, exists
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up
 

@@ -1,21 +1,25 @@
 """Loading prompts with their references from the `datasets:` section, for structured mode and `rl: grpo`."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import apply_transform, named
+from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_values import Types, stored
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED
+from ebft.data.lengths import DROPPED, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.processes import map_rows
-from ebft.data.prompt_rows import FEATURES, PromptRow
-from ebft.data.report import RowCounts
+from ebft.data.messages import Message, messages_of
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
+from ebft.data.tables import map_rows
+from ebft.data.transforms.names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once
@@ -127,3 +131,170 @@ def _features(rows: Dataset, columns: list[str]) -> Features:
             "rows (for example text), or remove it with the transform's remove_columns."
         )
     return Features(types.features())
+
+
+# A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
+# its kind of prompt (empty if dropped); the reason for dropping it (empty if kept).
+FEATURES = Features(
+    {
+        "row": Value("string"),
+        "columns": Value("string"),
+        "kind": Value("string"),
+        "reason": Value("string"),
+        "document": Value("int64"),
+    }
+)
+# Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
+RESERVED = (
+    "completion",
+    "completion_ids",
+    "completions",
+    "prompts",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "image",  # TRL would treat these columns as images, which are not supported here
+    "images",
+)
+
+
+class PromptRow:
+    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
+
+    def __init__(
+        self,
+        config: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        required = config.required_rows
+        self.renderer = Renderer(tokenizer, required.chat_template_kwargs, template=config.chat_template)
+        self.omissions = Omissions(self.renderer.template.name)
+        self.of_entry = chat_template_kwargs
+        self.sequence_len = config.sequence_len
+        self.needs_reference = required.needs_reference
+        self.hint = wanted_rows(required)
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
+        try:
+            return self._packed(row)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _packed(self, row: Mapping[str, Any]) -> dict[str, str]:
+        self._check_names(row)
+        fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
+        if "remaining_turns" in row:
+            fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
+        fields |= self._of_template(fields)
+        if isinstance(fields["prompt"], list):
+            self._check_rendering(fields)
+        kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
+        reason = self._reason(fields)
+        # Only rows that are kept determine the kinds and columns.
+        return {
+            "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
+            "columns": json.dumps([] if reason else list(fields)),
+            "kind": "" if reason else kind,
+            "reason": reason,
+        }
+
+    def _of_template(self, fields: dict[str, Any]) -> dict[str, str]:
+        """The columns that the chat template reads, as JSON text: Arrow would add the keys of other rows to theirs."""
+        found = {name: fields[name] for name in (TOOLS, REPLY) if fields.get(name)}
+        kwargs = row_kwargs(fields, self.of_entry)
+        found |= {ROW_KWARGS: kwargs} if kwargs else {}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+        return {name: "" for name in (TOOLS, REPLY, ROW_KWARGS) if name in fields} | texts
+
+    def _check_rendering(self, fields: dict[str, Any]) -> None:
+        """Check that the template renders all messages; those of a role that it does not know get another one."""
+        template = self.renderer.template_of(fields)
+        for name in ("prompt", "remaining_turns"):
+            if name in fields:
+                fields[name] = self.omissions.with_known_roles(fields[name], template)
+        if not fields["prompt"] or template.tokenizer.chat_template is None:
+            return
+        chat, reference = list(fields["prompt"]), fields["ground_truth"]
+        if self.needs_reference and reference and reference.strip():
+            reply = json.loads(fields[REPLY]) if fields.get(REPLY) else {"role": "assistant", "content": reference}
+            chat += [reply, *fields.get("remaining_turns", [])]
+        compared = [index for index in range(len(fields["prompt"]), len(chat)) if is_reply(chat[index])]
+        self.omissions.check(chat[: max(compared, default=len(chat) - 1) + 1], template, compared)
+
+    def _check_names(self, row: Mapping[str, Any]) -> None:
+        if "prompt" not in row and "input_ids" in row:
+            raise DataError(f"the transform returned input_ids and no prompt, but {self.hint}")
+        needed = ("prompt", "ground_truth") if self.needs_reference else ("prompt",)
+        for field in needed:
+            if field not in row:
+                raise DataError(
+                    f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
+                )
+        taken = [name for name in RESERVED if name in row]
+        if taken:
+            raise DataError(
+                f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
+                "functions. Rename the column, or add it to the transform's remove_columns."
+            )
+
+    def _reference(self, value: Any) -> Any:
+        """Text if completions are compared with it; with `rl: grpo`, any value that the reward functions read."""
+        if self.needs_reference and not isinstance(value, str | None):
+            raise DataError(f"ground_truth must be text, got {type(value).__name__}.")
+        return value
+
+    def _reason(self, fields: dict[str, Any]) -> str:
+        prompt, reference = fields["prompt"], fields["ground_truth"]
+        if not _says_something(prompt):
+            return NO_PROMPT
+        if not self.needs_reference:
+            talk = self.renderer.of_row(fields, compares=False)
+            return "" if len(talk.prompt_ids) < self.sequence_len else PROMPT_TOO_LONG
+        if reference is None or not reference.strip():
+            return NO_REFERENCE
+        talk = self.renderer.of_row(fields)
+        if not talk.turns[0].reference_ids:
+            return NO_REFERENCE  # it consisted of an end-of-turn token only
+        # The token that ends the reference is trained on too.
+        return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
+
+
+def _prompt(value: Any) -> str | list[Message]:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return messages_of(value, "prompt")
+
+
+def _says_something(prompt: str | list[Message]) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    contents = (message.get("content", "") for message in prompt)
+    return any(content.strip() if isinstance(content, str) else content for content in contents)
+
+
+def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:
+    if isinstance(prompt, str):
+        return "text"
+    kinds = {type(message["content"]).__name__ for message in [*prompt, *remaining_turns] if "content" in message}
+    if len(kinds) > 1:
+        raise DataError(
+            f"the contents of the messages in a row have different types ({', '.join(sorted(kinds))}). Use text for "
+            "the content of every message."
+        )
+    return "messages" if kinds <= {"str"} else f"messages whose content is a {kinds.pop()}"
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value as JSON types; arrays and tensors are converted to lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(name, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise DataError(
+        f"column {name!r} contains {type(value).__name__}, but rows of prompts can only contain text, numbers, and "
+        "lists and dicts of them. Convert it to text, or add it to the transform's remove_columns."
+    )

@@ -17,10 +17,16 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.joined import ids_after
 from ebft.data.messages import Message
-from ebft.data.special_tokens import end_tokens, special_texts
-from ebft.data.thinking import THINKING, join_thinking, split_thinking, thinking_spans
+from ebft.data.tokens import (
+    THINKING,
+    end_tokens,
+    ids_after,
+    join_thinking,
+    special_texts,
+    split_thinking,
+    thinking_spans,
+)
 from ebft.errors import DataError, cause
 
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import Check, apply_transform, row_function
 from ebft.data.keys import DataSettings
-from ebft.data.transform_names import wanted_rows
+from ebft.data.transforms.names import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 
 if TYPE_CHECKING:
-    from ebft.data.report import RowCounts
+    from ebft.data.lengths import RowCounts
 
 FEATURES = Features(
     {

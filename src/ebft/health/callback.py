@@ -11,8 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ebft.errors import NonFiniteLossError
-from ebft.health.rules import Sighting
-from ebft.health.series import Log
+from ebft.health.rules import Log, Sighting
 from ebft.health.table import CONDITIONS, Condition
 
 FILE = "health.jsonl"

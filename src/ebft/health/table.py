@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ebft.health import rules
-from ebft.health.rules import Sighting
-from ebft.health.series import Log
+from ebft.health.rules import Log, Sighting
 
 STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES = "strided", "structured", "grpo", "sft", "preferences"
 EBFT = (STRIDED, STRUCTURED)

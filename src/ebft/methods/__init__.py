@@ -24,18 +24,18 @@ METHODS: dict[tuple[str | None, str | None], str] = {
     ("ebft", "strided"): "ebft.methods.strided:Strided",
     ("ebft", "structured"): "ebft.methods.structured:Structured",
     ("grpo", None): "ebft.methods.grpo:GRPO",
-    ("gdpo", None): "ebft.methods.gdpo:GDPO",
+    ("gdpo", None): "ebft.methods.grpo:GDPO",
     ("dpo", None): "ebft.methods.dpo:DPO",
-    ("ipo", None): "ebft.methods.ipo:IPO",
+    ("ipo", None): "ebft.methods.dpo:IPO",
     ("kto", None): "ebft.methods.kto:KTO",
     ("orpo", None): "ebft.methods.orpo:ORPO",
-    ("simpo", None): "ebft.methods.simpo:SimPO",
+    ("simpo", None): "ebft.methods.orpo:SimPO",
     (None, None): "ebft.methods.sft:SFT",
 }
 # Keys that select a method when they are true and `rl` is not set -> the class.
 FLAGS: dict[str, str] = {
-    "reward_model": "ebft.methods.reward_model:RewardModel",
-    "process_reward_model": "ebft.methods.process_reward_model:ProcessRewardModel",
+    "reward_model": "ebft.methods.reward_models:RewardModel",
+    "process_reward_model": "ebft.methods.reward_models:ProcessRewardModel",
 }
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
-from ebft.fetch.catalog import as_folder, is_gguf
 from ebft.methods import grpo_rules, nemo_gym
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.grpo_rules import FEATURE_MATCHING
@@ -23,7 +23,7 @@ from ebft.nemo_gym.keys import NemoGymKeys
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
-    from ebft.preview.view import RowView
+    from ebft.methods.views import RowView
     from ebft.run.checks import Machine
 
 # Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
@@ -169,7 +169,7 @@ class GRPO(Method):
             nemo_gym.check_rows(config, rows.train, rows.evaluation)
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.preview.prompts import PromptView
+        from ebft.methods.views import PromptView
 
         compares = self.compares_features(config)
         given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(config.trl, name))
@@ -183,7 +183,7 @@ class GRPO(Method):
     def services(self, config: RunConfig) -> AbstractContextManager[None]:
         if not config.nemo_gym_enabled:
             return nullcontext()
-        from ebft.nemo_gym.servers import started_servers
+        from ebft.nemo_gym.client import started_servers
 
         return started_servers(config, config.output_dir)
 
@@ -237,3 +237,23 @@ class GRPO(Method):
             **grpo_rules.load_interactive(config),
             **common,
         )
+
+
+_AGGREGATION = "normalize_then_sum"
+
+
+class GDPO(GRPO):
+    """GRPO with `trl.multi_objective_aggregation: normalize_then_sum`."""
+
+    name = "rl: gdpo"
+    tag = "gdpo"
+
+    def conflicts(self, config: RunConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        given = config.trl.multi_objective_aggregation
+        if given not in (None, _AGGREGATION):
+            yield f"trl.multi_objective_aggregation: {given} contradicts rl: gdpo. Remove it, or set rl: grpo."
+
+    def resolve(self, config: RunConfig) -> None:
+        super().resolve(config)
+        config.trl.multi_objective_aggregation = _AGGREGATION

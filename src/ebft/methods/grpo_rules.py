@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.carried_over import Ignored
-from ebft.config.imports import call_problem, find_function
+from ebft.config.axolotl import Ignored
+from ebft.config.user_code import call_problem, find_function
 from ebft.errors import ConfigError
-from ebft.models.classifier_files import reward_problem
+from ebft.models.files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def check_reward_templates(config: RunConfig, rows: Dataset) -> None:
     models = [name for name in config.trl.reward_funcs or [] if "/" in name]
     if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
         return
-    from ebft.models.reward_model import reward_tokenizer
+    from ebft.structured.reward_funcs import reward_tokenizer
 
     for name in models:
         if reward_tokenizer(name).chat_template is None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.methods.views import RowView
     from ebft.models.heads import Head
-    from ebft.preview.view import RowView
     from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 

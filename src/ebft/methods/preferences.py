@@ -12,12 +12,12 @@ from pydantic import Field
 from ebft.config.section import Section
 from ebft.data.keys import PreferenceColumns
 from ebft.methods.method import Method
-from ebft.models.adapter_files import adapted_head, adapted_heads
+from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
-    from ebft.preview.view import RowView
+    from ebft.methods.views import RowView
     from ebft.run.checks import Machine
 
 
@@ -130,7 +130,7 @@ class PreferenceMethod(Method):
         return self.metrics
 
     def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.preferences.load import load_preference_rows
+        from ebft.data.preferences.rows import load_preference_rows
 
         return load_preference_rows(config, tokenizer)
 
@@ -138,7 +138,7 @@ class PreferenceMethod(Method):
         return self.has_reference and not config.precompute_ref_log_probs
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.preview.preferences import PreferenceView
+        from ebft.methods.views import PreferenceView
 
         return PreferenceView(tokenizer)
 
@@ -156,12 +156,12 @@ class PreferenceMethod(Method):
         """The trainer, of `ebft.preferences`."""
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.preferences.router import without_router_loss
+        from ebft.preferences.trainers import without_router_loss
 
         without_router_loss(model)
         if not self.has_reference:
             return self.trainer_class()(model, **common)
-        from ebft.models.frozen import frozen_copy
+        from ebft.models.causal_lm import frozen_copy
 
         is_new_adapter = config.adapter is not None and config.lora_model_dir is None
         needs_copy = config.adapter is None and not config.precompute_ref_log_probs

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from ebft.config.checks.processes import zero_stage
 from ebft.config.options import ThinkingOption
 from ebft.config.section import Section, option_names
+from ebft.errors import ModelError
 from ebft.methods.method import CROSS_ENTROPY, Method
-from ebft.models.liger import KERNELS, check_kernels, liger_arguments
-from ebft.run.deepspeed import zero_stage
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
-    from ebft.preview.view import RowView
+    from ebft.methods.views import RowView
     from ebft.run.checks import Machine
 
 
@@ -121,19 +123,19 @@ class SFT(Method):
     def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
         if not config.streaming:
             return super().load_rows(config, tokenizer)
-        from ebft.data.streaming.load import load_stream
+        from ebft.data.streaming.rows import load_stream
 
         return load_stream(config, tokenizer)
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
         if config.streaming or not config.sample_packing:
             return train
-        from ebft.data.packing import pack_and_report
+        from ebft.data.batches import pack_and_report
 
         return pack_and_report(train, config.sequence_len)
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.preview.sft import SFTView
+        from ebft.methods.views import SFTView
 
         return SFTView(tokenizer)
 
@@ -154,7 +156,7 @@ class SFT(Method):
         return TrainingArguments
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.packing import pack_rows
+        from ebft.data.batches import pack_rows
         from ebft.models.causal_lm import unwrap_adapter
 
         if common["args"].use_liger_kernel:
@@ -165,8 +167,8 @@ class SFT(Method):
         common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
         if config.streaming:
             return self._stream_trainer(config, model, tokenizer, **common)
-        from ebft.data.joining import JoiningCollator
-        from ebft.sft import SFTTrainer
+        from ebft.data.batches import JoiningCollator
+        from ebft.sft.trainer import SFTTrainer
 
         collator = JoiningCollator(tokenizer.pad_token_id)
         return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
@@ -179,9 +181,8 @@ class SFT(Method):
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
     def _stream_trainer(self, config: RunConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
-        from ebft.data.streaming.load import order_of
-        from ebft.streams.collator import StreamCollator
-        from ebft.streams.trainer import StreamTrainer
+        from ebft.data.streaming.rows import order_of
+        from ebft.sft.stream import StreamCollator, StreamTrainer
 
         collator = StreamCollator(tokenizer.pad_token_id)
         return StreamTrainer(
@@ -191,3 +192,30 @@ class SFT(Method):
 
 def _packs_held_out(config: RunConfig) -> bool:
     return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
+
+
+# Key -> what Liger calls it. Its kernel of gated layers has two names, of which a model has one.
+KERNELS = {
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("rms_norm",),
+    "liger_layer_norm": ("layer_norm",),
+    "liger_glu_activation": ("swiglu", "geglu"),
+}
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+
+
+def liger_arguments(asked: list[str]) -> dict[str, Any]:
+    """The training arguments for the kernels of these keys; all others are switched off."""
+    if not asked:
+        return {}
+    kernels = {name: key in asked for key, names in KERNELS.items() for name in names}
+    return {"use_liger_kernel": True, "liger_kernel_config": {**kernels, **dict.fromkeys(_LOSSES, False)}}
+
+
+def check_kernels(model_type: str, asked: list[str]) -> None:
+    """Raise ModelError if Liger does not have a kernel for a type of models, which it would leave out silently."""
+    found = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    known = inspect.signature(found).parameters if found else {}
+    missing = [key for key in asked if not set(KERNELS[key]) & set(known)]
+    if missing:
+        raise ModelError(f"{', '.join(missing)}: Liger has no such kernel for {model_type} models. Remove it.")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.option_checks import check_trainable, resolve_single_sample
 from ebft.config.options import StridedOptions, StructuredOptions
+from ebft.config.rules import check_trainable, resolve_single_sample
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import (
@@ -24,7 +24,7 @@ from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Met
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
-    from ebft.preview.view import RowView
+    from ebft.methods.views import RowView
     from ebft.run.checks import Machine
 
 
@@ -89,12 +89,12 @@ class Strided(Method):
         return True
 
     def arrange(self, config: RunConfig, train: Any) -> Any:
-        from ebft.data.packing import pack_and_report
+        from ebft.data.batches import pack_and_report
 
         return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.preview.strided import StridedView
+        from ebft.methods.views import StridedView
 
         return StridedView(config.ebft, tokenizer)
 
@@ -107,7 +107,7 @@ class Strided(Method):
         return StridedEBFTConfig
 
     def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.collator import DocumentCollator
+        from ebft.data.batches import DocumentCollator
         from ebft.strided import StridedEBFTTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from accelerate import PartialState
+from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
@@ -84,3 +88,51 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+class WithoutHooks(nn.Module):
+    """Runs the forward of `inner` without the hooks of `inner`, with the same parameters; it may have hooks itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["inner"] = inner  # not as a submodule: the parameters belong to the model
+
+    def __getattr__(self, name: str) -> Any:
+        if "inner" not in self.__dict__:  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+def without_hooks(module: nn.Module) -> WithoutHooks:
+    """Return `module` without its hooks, the same object in every call."""
+    if "without_hooks" not in module.__dict__:
+        module.__dict__["without_hooks"] = WithoutHooks(module)
+    return module.__dict__["without_hooks"]
+
+
+def frozen_copy(model: nn.Module) -> PreTrainedModel:
+    """Return a copy of the causal LM in `model` that is not trained, with the weights of the first process."""
+    frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_one_of_many():
+        _take_weights_of_rank_0(frozen)
+    return frozen
+
+
+def _is_one_of_many() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@torch.no_grad()
+def _take_weights_of_rank_0(model: nn.Module) -> None:
+    """Broadcast the weights of rank 0.
+
+    FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 only and broadcasts them when training starts.
+    """
+    device = PartialState().device
+    for tensor in (*model.parameters(), *model.buffers()):
+        shared = tensor.detach().to(device)
+        distributed.broadcast(shared, 0)
+        tensor.copy_(shared)

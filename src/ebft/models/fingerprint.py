@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from ebft.data.locate import lasting_name
-from ebft.paths import json_object
+from ebft.files import json_object
 
 _ALL = 2**26  # bytes; weights and files up to this size are read as a whole
 _BLOCK = 2**14  # bytes read of each tensor of larger weights

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from ebft.errors import ModelError
-from ebft.models import classifier_files
+from ebft.models import files
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Head:
 
 
 LANGUAGE = Head("ForCausalLM", AutoModelForCausalLM, "CAUSAL_LM")
-SCORE = Head(classifier_files.SCORE, AutoModelForSequenceClassification, "SEQ_CLS", 1)
+SCORE = Head(files.SCORE, AutoModelForSequenceClassification, "SEQ_CLS", 1)
 
 
 def step_head(num_labels: int) -> Head:
     """The head that classifies tokens; those that end a step are trained on."""
-    return Head(classifier_files.STEPS, AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
+    return Head(files.STEPS, AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
 
 
 _CLASSIFIERS = (SCORE, step_head(2))

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from ebft.catalog import is_gguf
 from ebft.errors import ModelError
-from ebft.fetch.catalog import is_gguf
 from ebft.models.causal_lm import unwrap_adapter
 
 _SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA

@@ -6,9 +6,13 @@ processes take part equally often.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import (
     DistributedType,
@@ -16,11 +20,24 @@ from accelerate.utils import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint import CheckpointException, load
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, StateDictType
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, ModelError
+from ebft.models.files import OPTIMIZER, WEIGHTS, ShardedReader
+from ebft.over_transformers import convert_weights, weight_groups
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -114,3 +131,196 @@ def whole_trained_weights(model: nn.Module) -> dict[str, Tensor] | None:
         return None
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     return get_model_state_dict(model, options=options)
+
+
+WHOLE_OPTIMIZER = "optimizer.pt"
+_SAME = (
+    "Resume with the base model, tokens and adapter of the run that saved it, or start a new run in another output_dir."
+)
+_MODEL, _ADAPTER = "model*.safetensors", "adapter_model*.safetensors"
+
+
+def is_in_parts(folder: Path) -> bool:
+    """Whether the weights of a checkpoint are in parts."""
+    return (folder / WEIGHTS).is_dir()
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint, or its adapters, into the model. Raises ModelError if weights are missing."""
+    reshard(model)
+    if is_in_parts(folder):
+        _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
+        return
+    if not isinstance(model, PeftModel):
+        _copy(_converted(model, folder), _weights_of(model), folder, optional=_tied(model))
+        return
+    for name in model.peft_config:
+        inside = folder / name
+        place = inside if any(inside.glob(_ADAPTER)) else folder
+        if place == inside or name == model.active_adapter:
+            with _Files(place, _ADAPTER) as files:
+                _copy(((key, files.read(key)) for key in files.headers), _weights_of(model, name), place)
+
+
+def has_other_names(model: nn.Module, folder: Path) -> bool:
+    """Whether a checkpoint has a full model under the names of files, which differ from those in the model.
+
+    transformers converts such weights, for example those of experts, when it loads a model, but not when it resumes.
+    """
+    if isinstance(model, PeftModel):
+        return False
+    with _Files(folder, _MODEL) as files:
+        return not files.headers.keys() <= model.state_dict().keys()
+
+
+def check_fits(model: nn.Module, folder: Path) -> None:
+    """Raise ModelError if the weights of a checkpoint that transformers loads do not fit the model of this run."""
+    adapter = isinstance(model, PeftModel)
+    own = _weights_of(model)
+    with _Files(folder, _ADAPTER if adapter else _MODEL) as files:
+        saved = files.headers
+    shapes = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    if shapes:
+        name = shapes[0]
+        raise ModelError(
+            f"{folder} does not fit the model: {name} has the shape {tuple(saved[name].shape)} there and "
+            f"{tuple(own[name].shape)} in the model ({_count(shapes)}). {_SAME}"
+        )
+    if not saved:
+        return
+    if adapter:  # embeddings that were resized are saved too
+        own, saved = ({name: each[name] for name in each if "lora_" in name} for each in (own, saved))
+    known = {own[name].data_ptr() for name in saved if name in own}  # tied weights are saved under one of their names
+    missing = [name for name in own if name not in saved and own[name].data_ptr() not in known]
+    others = [name for name in saved if name not in own]
+    if missing or others:
+        facts = [f"the model has {missing[0]}, which is not in the checkpoint ({_count(missing)})"] if missing else []
+        facts += [f"the checkpoint has {others[0]}, which is not in the model ({_count(others)})"] if others else []
+        raise ModelError(f"{folder} does not fit the model: {'; '.join(facts)}. {_SAME}")
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} such weight{'s' if len(names) > 1 else ''}"
+
+
+def save_whole_optimizer(optimizer: Optimizer, folder: Path, is_writer: bool) -> None:
+    """Write the gathered state of an optimizer as a run without FSDP does; `is_writer` on one process."""
+
+    def gathered(value: Any) -> Any:
+        if isinstance(value, DTensor):  # with cpu_offload, not where processes communicate
+            value = value.to(value.device_mesh.device_type)
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return (whole.cpu() if isinstance(whole, Tensor) else whole) if is_writer else None
+
+    state = optimizer.state_dict()
+    for index in state["state"]:
+        state["state"][index] = {name: gathered(value) for name, value in state["state"][index].items()}
+    if is_writer:
+        torch.save(state, folder / WHOLE_OPTIMIZER)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    """Load the optimizer state of a checkpoint."""
+    reshard(model)
+    if (folder / OPTIMIZER).is_dir():
+        inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer  # of accelerate's wrapper
+        state = {"optimizer": get_optimizer_state_dict(model, inner)}
+        _load_parts(state, folder / OPTIMIZER)
+        set_optimizer_state_dict(model, inner, state["optimizer"])
+        return
+    state = torch.load(folder / WHOLE_OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in state["state"].items():
+        like = parameters[index]
+        state["state"][index] = {
+            name: _part(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
+            for name, value in entries.items()
+        }
+    optimizer.load_state_dict(state)
+
+
+def _weights_of(model: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
+    """The tensors of the model, or of one of its adapters, by their names in checkpoints; changing them in place
+    changes the model."""
+    if isinstance(model, PeftModel):
+        return get_peft_model_state_dict(model, adapter_name=adapter or model.active_adapter)
+    return model.state_dict()
+
+
+def _load_parts(state: dict[str, Any], folder: Path) -> None:
+    try:
+        load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
+    except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes
+        reason = str(error).strip().rpartition("\n")[2]
+        raise ModelError(f"{folder} cannot be read: {reason}. Resume from another checkpoint.") from error
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """The names of weights that are those of another name, and are not in files."""
+    seen: set[int] = set()
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            tied.add(name)
+        seen.add(id(parameter))
+    return tied
+
+
+class _Files:
+    """The tensors in the safetensors files of a folder; a context manager that closes the files."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._stack, self._file_of = ExitStack(), {}
+        self.headers: dict[str, Tensor] = {}  # on the meta device
+        for path in sorted(folder.glob(pattern)):
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.offset_keys():
+                self._file_of[name] = file
+                self.headers[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file_of.clear()
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+
+def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a full model in a folder, by their names in the model."""
+    with _Files(folder, _MODEL) as files:
+        for group in weight_groups(model, files.headers):
+            if not group.names:
+                raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not. {_SAME}")
+            weights = {key: files.read(key) for key in group.keys}
+            yield from convert_weights(model, group, weights).items()
+
+
+def _copy(
+    weights: Iterable[tuple[str, Tensor]], targets: dict[str, Tensor], folder: Path, optional: Iterable[str] = ()
+) -> None:
+    missing = targets.keys() - set(optional)
+    for name, value in weights:
+        if name not in targets:
+            raise ModelError(f"{folder} has the weight {name}, which the model has not. {_SAME}")
+        if targets[name].shape != value.shape:
+            raise ModelError(
+                f"{name} has the shape {tuple(value.shape)} in {folder} and {tuple(targets[name].shape)} in the model. "
+                f"{_SAME}"
+            )
+        targets[name].copy_(_part(value, targets[name]))
+        missing.discard(name)
+    if missing:
+        raise ModelError(f"{folder} has no weights for {min(missing)} ({len(missing)} weights are missing). {_SAME}")
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as `like` is sharded; this process's part is cut from its own `whole`, without communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    part = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.device)  # the CPU with cpu_offload

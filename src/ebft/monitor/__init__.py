@@ -2,8 +2,8 @@
 
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
 from ebft.monitor.console_metrics import ConsoleMetrics, ProgressBar
-from ebft.monitor.finite import StopOnNonFinite
-from ebft.monitor.throughput import Throughput
+from ebft.monitor.metrics import Throughput
+from ebft.trainer.stopping import StopOnNonFinite
 
 __all__ = [
     "ConsoleMetrics",

@@ -2,13 +2,17 @@
 
 `budget/documents` is the number of rows trained on, including repetitions; every document of a packed row counts, and
 for full completions, prompts are counted. `budget/generated_tokens` is the number of sampled tokens. `budget/flops` are
-those of `ebft.monitor.flops` in training steps, without evaluation. All are summed over ranks and continue after
+those of `ebft.monitor.budget` in training steps, without evaluation. All are summed over ranks and continue after
 resuming from a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from ebft.monitor.flops import FlopMeter
+from ebft.models.causal_lm import unwrap_adapter, without_hooks
+from ebft.models.cpu import is_replayed, observers
+from ebft.over_transformers import Conv1D
 from ebft.run.keys import BudgetSection
 
 COUNTED = ("documents", "generated_tokens", "flops")
@@ -126,3 +132,142 @@ def spent_at(checkpoint: str | Path) -> dict[str, float]:
     """Return the totals saved in a checkpoint; empty if it has none."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     return state.get("stateful_callbacks", {}).get(_SAVED_AS, {})
+
+
+class FlopMeter:
+    """Counts the FLOPs of the watched models while counting is enabled."""
+
+    def __init__(self) -> None:
+        self.flops: int | Tensor = 0
+        self._counting = False
+
+    @contextmanager
+    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Register hooks on every matrix product of `models` inside the block; shared modules are hooked once."""
+        models = list(models)
+        modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
+        hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
+        heads = {id(unwrap_adapter(model).get_output_embeddings()) for model in models}
+        hooks += [
+            without_hooks(head).register_forward_hook(partial(self._count_unhooked, head), with_kwargs=True)
+            for head in (modules[key] for key in heads if key in modules)
+        ]
+        causal_lms = {id(unwrap_adapter(model)): unwrap_adapter(model) for model in models}.values()
+        hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
+        weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
+
+        def count_product(weight: Tensor, rows: int) -> None:
+            self._add(2 * weight.numel() * rows if id(weight) in weights else 0)
+
+        observers.append(count_product)
+        try:
+            yield
+        finally:
+            observers.remove(count_product)
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Enable counting inside the block."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Disable counting inside the block, including its backward passes."""
+        before, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = before
+
+    def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is recomputed."""
+        if not self._counting:
+            return
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        flops = 2 * weight_size(module) * _rows(module, inputs)
+        self.flops += 0 if isinstance(output, Tensor) and is_replayed(output) else flops
+        outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
+        if outputs:
+            weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
+            trained = any(weight.requires_grad for weight in weights)
+            outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
+
+    _count.only_observes = True  # see ebft/prefix/forward.py
+
+    def _count_unhooked(self, head: nn.Module, _: nn.Module, *call: Any) -> None:
+        """Forward hook for the head of a sharded model, which runs without its own hooks."""
+        self._count(head, *call)
+
+    def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.
+
+        Scored positions are multiplied with it once in forward, once more in backward, and once for each gradient.
+        Preference methods call the module instead (preferences/trl.py), which its own hook counts.
+        """
+        if not (self._counting and kwargs.get("fused_lm_head")) or "scores_in_chunks" in model.__dict__:
+            return
+        head = model.get_output_embeddings()
+        flops = 2 * weight_size(head) * kwargs["labels"][:, 1:].ne(-100).sum()  # a tensor, to avoid a device sync
+        self._add(flops)
+        if output.log_probs.requires_grad:
+            trained = head.weight.requires_grad
+            output.log_probs.register_hook(lambda _: self._add(flops * (2 + trained)))
+
+    def _add(self, flops: int | Tensor) -> None:
+        if self._counting:
+            self.flops += flops
+
+
+def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
+    """Return the forward FLOPs of `tokens` tokens through the decoder and `scored` tokens through the head.
+
+    For forward passes in another engine. In mixture-of-experts layers, each token uses `num_experts_per_tok` experts.
+    """
+    causal_lm = unwrap_adapter(model)
+    of_head = {id(module) for module in causal_lm.get_output_embeddings().modules()}
+    per_token, per_score = 0, 0
+    for module in causal_lm.modules():
+        if id(module) in of_head:
+            per_score += weight_size(module)
+        elif _experts(module):
+            per_token += weight_size(module) * causal_lm.config.get_text_config().num_experts_per_tok
+        else:
+            per_token += weight_size(module)
+    return 2 * (per_token * tokens + per_score * scored)
+
+
+def weight_size(module: nn.Module) -> int:
+    """Return the number of weight elements that a row is multiplied with; 0 for modules without matrix products.
+
+    Declared sizes are used if available, because quantised and sharded weights have fewer elements.
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx * module.nf
+    return sum(prod(weight.shape[1:]) for weight in _experts(module))
+
+
+def _experts(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights (experts, ., .) of a module that stores all of its experts in one tensor."""
+    stacked = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    return stacked if type(module).__name__.endswith("Experts") else []
+
+
+def _rows(module: nn.Module, inputs: list[Tensor]) -> int:
+    """Return the number of rows in a forward pass, multiplied by the number of experts per row for experts."""
+    rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
+    if not _experts(module):
+        return rows
+    chosen = [value for value in inputs[1:] if not value.is_floating_point()]
+    return rows * chosen[0].shape[-1] if chosen else rows
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

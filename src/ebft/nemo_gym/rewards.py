@@ -12,7 +12,7 @@ from ebft.errors import RolloutError
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 from ebft.structured.generation import REWARD
-from ebft.structured.rollouts.agents import POLICY
+from ebft.structured.rollouts.server import POLICY
 
 FAILED = "nemo_gym/failed"  # metric: fraction of completions without a reward
 

@@ -10,7 +10,7 @@ from typing import Any
 from ebft.errors import ConfigError, RolloutError
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.nemo_gym.rewards import Failures, reward_in
-from ebft.structured.rollouts.agents import POLICY, AgentSampling
+from ebft.structured.rollouts.server import POLICY, AgentSampling
 from ebft.structured.rollouts.turns import Rollout
 
 _PATH = "/run"

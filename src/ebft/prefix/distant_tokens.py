@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.models.causal_lm import decoder_layers, first_layers
-from ebft.prefix.agreement import compare
 from ebft.prefix.attention import HINT, PromptLayout, SuffixPass
-from ebft.prefix.policy import backbone_states, most_tokens, run_wrapped
+from ebft.prefix.forward import backbone_states, most_tokens, run_wrapped
+from ebft.prefix.parity import compare
 
 _CONSTANT = re.compile("scale|chunk|window|position|context|length|block", re.I)
 # Sequences are not longer than these, and transformers computes embeddings of positions from position_ids.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.schema import RunConfig
 from ebft.data.load import LoadedRows
-from ebft.data.processes import discard
+from ebft.data.tables import discard
 from ebft.errors import DataError
-from ebft.prepared.difference import closest_difference
 from ebft.prepared.key import data_fingerprints, key_of, row_inputs
-from ebft.prepared.store import DamagedRows, locked, read_rows, write_rows
+from ebft.prepared.store import RECORD, DamagedRows, locked, read_rows, write_rows
 from ebft.printed import say
 
 
@@ -80,3 +81,29 @@ def describe(prepared: Prepared) -> str:
 def _say(line: str, of_any_rank: bool = False) -> None:
     if of_any_rank or os.environ.get("RANK", "0") == "0":
         say(line, err=True)
+
+
+def closest_difference(base: Path, inputs: dict[str, Any]) -> list[str]:
+    """The names of what differs between `inputs` and the stored rows in `base` with the fewest differences.
+
+    Empty if there are no stored rows.
+    """
+    found = [differences(stored, inputs) for stored in _stored_inputs(base)]
+    return min(found, key=lambda names: (len(names), names), default=[])
+
+
+def differences(stored: dict[str, Any], inputs: dict[str, Any]) -> list[str]:
+    """The settings that differ, and which of data, transforms, tokenizer and code do."""
+    before, now = stored.get("settings", {}), inputs["settings"]
+    settings = [key for key in {**now, **before} if (key in before, before.get(key)) != (key in now, now.get(key))]
+    return settings + [name for name in inputs if name != "settings" and stored.get(name) != inputs[name]]
+
+
+def _stored_inputs(base: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(base.glob(f"[!.]*/{RECORD}")):
+        try:
+            inputs = json.loads(path.read_text(encoding="utf-8"))["inputs"]
+        except (OSError, ValueError, TypeError, KeyError):  # damaged rows explain nothing
+            continue
+        if isinstance(inputs, dict):
+            yield inputs

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ebft.config.axolotl import WITHOUT_EFFECT
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
-from ebft.config.without_effect import WITHOUT_EFFECT
 
 # Reason -> keys that do not determine rows, for all methods.
 _REASONS = {

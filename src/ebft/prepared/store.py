@@ -20,10 +20,10 @@ from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_
 from datasets.utils import are_progress_bars_disabled
 from filelock import FileLock
 
-from ebft.data.file_hash import file_hash
+from ebft.data.lengths import SectionReport
 from ebft.data.load import LoadedRows
-from ebft.data.report import SectionReport
 from ebft.errors import DataError
+from ebft.files import file_hash
 
 RECORD = "prepared.json"
 _PARTS = {"train": "train", "evaluation": "eval"}  # fields of LoadedRows, and their folders

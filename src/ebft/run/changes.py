@@ -13,13 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ebft.config.carried_over import CarriedOverKeys
+from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
+from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened
-from ebft.evaluation.keys import EvaluationKeys
-from ebft.launch.keys import RayKeys
 from ebft.methods import foreign_keys
 from ebft.models.fingerprint import (
     file_sample,
@@ -29,11 +28,11 @@ from ebft.models.fingerprint import (
     weights_fingerprint,
 )
 from ebft.models.keys import PrecisionKeys
-from ebft.prepared.code import module_sources
+from ebft.prepared.key import module_sources
 from ebft.prepared.settings import flat_settings
 from ebft.run.checks import imported_names
 from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
-from ebft.run.record import versions
+from ebft.run.reporting import versions
 from ebft.run.same_run import FIXED, OF_OPTIMIZER, optimizer_changes, run_keys, saved_keys, text_of
 from ebft.secrets import without_secrets
 

@@ -3,21 +3,25 @@
 import json
 import math
 import shlex
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from transformers import Trainer, TrainerCallback
+
+from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import YAMLError, parse_yaml
-from ebft.dashboard.files import PREVIOUS
-from ebft.durable import STATE
-from ebft.errors import ConfigError
-from ebft.monitor.continuing import has_records, set_aside
-from ebft.over_trainer.complete_checkpoints import step_in_name
+from ebft.errors import ConfigError, SaveError, cause, save_remedy
+from ebft.files import STATE
+from ebft.monitor.run_files import PREVIOUS, RunFiles, has_records, set_aside
 from ebft.run.integrity import DamagedError, UnreadableError, check_complete, has_optimizer_state, read_json
-from ebft.run.own_files import final_step
+from ebft.run.output import forget_final
+from ebft.run.own_files import MARK, final_files, final_step, write_mark
 from ebft.run.same_run import check_same_run
+from ebft.trainer.checkpoints import step_in_name
 
 _RESUME = "resume_from_checkpoint"
 
@@ -242,3 +246,54 @@ def _named(folder: Path, output_dir: Path) -> Path:
         else f"output_dir ({output_dir}) has no complete checkpoint."
     )
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")
+
+
+class Beginning(TrainerCallback):
+    """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
+
+    It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are
+    those of the main process. Raises SaveError if the output folder cannot be written.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
+        self._config, self._trainer, self._files = config, trainer, files
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        previous = self._leave_earlier_run(state.global_step) if args.should_save else None
+        if self._files is not None:
+            self._files.begin(state, previous)
+        self._trainer.accelerator.wait_for_everyone()
+
+    def _leave_earlier_run(self, step: int) -> Path | None:
+        """The folder that the files of an earlier run were moved to, if this run is a new one."""
+        output_dir = Path(self._config.output_dir)
+        try:
+            if step == 0:
+                return set_earlier_aside(self._config)
+            if self._config.resume_from_checkpoint is not None:
+                forget_final(output_dir)
+            set_later_aside(self._config)
+        except OSError as error:
+            raise SaveError(
+                f"The files of an earlier run in {output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
+                f"{save_remedy(output_dir / PREVIOUS, error)}, or set another output_dir."
+            ) from error
+        return None
+
+
+def set_earlier_aside(config: RunConfig) -> Path | None:
+    """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
+
+    Otherwise, auto_resume_from_checkpoints would continue from them, and the model would be taken for that of this run.
+    Returns the folder, or None if there are none.
+    """
+    output_dir = Path(config.output_dir)
+    checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
+    target = set_aside(output_dir, [*checkpoints, *final])
+    if target is not None and final:
+        shutil.copy2(output_dir / MARK, target)
+    write_mark(output_dir, None, {}, [])
+    if target is not None:
+        what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
+        warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
+    return target

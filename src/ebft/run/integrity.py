@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebft.durable import CHECKSUMS, STATE, checksum
-from ebft.models.sharded_files import INDEX, OPTIMIZER, WEIGHTS, check_files
-from ebft.over_trainer.complete_checkpoints import step_in_name
+from ebft.files import CHECKSUMS, STATE, checksum
+from ebft.models.files import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.run.same_run import RUN_FILE
+from ebft.trainer.checkpoints import step_in_name
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder

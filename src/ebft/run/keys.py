@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
+from ebft.config.tool_keys import Steps
 from ebft.data.keys import SeedKeys
-from ebft.evaluation.keys import Steps
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 
 MAX_ROWS = 1_000_000  # per batch

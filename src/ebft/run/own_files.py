@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.dashboard.files import (
+from ebft.errors import ConfigError
+from ebft.files import CHECKSUMS, STAGING, STATE, checksum, write_text
+from ebft.monitor.run_files import (
     CARD,
     EVALUATION,
     HEALTH,
@@ -29,10 +31,8 @@ from ebft.dashboard.files import (
     read_object,
     rollout_files,
 )
-from ebft.dashboard.report import is_report
-from ebft.durable import CHECKSUMS, STAGING, STATE, checksum, write_text
-from ebft.errors import ConfigError
 from ebft.run.same_run import RUN_FILE
+from ebft.tools.dashboard.report import is_report
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
 _CHECKPOINT = re.compile(r"checkpoint-\d+")

@@ -8,14 +8,13 @@ from typing import Any
 
 from ebft.anchors import count_row_blocks
 from ebft.config.schema import RunConfig
-from ebft.durable import STAGING, remove_staged
 from ebft.errors import ConfigError, EBFTError, SaveError, save_problem, save_remedy
+from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib, total_memory
 from ebft.models.pretrained import explained, pretrained_tokenizer
-from ebft.over_trainer import OverTrainer
-from ebft.run.arguments import planned_steps
-from ebft.run.building import this_machine
-from ebft.run.card import write_model_card
+from ebft.run.output import write_model_card
+from ebft.run.trainer import planned_steps, this_machine
+from ebft.trainer import OverTrainer
 
 # Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
 _STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.durable import RUN_FILE, write_text
 from ebft.errors import ConfigError
+from ebft.files import RUN_FILE, write_text
 from ebft.methods import FLAGS, selecting_keys
 from ebft.run.keys import RATE_KEYS
 

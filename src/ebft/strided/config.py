@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
-from ebft.config.option_checks import validate_options
 from ebft.config.options import StridedOptions
+from ebft.config.rules import validate_options
 
 # Those that determine where the blocks of a document are, what is sampled at each, and how it is computed.
 BLOCK_OPTIONS = (

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ebft.features import FeatureNetwork, check_sampled_ids
 from ebft.models.causal_lm import evaluating
-from ebft.prefix.policy import prepare
+from ebft.prefix.forward import prepare
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
 from ebft.strided.embed import embed_prefixes

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ebft.prefix.head import head_of
+from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps
-from ebft.prefix.policy import backbone_states, run_wrapped
 from ebft.prefix.sampling import Truncation
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.passes import StridedPass

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from accelerate import Accelerator
 from torch import Tensor
 
+from ebft.monitor.metrics import MeanMetrics
 from ebft.rewards import FeatureMatch
 from ebft.strided.layout import Documents, StridedLayout
 
@@ -122,3 +124,38 @@ def _characters_before(anchors: list[int], ids: list[int], tokenizer: Any) -> li
     until = tokenizer.batch_decode([ids[start:anchor] for start, anchor in zip(starts, anchors)])
     overlaps = tokenizer.batch_decode([ids[start:previous] for start, previous in zip(starts, (0, *anchors))])
     return list(accumulate(len(text) - len(overlap) for text, overlap in zip(until, overlaps)))
+
+
+class StepMetrics(MeanMetrics):
+    """Sums of the terms of steps, which are logged as means."""
+
+    def record(
+        self,
+        output: StridedOutput,
+        entropy: Tensor,
+        text_logps: Tensor,
+        documents: Documents,
+        layout: StridedLayout,
+    ) -> None:
+        """Accumulate the sums of the logged means, over samples, blocks and tokens (masked-out blocks are zero)."""
+        blocks = layout.num_blocks
+        samples, generated = blocks * layout.num_samples, layout.num_generated
+        add = self.add
+        add("ebft/alignment", output.alignment.sum(), samples)
+        add("ebft/diversity", output.diversity.sum(), samples)
+        add("ebft/mean_reward", output.rewards.sum(), samples)
+        add("ebft/cfm_loss", output.cfm.sum(), blocks)
+        add("ebft/advantages_mean", output.advantages.sum(), samples)
+        add("ebft/advantages_std", output.advantages.square().sum(), samples)
+        add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
+        add("ebft/ce_loss", -text_logps.detach().sum(), documents.ce_mask.sum())
+        add("entropy", entropy.sum(), generated)
+
+    def drain(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the logged means, with `ebft/reward` as an alias of the mean reward and the std of the advantages."""
+        means = super().drain(accelerator)
+        if means:
+            mean = means.pop("ebft/advantages_mean")
+            means["ebft/advantages_std"] = max(means["ebft/advantages_std"] - mean**2, 0.0) ** 0.5
+            means["ebft/reward"] = means["ebft/mean_reward"]
+        return means

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows, stacked
-from ebft.prefix.attention.stacks import stack_up
-from ebft.prefix.attention.tiles import Own, Tile, attend
+from ebft.prefix.attention.tiles import Own, Tile, attend, stack_up
 from ebft.strided.layout import StridedLayout
 from ebft.strided.tree import Level, Nodes
 

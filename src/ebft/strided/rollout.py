@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.models.recording import Recording
-from ebft.prefix.head import head_of
+from ebft.models.cpu import Recording
+from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
 from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
-from ebft.prefix.policy import backbone_states, check_length, run_wrapped
-from ebft.prefix.sampling import Truncation, sample_tokens
-from ebft.prefix.softmax import Softmax
+from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
 from ebft.strided.passes import StridedPass

@@ -16,18 +16,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainerControl
 
-from ebft.config.option_checks import check_trainable, resolve_single_sample
-from ebft.data.collator import DocumentCollator
+from ebft.config.rules import check_trainable, resolve_single_sample
+from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, keep_output_dtype
-from ebft.models.trainable import check_adapter, disable_dropout, load
 from ebft.monitor.budget import CountsBudget
-from ebft.monitor.finite import StopOnNonFinite
+from ebft.monitor.metrics import Throughput
 from ebft.monitor.rollout_log import ScoredRollouts
-from ebft.monitor.throughput import Throughput
-from ebft.over_trainer import OverTrainer
-from ebft.prefix.policy import check_supported, prepare
+from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
 from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
@@ -35,11 +33,11 @@ from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
-from ebft.strided.metrics import StepMetrics
-from ebft.strided.output import StridedOutput
-from ebft.strided.parity import check_parity
+from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
-from ebft.strided.validation import check_arguments, check_grad_norms, usable_rows
+from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
+from ebft.trainer import OverTrainer
+from ebft.trainer.stopping import StopOnNonFinite
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
@@ -125,7 +123,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             rloo_baseline=args.rloo_baseline,
         )
 
-        # In a single pass, sampling recorded what these log-probabilities need for backward (models/recording.py).
+        # In a single pass, sampling recorded what these log-probabilities need for backward (models/cpu.py).
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ebft.config import rules
-from ebft.config.option_checks import validate_options
 from ebft.config.options import DropoutOption, FeatureOptions, SharedPrefixOption, StructuredOptions, ThinkingOption
+from ebft.config.rules import validate_options
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 

@@ -7,28 +7,155 @@ the weights to the server, and `get_batch_samples` reads ahead.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.data.rendering import ROW_KWARGS, TOOLS
+from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.conversations import HasConversations, Row
 from ebft.structured.interactive import rollouts_of
-from ebft.structured.over_trl import COMPLETIONS, LOGPROBS
-from ebft.structured.reading_ahead import ReadsAhead
+from ebft.structured.replay import UsesPromptsAgain
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
-from ebft.structured.rollouts.agents import AgentJob, Agents
-from ebft.structured.rollouts.backend import Backend, Completion, Sampling
-from ebft.structured.rollouts.hf import HFBackend
-from ebft.structured.rollouts.in_step import passes_in_step
-from ebft.structured.rollouts.server_rollouts import ServerRollouts
-from ebft.structured.rollouts.turns import Limits, Rollout, reply_messages, roll_out
+from ebft.structured.rollouts.local import HFBackend, passes_in_step
+from ebft.structured.rollouts.server import AgentJob, Agents, ServerRollouts
+from ebft.structured.rollouts.turns import (
+    Backend,
+    Completion,
+    Limits,
+    ReferenceLimit,
+    Rollout,
+    Sampling,
+    reply_messages,
+    roll_out,
+)
+from ebft.structured.trl import COMPLETIONS, LOGPROBS, OverTRL
+
+
+class ReadsAhead(UsesPromptsAgain):
+    """A trainer that reads micro-batches ahead of the step, and has their rollouts generated in the background."""
+
+    server: ServerRollouts | None
+    _agents: Agents | None
+
+    def prepare_reading(self) -> None:
+        """Start with nothing read."""
+        self._ahead: deque[list[Row]] = deque()  # micro-batches that were read ahead
+        self._epoch_iterator: Any = None
+        self._read = 0  # number of micro-batches read; `trained_micro_batches` counts those trained on
+        self._prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
+
+    def _job(self, rows: list[Row]) -> Any:
+        """Return the job that samples the rows' conversations from the current weights."""
+        raise NotImplementedError
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.async_prefetch:
+            self._prefetcher = Prefetcher(self.args.prefetch_depth, self._job)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._stop_rollouts()
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
+        if self._prefetcher is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if epoch_iterator is not self._epoch_iterator:
+            self._epoch_iterator = epoch_iterator
+            self._ahead.clear()
+            self._read = self.trained_micro_batches
+        every = self.args.steps_per_generation * self.num_iterations
+        while len(self._ahead) < num_batches + self.args.prefetch_depth * every:
+            rows = next(epoch_iterator, None)
+            if rows is None:
+                break
+            is_first = self.generation_batch is None and self._read == self.trained_micro_batches
+            if self._read % every == 0 or is_first:
+                self.inject_failed(rows)
+                self._prefetcher.announce(rows)
+            self._ahead.append(rows)
+            self._read += 1
+        batches = [self._ahead.popleft() for _ in range(min(num_batches, len(self._ahead)))]
+        return batches, self.items_of(batches, device)
+
+    def _stop_rollouts(self) -> None:
+        """Cancel running rollouts and remove the adapters from the server; a later evaluation synchronises again."""
+        if self._prefetcher is not None:
+            self._prefetcher.close(self._cancel_rollouts)
+            self._prefetcher = None
+        self._ahead.clear()
+        self._epoch_iterator = None
+        if self.server is not None:
+            self.server.reset()
+            self.sync_anew()
+
+    def _cancel_rollouts(self) -> None:
+        if self._agents is not None:
+            self._agents.cancel()
+        self.server.client.cancel()
+
+
+Row = dict[str, Any]
+CONVERSATION = ("prompt", "ground_truth", "remaining_turns", TOOLS, REPLY, ROW_KWARGS)
+
+
+class HasConversations(OverTRL):
+    """A trainer that renders its rows; `server` is the one that generates, if any, and has a maximum length too."""
+
+    renderer: Renderer
+    server: ServerRollouts | None
+
+    def conversations(self, rows: list[Row]) -> list[Conversation]:
+        """Return the rows' prompts and references as token ids; the adjacent samples of a group share one object."""
+        found: list[Conversation] = []
+        for index, row in enumerate(rows):
+            if index and all(rows[index - 1].get(key) == row.get(key) for key in CONVERSATION):
+                found.append(found[-1])
+            else:
+                found.append(self._conversation(row))
+        return found
+
+    def _conversation(self, row: Row) -> Conversation:
+        # With GRPO, ground_truth may be whatever a reward function accepts.
+        compares = self._compares_references()
+        conversation = self.renderer.of_row(row, compares)
+        positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
+        if positions is not None and length > positions and conversation.turns[0].reference_ids:
+            raise DataError(
+                f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
+                f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
+                f"max_position_embeddings ({positions}). Remove such rows."
+            )
+        return conversation
+
+    def _compares_references(self) -> bool:
+        """Whether a reward compares completions with their references, which must then fit the model."""
+        return any(isinstance(func, FeatureMatchingReward) for func in self.reward_funcs)
+
+    def _positions(self) -> int | None:
+        return getattr(unwrap_adapter(self.model).config.get_text_config(), "max_position_embeddings", None)
+
+    def _limits(self) -> Limits:
+        lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
+        return Limits(
+            self.max_completion_length,
+            self._reference_limit(),
+            min((length for length in lengths if length is not None), default=None),
+        )
+
+    def _reference_limit(self) -> ReferenceLimit | None:
+        """Return how references limit the length of completions; None, since GRPO does not require references."""
+        return None
+
 
 REWARD = "rollout_reward"  # column with the rewards of agents' environments, for reward functions
 
@@ -256,3 +383,66 @@ def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
         regex=args.vllm_structured_outputs_regex,
         extra=extra,
     )
+
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result", covariant=True)
+
+
+class Job(Protocol[Result]):
+    """A job to run on the background thread."""
+
+    def run(self) -> Result: ...
+
+
+class Prefetcher(Generic[Batch, Result]):
+    """Runs jobs in the order in which batches are announced, at most `depth` ahead of those taken.
+
+    `prepare(batch)` creates the job on the calling thread when the job is started. It fixes the weights used for
+    sampling, which therefore depend only on the order of calls.
+    """
+
+    def __init__(self, depth: int, prepare: Callable[[Batch], Job[Result]]) -> None:
+        self._depth, self._prepare = depth, prepare
+        self._announced: deque[Batch] = deque()
+        self._started: deque[tuple[Batch, Job[Result], Future]] = deque()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
+
+    def announce(self, batch: Batch) -> None:
+        """Announce that `batch` will be taken, after all batches announced before it."""
+        self._announced.append(batch)
+
+    def take(self, batch: Batch) -> tuple[Job[Result], Result]:
+        """Return the job of `batch`, the next one announced, and its result, after starting the next `depth` jobs.
+
+        Raises RuntimeError if `batch` is not the next one announced.
+        """
+        self._start(self._depth + 1)
+        if not self._started or self._started[0][0] is not batch:
+            raise RuntimeError("batches must be taken in the order in which they were announced")
+        _, job, future = self._started[0]
+        result = future.result()
+        self._started.popleft()
+        return job, result
+
+    def raise_failure(self) -> None:
+        """Raise the exception of a started job that has failed, without waiting."""
+        for *_, future in self._started:
+            if future.done() and future.exception() is not None:
+                raise future.exception()
+
+    def close(self, cancel: Callable[[], Any]) -> None:
+        """Discard all batches and stop the thread; `cancel` interrupts the running job."""
+        self._announced.clear()
+        running = {future for *_, future in self._started if not future.cancel()}
+        while running:
+            cancel()  # repeatedly, since a conversation may be between two turns
+            running = wait(running, timeout=0.1).not_done
+        self._executor.shutdown()
+        self._started.clear()
+
+    def _start(self, count: int) -> None:
+        while self._announced and len(self._started) < count:
+            batch = self._announced.popleft()
+            job = self._prepare(batch)
+            self._started.append((batch, job, self._executor.submit(job.run)))

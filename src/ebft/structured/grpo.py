@@ -20,25 +20,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.config import rules
-from ebft.data.added_keys import with_own_calls
+from ebft.data.json_values import with_own_calls
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
-from ebft.models.trainable import disable_dropout, load
-from ebft.monitor.budget import CountsBudget
-from ebft.monitor.finite import StopOnNonFinite
-from ebft.monitor.flops import forward_flops
+from ebft.monitor.budget import CountsBudget, forward_flops
+from ebft.monitor.metrics import Throughput
 from ebft.monitor.rollout_log import ScoredRollouts
-from ebft.monitor.throughput import Throughput
-from ebft.reward_functions.checked import checked_functions
-from ebft.reward_functions.chunks import run_in_chunks
-from ebft.reward_functions.workers import run_in_workers
+from ebft.reward_functions.calls import checked_functions, run_in_chunks
+from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.conversations import CONVERSATION, Row
-from ebft.structured.generation import GeneratesRollouts
+from ebft.structured.generation import CONVERSATION, GeneratesRollouts, Row
 from ebft.structured.interactive import check_interactive, guarded
 from ebft.structured.reward import FeatureMatchingReward
-from ebft.structured.rollouts.agents import Agents
+from ebft.structured.rollouts.server import Agents
 from ebft.structured.validation import (
     check_arguments,
     check_model,
@@ -48,6 +44,7 @@ from ebft.structured.validation import (
     check_rows,
     check_tokenizer,
 )
+from ebft.trainer.stopping import StopOnNonFinite
 
 
 class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):

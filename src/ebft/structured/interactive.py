@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from ebft.config import rules
 from ebft.config.user_code import named_call, state_kept, user_code
-from ebft.data.prompt_rows import RESERVED
+from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.turns import Rollout

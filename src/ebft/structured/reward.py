@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.config.option_checks import options_from, resolve_single_completion
 from ebft.config.options import RewardOptions
+from ebft.config.rules import options_from, resolve_single_completion
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import Message
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
 from ebft.errors import DataError, NonFiniteLossError
-from ebft.features import FeatureNetwork
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.trainable import check_adapter, load
+from ebft.features import FeatureNetwork, pool, token_features
+from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.pretrained import check_adapter, load
+from ebft.models.sharding import is_sharded
+from ebft.over_transformers import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
+from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
-from ebft.structured.embed import embed_continuations
 
 
 class FeatureMatchingReward:
@@ -216,3 +219,77 @@ def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: to
         computed_in=computed_in,
     )
     return {name: value.repeat_interleave(n) for name, value in values.items()}
+
+
+def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
+    """Return the embeddings (K, D) of `prompt_ids + continuations[k]`, in float32, on the network's device.
+
+    They equal those of separate forward passes, because padding is on the right only, which causal models do not
+    attend to. `mean_pooling` is the mean over all tokens without padding, including the prompt; `completion_mean` the
+    mean over the continuation; `concat` the states at one quarter, one half and three quarters of the sequence without
+    padding. For an empty continuation, `last_token` and `completion_mean` use the prompt's last token.
+    """
+    prompt, own = continuation_features(network, prompt_ids, continuations)
+    return torch.stack([pool_sequence(prompt, features, network.embed_method) for features in own])
+
+
+def continuation_features(
+    network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the features of the prompt's tokens, (P, D), and of each continuation's tokens, (its length, D)."""
+    lengths = [len(ids) for ids in continuations]
+    if not prompt_ids or not shares_prompts(network.causal_lm):
+        features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
+        prompt, own = features[0, : len(prompt_ids)], features[:, len(prompt_ids) :]
+    else:
+        features, cache = _run(network, torch.tensor([prompt_ids]), use_cache=True)
+        prompt = features[0]
+        if max(lengths) > 0:
+            cache.batch_repeat_interleave(len(continuations))
+            own, _ = _run(network, _padded(continuations), use_cache=True, cache=cache)
+        else:
+            own = features[:, :0].expand(len(continuations), -1, -1)
+    return prompt, [row[:length] for row, length in zip(own, lengths)]
+
+
+def shares_prompts(causal_lm: PreTrainedModel) -> bool:
+    """Whether several continuations can use the prompt's cache, which excludes layers with a recurrent state."""
+    if has_running_state(causal_lm):
+        return False
+    layers = DynamicCache(config=causal_lm.config.get_text_config()).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
+    """Pool the features (P, D) and (C, D) of a sequence to an L2-normalised embedding, (D,) or (3 D,) for `concat`."""
+    if embed_method in ("last_token", "completion_mean"):
+        return pool(continuation if len(continuation) else prompt[-1:], embed_method)
+    return pool(torch.cat([prompt, continuation]), embed_method)
+
+
+def _run(
+    network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
+) -> tuple[Tensor, Cache | None]:
+    """Return the features (K, tokens, D) of `tokens`, which follow those in `cache`, and the extended cache."""
+    arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
+    if cache is not None:
+        arguments["past_key_values"] = cache
+    outputs = []
+
+    def run(causal_lm: PreTrainedModel) -> Tensor:
+        outputs.append(backbone_of(causal_lm)(**arguments))
+        return outputs[0].last_hidden_state
+
+    def forward(model: nn.Module) -> Tensor:
+        if not is_sharded(model):
+            return run(network.causal_lm)
+        take_programs(model)
+        return run_wrapped(model, run)  # gathers the weights
+
+    features = token_features(network.hidden_states(forward))
+    return features, outputs[0].past_key_values if use_cache else None
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    """Return rows of token ids as one tensor, padded on the right; the padding value does not affect any result."""
+    return pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in rows], batch_first=True)

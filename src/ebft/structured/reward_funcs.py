@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.config.imports import find_function
 from ebft.config.options import RewardOptions
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
-from ebft.models.reward_model import load_reward_model
+from ebft.config.user_code import find_function
+from ebft.data.locate import lasting_name
+from ebft.errors import ConfigError, ModelError
+from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.models.files import reward_problem
+from ebft.models.heads import SCORE
+from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.structured.reward import FeatureMatchingReward
 
 FEATURE_MATCHING = "feature_matching"
@@ -50,3 +56,54 @@ def load_reward_funcs(
         else:
             funcs.append(find_function("trl.reward_funcs", name))
     return funcs
+
+
+def load_reward_model(name: str) -> PreTrainedModel:
+    """The reward model in a folder, also of an adapter, or with a Hub id, an entry of `trl.reward_funcs`.
+
+    Its weights have the data type that they are saved in; an adapter is merged. Raises ConfigError for a model without
+    exactly one score per text, and ModelError if it, or its tokenizer, cannot be loaded.
+    """
+    problem = reward_problem(name)
+    if problem is not None:
+        raise ConfigError(problem)
+    folder = Path(lasting_name(name))
+    try:
+        if (folder / SETTINGS).is_file():
+            model = _of_adapter(folder)
+        else:
+            found = find_model(name, "trl.reward_funcs")
+            config = pretrained_config(found)
+            problem = reward_problem(name, config.to_dict() | {"id2label": config.id2label})
+            if problem is not None:
+                raise ConfigError(problem)
+            model = pretrained_model(found, SCORE, dtype="auto")
+        pretrained_tokenizer(model.config.name_or_path)  # TRL loads it from there
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
+        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model, an entry of `trl.reward_funcs`. Raises ModelError if it cannot be loaded."""
+    folder = Path(lasting_name(name))
+    try:
+        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
+    except Exception as error:  # transformers raises many types of errors for unsuitable files
+        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
+
+
+def _of_adapter(folder: Path) -> PreTrainedModel:
+    base = read_adapter_config(folder).base_model_name_or_path
+    if not base:
+        raise ModelError(f"{folder / SETTINGS} does not name the base model")
+    found = find_model(base, f"base model of {folder}")
+    config = pretrained_config(found)
+    config.num_labels = SCORE.num_labels
+    model = pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
+    tokens = len(pretrained_tokenizer(str(folder)))
+    merged = load_saved_adapter(model, str(folder), tokens).merge_and_unload()
+    merged.config.name_or_path = str(folder)
+    return merged

@@ -6,15 +6,20 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.prefix.policy import HINT, most_tokens, prepare
+from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.pretrained import rates_as_loaded
+from ebft.over_transformers import override_attn_implementation
+from ebft.prefix.distant_tokens import check_distant_tokens
+from ebft.prefix.forward import HINT, last_logits, most_tokens, prepare
+from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import Truncation
-from ebft.structured.over_trl import OverTRL
-from ebft.structured.padding import check_padding
-from ebft.structured.parity import check_parity
-from ebft.structured.shared_prompt import Padded, Rows, put_back, score_completions
+from ebft.structured.rollouts.local import Generator, SharedPromptSampler
+from ebft.structured.rollouts.turns import Sampling
+from ebft.structured.shared_prompt import Padded, Prompt, Rows, put_back, score_completions
+from ebft.structured.trl import OverTRL
 
 
 class SharedPromptScoring(OverTRL):
@@ -102,3 +107,93 @@ class SharedPromptScoring(OverTRL):
                 stacklevel=2,
             )
         return True
+
+
+_PROMPT, _SUFFIXES, _SAMPLED = 8, (1, 4, 2), 3  # tokens
+
+
+def check_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
+    """Raise ModelError if shared prompts change log-probabilities on a short random prompt with three suffixes.
+
+    Each suffix is continued by sampling and then scored, in training mode if `as_trained`. The plain model runs each
+    sequence separately with eager attention. Does not change the state of the random number generators.
+    """
+    prepare(causal_lm)
+    vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+    prompt = draw(_PROMPT)
+    suffixes = [draw(length) for length in _SUFFIXES]
+    with refusing(causal_lm), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with evaluating(causal_lm):
+            sample = SharedPromptSampler(Sampling(temperature=1.0))
+            sampled = sample(causal_lm, [prompt + ids for ids in suffixes], [_SAMPLED] * len(suffixes))
+            completions = [ids + completion.ids for ids, completion in zip(suffixes, sampled)]
+            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
+                expected = [_plain_logps(causal_lm, prompt, ids) for ids in completions]
+            causal_lm.train(as_trained)
+            tensors = [torch.tensor(ids, device=causal_lm.device) for ids in (prompt, *completions)]
+            scores = score_completions(causal_lm, [Prompt(tensors[0], tensors[1:])], temperature=1.0)
+            causal_lm.eval()
+            check_distant_tokens(causal_lm)
+        of_samples = torch.cat([logps[-_SAMPLED:] for logps in expected]).cpu()
+        found = torch.tensor([logp for completion in sampled for logp in completion.logps])
+        compare(causal_lm, "log-probabilities of samples with shared prompts", (found - of_samples).abs())
+        compare(causal_lm, "log-probabilities with shared prompts", (scores.logps - torch.cat(expected)).abs())
+
+
+def _plain_logps(causal_lm: PreTrainedModel, prompt: list[int], ids: list[int]) -> Tensor:
+    """Return the log-probabilities of `ids` after the prompt from one forward pass of this sequence."""
+    tokens = torch.tensor([prompt + ids], device=causal_lm.device)
+    logps = causal_lm(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logps.gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1)
+
+
+_PROMPTS, _COMPLETION = (13, 4), 6  # tokens
+_HINT = (
+    "Structured EBFT and GRPO, which pad shorter prompts on the left, cannot train this model; SFT, which pads on the "
+    "right, can"
+)
+_CAUSE = f"Its layers do not skip padding. {_HINT}"
+
+
+def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: bool = True) -> None:
+    """Raise ModelError if padding on the left changes the log-probabilities of a short random row.
+
+    In training mode if `as_trained`, as the loss scores it; with `samples`, also as `generate` samples it, whose tokens
+    must be the most probable ones. Does not change the state of the random number generators.
+    """
+    vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+    longer, shorter = (draw(length + _COMPLETION) for length in _PROMPTS)
+    with refusing(causal_lm, "padded rows", _HINT), torch.random.fork_rng(), evaluating(causal_lm):
+        with rates_as_loaded(causal_lm):
+            expected = _logps(causal_lm, [shorter])
+        causal_lm.train(as_trained)
+        found = _logps(causal_lm, [longer, shorter])
+        causal_lm.eval()
+        compare(causal_lm, "log-probabilities of a padded row", _of_tokens(found - expected, shorter), _CAUSE)
+        if samples:
+            compare(causal_lm, "samples of a padded prompt", _surprise(causal_lm, longer, shorter), _CAUSE)
+
+
+def _logps(causal_lm: PreTrainedModel, rows: list[list[int]]) -> Tensor:
+    """Return the log-probabilities (tokens, V) of the last row's completion, with rows padded on the left."""
+    width = max(map(len, rows))
+    tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in rows], device=causal_lm.device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=causal_lm.device)
+    return last_logits(causal_lm, tokens, mask, _COMPLETION + 1)[-1, :-1].float().log_softmax(-1)
+
+
+def _of_tokens(differences: Tensor, row: list[int]) -> Tensor:
+    completion = torch.tensor(row[-_COMPLETION:], device=differences.device)
+    return differences.gather(-1, completion[:, None]).abs()
+
+
+def _surprise(causal_lm: PreTrainedModel, longer: list[int], shorter: list[int]) -> Tensor:
+    """Return by how much the most probable tokens are more probable than those sampled greedily in a padded batch."""
+    prompts = [row[:length] for row, length in zip((longer, shorter), _PROMPTS)]
+    greedy = Generator(Sampling(temperature=0.0), pad_token_id=0)
+    sampled = greedy(causal_lm, prompts, [_COMPLETION] * len(prompts))[-1].ids
+    logps = _logps(causal_lm, [prompts[-1] + sampled])
+    return logps.max(-1, keepdim=True).values - logps.gather(-1, torch.tensor(sampled, device=logps.device)[:, None])

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.prefix.attention import PromptLayout, SuffixPass
-from ebft.prefix.head import head_of
+from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
-from ebft.prefix.policy import backbone_states, run_wrapped
 from ebft.prefix.sampling import Truncation
 
 Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
@@ -59,7 +58,7 @@ def score_completions(
 ) -> Scores:
     """Score the completions and references of all prompts in one forward pass through `model`, which may be wrapped.
 
-    The causal LM inside `model` must have been prepared with `ebft.prefix.policy.prepare`. The last token of a suffix
+    The causal LM inside `model` must have been prepared with `ebft.prefix.forward.prepare`. The last token of a suffix
     is scored but is not an input. Results and gradients equal those of one forward pass per sequence.
     """
     suffixes = [_suffixes(prompt) for prompt in prompts]

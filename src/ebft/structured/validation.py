@@ -10,7 +10,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ebft.config import rules
-from ebft.data.prompt_rows import RESERVED
+from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
 

@@ -9,7 +9,7 @@ from ebft.config.schema import RunConfig
 from ebft.data.apply import ConfigView
 from ebft.data.conversation import Renderer
 from ebft.data.preferences.rows import PreferenceRow
-from ebft.data.prompt_rows import PromptRow
+from ebft.data.prompts import PromptRow
 from ebft.data.tokenise import tokeniser
 from ebft.data.transforms import find_transform
 from tests.data.rendering.expected import Chat, tokenizer_of

@@ -2,14 +2,14 @@
 
 import torch
 
-from ebft.structured.rollouts.backend import Sampling
+from ebft.structured.rollouts.turns import Sampling
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
 from tests.structured.trainers import make
 
 
 def backend(policy, tokenizer, folder, **sampling):
-    from ebft.structured.rollouts.hf import HFBackend
+    from ebft.structured.rollouts.local import HFBackend
 
     trainer = make(policy, tokenizer, folder)
     return HFBackend(trainer, Sampling(**{"temperature": 0.7, **sampling}), tokenizer.pad_token_id)

@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from ebft.structured.rollouts.prefetch import Prefetcher
+from ebft.structured.generation import Prefetcher
 
 
 class Job:

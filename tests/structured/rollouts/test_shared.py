@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ebft.models.causal_lm import decoder_layers, evaluating
-from ebft.prefix.policy import prepare
-from ebft.structured.rollouts.backend import Sampling
-from ebft.structured.rollouts.shared import SharedPromptSampler
+from ebft.prefix.forward import prepare
+from ebft.structured.rollouts.local import SharedPromptSampler
+from ebft.structured.rollouts.turns import Sampling
 from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
 from tests.strided.test_cost import count_tokens

@@ -4,8 +4,7 @@ import pytest
 
 from ebft.data.conversation import Conversation, Turn
 from ebft.errors import DataError
-from ebft.structured.rollouts.backend import Completion
-from ebft.structured.rollouts.turns import Limits, ReferenceLimit, roll_out
+from ebft.structured.rollouts.turns import Completion, Limits, ReferenceLimit, roll_out
 
 END = 9
 

@@ -7,14 +7,13 @@ empty text stays empty, so that the row is counted and dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ebft.data.chats import normaliser, template_columns, with_system
 from ebft.data.keys import PreferenceColumns
-from ebft.data.messages import Message
-from ebft.data.preferences import chats
-from ebft.data.preferences.styles import STYLES, Style
+from ebft.data.messages import Message, messages_of
 from ebft.data.transforms.rows import text_of
 from ebft.errors import DataError
 
@@ -45,7 +44,7 @@ def _reader(name: str | PreferenceColumns, entry: Any, is_labelled: bool) -> Cal
     if name == "passthrough":
         columns = ("prompt", "completion", "label") if is_labelled else ("prompt", "chosen", "rejected")
         return lambda example: {
-            **{key: chats.column(example, key) for key in columns},
+            **{key: column(example, key) for key in columns},
             **template_columns(example, entry),
         }
     module, _, function = name.rpartition(".")
@@ -58,7 +57,7 @@ def _text(style: Style, function: str, example: Row) -> dict[str, str]:
     """`chatml.*` and `llama3.*` for pairs."""
     columns = ("chosen", "rejected")
     if function == "argilla_chat":
-        (prompt, chosen), (other, rejected) = (chats.question_and_answer(example, name) for name in columns)
+        (prompt, chosen), (other, rejected) = (question_and_answer(example, name) for name in columns)
         _check_same(prompt, other)
     elif function == "ultra":
         prompt = text_of(example, _column(example, ("prompt",)))
@@ -74,20 +73,20 @@ def _text(style: Style, function: str, example: Row) -> dict[str, str]:
 def _labelled_text(style: Style, function: str, example: Row) -> dict[str, Any]:
     """`chatml.*` and `llama3.*` for completions with a label."""
     if function == "argilla_chat":
-        prompt, completion = chats.question_and_answer(example, "completion")
+        prompt, completion = question_and_answer(example, "completion")
     else:
         prompt = text_of(example, _column(example, (_PROMPT[function],)))
         completion = text_of(example, _column(example, ("completion",)))
     texts = {"prompt": style.prompt(prompt, _system(example)), "completion": style.completion(completion)}
-    return {**texts, "label": chats.column(example, "label")}
+    return {**texts, "label": column(example, "label")}
 
 
 def _chat(entry: Any, example: Row) -> dict[str, list[Message]]:
     """`chat_template.default`: messages, and the two replies to them."""
     normal = normaliser(entry)
-    asked = chats.chat(example, entry.field or "messages", normal)
+    asked = chat(example, entry.field or "messages", normal)
     chosen, rejected = (
-        chats.reply(example, name, asked, normal)
+        reply(example, name, asked, normal)
         for name in (entry.field_chosen or "chosen", entry.field_rejected or "rejected")
     )
     messages = {"prompt": with_system(asked, example, entry), "chosen": chosen, "rejected": rejected}
@@ -98,7 +97,7 @@ def _whole_chats(entry: Any, example: Row) -> dict[str, list[Message]]:
     """`chat_template.argilla_chat` and `argilla`: two chats that differ in their last message."""
     names = (entry.field_chosen or "chosen", entry.field_rejected or "rejected")
     normal = normaliser(entry)
-    found = [chats.split_reply(chats.chat(example, name, normal), name) for name in names]
+    found = [split_reply(chat(example, name, normal), name) for name in names]
     (prompt, chosen), (other, rejected) = found
     _check_same(prompt, other)
     messages = {"prompt": with_system(prompt, example, entry), "chosen": chosen, "rejected": rejected}
@@ -116,7 +115,7 @@ def _columns(fields: PreferenceColumns, example: Row) -> dict[str, str]:
 def _labelled_columns(fields: PreferenceColumns, example: Row) -> dict[str, Any]:
     """A mapping of columns for completions with a label."""
     completion = _formatted(fields, "completion", example)
-    label = chats.column(example, fields.field_label or "label")
+    label = column(example, fields.field_label or "label")
     return {"prompt": _prompt_of(fields, example), "completion": completion, "label": label}
 
 
@@ -142,7 +141,7 @@ def _column(example: Row, names: tuple[str, ...]) -> str:
     """The first of the columns that the row has."""
     found = next((name for name in names if name in example), None)
     if found is None:
-        chats.column(example, " or ".join(names))  # raises
+        column(example, " or ".join(names))  # raises
     return found
 
 
@@ -151,10 +150,115 @@ def _system(example: Row) -> str:
 
 
 def _last_content(example: Row, name: str) -> str:
-    _, answer = chats.split_reply(chats.chat(example, name), name)
-    return chats.content(answer[0], name) if answer else ""
+    _, answer = split_reply(chat(example, name), name)
+    return content(answer[0], name) if answer else ""
 
 
 def _check_same(prompt: Any, other: Any) -> None:
     if prompt and other and prompt != other:
         raise DataError("the chosen and the rejected chat have different messages before their last one")
+
+
+@dataclass(frozen=True)
+class Style:
+    """The parts of a chat with one question; `{}` is replaced with the text."""
+
+    system: str
+    user: str  # up to the start of the answer
+    end: str
+
+    def prompt(self, user: str, system: str) -> str:
+        """The text before the answer; empty if there is no question."""
+        if not user.strip():
+            return ""
+        return (self.system.format(system) if system.strip() else "") + self.user.format(user)
+
+    def completion(self, text: str) -> str:
+        """An answer with its end; empty if it says nothing."""
+        return text + self.end if text.strip() else ""
+
+
+STYLES = {
+    "chatml": Style(
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>",
+    ),
+    "llama3": Style(
+        "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+}
+
+
+Normaliser = Callable[[Any, int], Any]
+
+
+def column(example: Mapping[str, Any], name: str) -> Any:
+    """The value of a column. Raises DataError if the row does not have it."""
+    if name not in example:
+        raise DataError(
+            f"the column {name!r} is missing: the row has {', '.join(example)}. Choose another type, or name the "
+            "columns with type: {field_prompt: ..., field_chosen: ..., field_rejected: ...}"
+        )
+    return example[name]
+
+
+def chat(example: Mapping[str, Any], name: str, normal: Normaliser | None = None) -> list[Message]:
+    """The messages of a column; `normal` gives them the keys and roles of chat templates (`ebft.data.chats`)."""
+    value = column(example, name)
+    if normal is not None and isinstance(value, list):
+        value = [normal(message, number) for number, message in enumerate(value)]
+    return messages_of(value, f"column {name!r}")
+
+
+def reply(
+    example: Mapping[str, Any], name: str, asked: list[Message], normal: Normaliser | None = None
+) -> list[Message]:
+    """The messages that a column adds to `asked`: a text, one message, or several, with or without `asked`.
+
+    The last one must be an assistant turn.
+    """
+    value = column(example, name)
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}] if value.strip() else []
+    messages = chat({name: [value]} if isinstance(value, Mapping) else example, name, normal)
+    added = messages[len(asked) :] if messages[: len(asked)] == asked else messages
+    split_reply(added, name)  # raises
+    return added
+
+
+def split_reply(messages: list[Message], name: str) -> tuple[list[Message], list[Message]]:
+    """The prompt and the answer of a chat, which must end with an assistant turn unless it is empty."""
+    if not messages:
+        return [], []
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"column {name!r} ends with a message of the role {messages[-1]['role']!r}, but the last message is the "
+            "answer that is compared, with the role assistant"
+        )
+    return messages[:-1], messages[-1:]
+
+
+def question_and_answer(example: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """The texts of a chat of one question and its answer."""
+    messages = chat(example, name)
+    if not messages:
+        return "", ""
+    if len(messages) != 2:
+        raise DataError(
+            f"column {name!r} has {len(messages)} messages, but this format reads one question and one answer. Use "
+            "chat_template.argilla_chat, which renders all messages with the chat template"
+        )
+    return content(messages[0], name), content(messages[1], name)
+
+
+def content(message: Message, name: str) -> str:
+    """The text of a message."""
+    text = message.get("content")
+    if not isinstance(text, str):
+        raise DataError(f"a message in column {name!r} must contain text, got {type(text).__name__}")
+    return text

@@ -10,7 +10,7 @@ transform, add a module with such functions to this folder and their names to `e
 import importlib
 from collections.abc import Callable
 
-from ebft.data.transform_names import Type, built_in, is_format, own_transform
+from ebft.data.transforms.names import Type, built_in, is_format, own_transform
 
 
 def find_transform(name: Type) -> Callable:

@@ -6,14 +6,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.chats import tools_of
-from ebft.data.joined import Tokens
 from ebft.data.messages import Message, replies
 from ebft.data.rendering import ChatTemplate, row_kwargs
-from ebft.data.thinking import thinking_spans
+from ebft.data.tokens import Tokens, thinking_spans
+from ebft.data.transforms.labels import Piece, Places, TurnChecks, TurnLabels, labelled, turn_parts
 from ebft.data.transforms.rows import encode, segments_row, without_labels
-from ebft.data.transforms.turn_checks import TurnChecks
-from ebft.data.transforms.turn_labels import Piece, TurnLabels, labelled, turn_parts
-from ebft.data.transforms.turn_places import Places
 from ebft.errors import DataError
 
 

@@ -13,7 +13,7 @@ from ebft.errors import DataError
 from ebft.nemo_gym.keys import path_in
 
 
-def transform(cfg, dataset, **kwargs):
+def nemo_gym(cfg, dataset, **kwargs):
     """Transform for rows of NeMo Gym."""
     names = {path_in(cfg.nemo_gym_dir, entry.path): entry.server_name for entry in cfg.nemo_gym_datasets}
     server_name = names.get(path_in(".", dataset.path))

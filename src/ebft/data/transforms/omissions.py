@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
-from ebft.data.thinking import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
+from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 Render = ChatTemplate

@@ -11,8 +11,7 @@ families.py      layers that do not use transformers' attention interface
 
 from ebft.prefix.attention.flex import Tokens
 from ebft.prefix.attention.passes import HINT, IMPLEMENTATION, MaskPattern, PrefixPass, document_attention
-from ebft.prefix.attention.shared_cache import DecodePass, SharedCache
-from ebft.prefix.attention.suffixes import PromptLayout, SuffixPass
+from ebft.prefix.attention.suffixes import DecodePass, PromptLayout, SharedCache, SuffixPass
 
 __all__ = [
     "HINT",

@@ -24,8 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ebft.errors import ModelError
 from ebft.over_transformers import causal_mask_function
 from ebft.prefix.attention import flex
-from ebft.prefix.attention.stacks import Stack, stack_up
-from ebft.prefix.attention.tiles import Scores, Tile, attend
+from ebft.prefix.attention.tiles import Scores, Stack, Tile, attend, stack_up
 
 Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
 Call = tuple[int, int]  # the id of a layer, and the number of its previous calls in the same pass

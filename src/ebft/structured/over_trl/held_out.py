@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from ebft.over_trainer.held_out_rows import EvaluatesRowsOnce
+from ebft.trainer.held_out_rows import EvaluatesRowsOnce
 
 _OVER_TOKENS = ("kl", "entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/")  # beginnings of names
 _COMPLETION_IDS, _SAMPLED = 1, 2  # in the result of TRL's `_generate`

@@ -21,8 +21,8 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from ebft.durable import allow_readers
 from ebft.errors import RolloutError
+from ebft.files import allow_readers
 from ebft.models.sharding import reshard, whole_trained_weights
 from ebft.structured.rollouts.client import VLLMClient
 

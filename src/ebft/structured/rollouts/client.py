@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from ebft.errors import RolloutError
 from ebft.printed import say
-from ebft.serving.address import base_url
-from ebft.structured.rollouts.backend import Completion, Sampling
-from ebft.structured.rollouts.background import BackgroundLoop
+from ebft.serving.keys import base_url
+from ebft.structured.rollouts.turns import Completion, Sampling
 
 _ATTEMPTS = 5  # for a request that fails with a server error (5xx)
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
@@ -268,3 +269,52 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 500 else f"{text[:500]} ..."
+
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines for other threads. Methods are thread-safe; `closed` is the error for calls after `close`."""
+
+    def __init__(self, name: str, closed: str) -> None:
+        self._closed_error, self._closed = closed, False
+        self._pending: set[concurrent.futures.Future] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Block until the coroutine ends and return its result; it is cancelled if the waiting thread is interrupted.
+
+        Raises CancelledError after `cancel`, and RolloutError after `close`.
+        """
+        if self._closed:
+            coroutine.close()
+            raise RolloutError(self._closed_error)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._pending.add(future)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # also if the waiting thread was interrupted
+            raise
+        finally:
+            self._pending.discard(future)
+
+    def cancel(self) -> None:
+        """Cancel all running coroutines."""
+        for future in list(self._pending):
+            future.cancel()
+
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]], timeout: float) -> None:
+        """Cancel everything, run `finish()` within `timeout` seconds and stop the thread; can be called repeatedly."""
+        if self._closed:
+            return
+        self._closed = True
+        self.cancel()
+        asyncio.run_coroutine_threadsafe(finish(), self._loop).result(timeout=timeout)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=timeout)
+        if not self._thread.is_alive():
+            self._loop.close()

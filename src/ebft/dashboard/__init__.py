@@ -1,4 +1,0 @@
-"""Watching a run through the files in its output folder: reading them, text, terminal dashboard and report.
-
-Nothing in this room imports torch or transformers, and only `ebft.dashboard.tui` imports textual.
-"""

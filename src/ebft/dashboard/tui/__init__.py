@@ -1,1 +1,0 @@
-"""The terminal dashboard, the only importer of textual."""

@@ -1,0 +1,191 @@
+"""Packing of several short documents into one row, so that batches are filled regardless of document lengths."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ebft.data.lengths import token_counts
+from ebft.data.transforms.rows import IGNORE
+from ebft.errors import DataError
+from ebft.printed import say
+
+
+class PackedRows(Dataset):
+    """Rows `{"documents": [...]}`, each the rows of another dataset that were packed together.
+
+    Documents of a row do not attend to each other. `DocumentCollator` splits them again, for the strided trainer, which
+    concatenates all documents of a batch; `JoiningCollator` concatenates those of each row. `lengths` are the numbers
+    of tokens per row.
+    """
+
+    def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):
+        self._rows, self._packs, self.lengths = rows, packs, lengths
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def select(self, indices: list[int]) -> PackedRows:
+        """Return these rows only, in this order."""
+        return PackedRows(self._rows, [self._packs[i] for i in indices], [self.lengths[i] for i in indices])
+
+    def __getitem__(self, index: int) -> dict[str, list[dict[str, Any]]]:
+        return {"documents": [self._rows[i] for i in self._packs[index]]}
+
+
+def pack_and_report(rows: Any, length: int) -> PackedRows:
+    """`pack_rows`, with a line on the terminal about the result."""
+    packed = pack_rows(rows, length)
+    if os.environ.get("RANK", "0") == "0":
+        full = sum(packed.lengths) / (len(packed) * length)
+        before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
+        say(
+            f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)",
+            err=True,
+        )
+    return packed
+
+
+def pack_rows(rows: Any, length: int) -> PackedRows:
+    """Pack the rows of a dataset (with `input_ids`) by best fit, longest first, into rows of up to `length` tokens.
+
+    A longer row is not packed with others. Packing is deterministic.
+    """
+    sizes = token_counts(rows)
+    packs: list[list[int]] = []
+    room: dict[int, list[int]] = defaultdict(list)  # packs by their number of free tokens
+    used: list[int] = []
+    free: list[int] = []  # the keys of `room`, ascending
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        at = bisect_left(free, size)
+        if at == len(free):
+            pack = len(packs)
+            packs.append([])
+            used.append(0)
+        else:
+            pack = room[free[at]].pop()
+            if not room[free[at]]:
+                free.pop(at)
+        packs[pack].append(index)
+        used[pack] += size
+        left = length - used[pack]
+        if left > 0:
+            if not room[left]:
+                insort(free, left)
+            room[left].append(pack)
+    return PackedRows(rows, packs, used)
+
+
+class JoiningCollator:
+    """`DocumentCollator` for a plain causal LM: a packed row (`documents`) stays one row.
+
+    The batch then contains `position_ids`, which start at 0 in every document. The first token of a row has no label,
+    because there is nothing to predict it from: transformers counts it for models that are not in its table of losses.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._collate = DocumentCollator(pad_token_id, with_prompt_length=False)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = self._collate([joined(row["documents"]) if "documents" in row else row for row in rows])
+        batch["labels"][:, 0] = IGNORE
+        return batch
+
+
+def joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The documents as one row. The first token of each has no label: the token before it is of another document."""
+    labels = [list(document.get("labels", document["input_ids"])) for document in documents]
+    return {
+        "input_ids": [token for document in documents for token in document["input_ids"]],
+        "labels": [label for own in labels for label in (IGNORE, *own[1:])],
+        "seq_lengths": [len(document["input_ids"]) for document in documents],
+    }
+
+
+@dataclass
+class DocumentCollator:
+    """Pads the rows of a batch to the longest one; a packed row (`documents`) is replaced with the rows in it.
+
+    Rows contain `input_ids`, and optionally `labels` (default: all tokens, or those that TRL's `completion_mask`
+    selects), `attention_mask` (default: all ones), `prompt_length` and `turn_spans`, a list of (start, end) pairs; rows
+    of several documents also `position_ids`, or the documents' `seq_lengths`. The batch contains long tensors
+    `input_ids`, `attention_mask`, `labels` (B, S), `prompt_length` (B,) if any row has one (otherwise the strided
+    trainer derives it from the labels), `turn_spans` (B, turns, 2), padded with zeros, if any row has some, and
+    `position_ids` (B, S) if any row has them. With `with_prompt_length` false, `prompt_length` and `turn_spans` are
+    left out, since plain causal models do not accept them.
+    """
+
+    pad_token_id: int
+    with_prompt_length: bool = True
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        rows = [document for row in rows for document in row.get("documents", [row])]
+        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        masks = [
+            torch.as_tensor(row["attention_mask"], dtype=torch.long)
+            if "attention_mask" in row
+            else torch.ones_like(tokens)
+            for row, tokens in zip(rows, ids)
+        ]
+        labels = [
+            torch.as_tensor(row["labels"], dtype=torch.long)
+            if "labels" in row
+            else tokens.masked_fill(mask * torch.as_tensor(row.get("completion_mask", 1)) == 0, IGNORE)
+            for row, tokens, mask in zip(rows, ids, masks)
+        ]
+        for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):
+            if not len(tokens) == len(mask) == len(label):
+                raise DataError(
+                    f"row {row} of a batch has {len(tokens)} input_ids, {len(mask)} attention_mask and {len(label)} "
+                    "labels; they must have the same length"
+                )
+        batch = {
+            "input_ids": _padded(ids, self.pad_token_id),
+            "attention_mask": _padded(masks, 0),
+            "labels": _padded(labels, IGNORE),
+        }
+        positions = [_position_ids(row, tokens) for row, tokens in zip(rows, ids)]
+        if any(given is not None for given in positions):
+            counted = [torch.arange(len(x)) if given is None else given for given, x in zip(positions, ids)]
+            batch["position_ids"] = _padded(counted, 0)
+        given = [row.get("prompt_length") for row in rows]
+        if self.with_prompt_length and any(length is not None for length in given):
+            lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
+            batch["prompt_length"] = torch.tensor(lengths)
+        turns = [torch.as_tensor(row.get("turn_spans") or [], dtype=torch.long).reshape(-1, 2) for row in rows]
+        if self.with_prompt_length and any(map(len, turns)):
+            batch["turn_spans"] = _padded(turns, 0)
+        return batch
+
+
+def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """Positions of a row with several documents: as given, or derived from their lengths."""
+    positions = row.get("position_ids")
+    if row.get("seq_lengths") is not None:
+        positions = torch.cat([torch.arange(length) for length in row["seq_lengths"]])
+    if positions is None:
+        return None
+    positions = torch.as_tensor(positions, dtype=torch.long)
+    if len(positions) != len(tokens):
+        raise DataError(
+            f"a row has {len(tokens)} input_ids and {len(positions)} positions; they must have the same length"
+        )
+    return positions
+
+
+def _leading_masked(labels: Tensor) -> int:
+    """Index of the first label of a row without `prompt_length`; 0 for a row without labels."""
+    trained = labels.ne(IGNORE).nonzero()
+    return int(trained[0]) if len(trained) else 0
+
+
+def _padded(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -1,0 +1,195 @@
+"""Chats: `{messages}` -> `{input_ids, labels, prompt_length, turn_spans}`, with every assistant turn as labels.
+
+Keys of the dataset select other turns and ends of turns. Another name of `ebft_strided_chat.transform`.
+"""
+
+from functools import partial
+from typing import Any
+
+from ebft.data.chats import chat_of, reply_column, template_columns, with_system
+from ebft.data.messages import Message, answers, before_last_answer, content_text
+from ebft.data.rendering import ChatTemplate
+from ebft.data.tokens import THINKING, split_thinking, with_thinking
+from ebft.data.transforms.chat import chat_transform
+from ebft.data.transforms.labels import turn_labels
+from ebft.data.transforms.rows import first_present, prompt_and_completion, text_of
+
+__all__ = ["transform"]
+
+
+_BEGINNING = "messages up to an answer"  # key of a row
+
+
+def ebft_strided_chat(cfg, dataset, **kwargs):
+    """Transform for chats; the references are all assistant turns, or those that the dataset selects."""
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), labels=turn_labels(cfg, dataset))
+
+
+def ebft_strided_chat_last_turn(cfg, dataset, **kwargs):
+    """Transform for chats; the reference is the last assistant turn."""
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset))
+
+
+def ebft_strided_chat_all_turns(cfg, dataset, **kwargs):
+    """Transform for chats in which every answer is a reference, with one row each."""
+    row_of, _ = chat_transform(cfg, dataset, read=lambda row: row[_BEGINNING])
+
+    def transform_fn(example, tokenizer=None):
+        (chat,) = (dict(zip(example, values)) for values in zip(*example.values()))
+        messages = chat_of(chat, dataset)
+        beginnings = [{**chat, _BEGINNING: messages[: turn + 1]} for turn in answers(messages) or [0]]
+        rows = [row_of(row, tokenizer=tokenizer) for row in beginnings]
+        fields = ("input_ids", "labels", "prompt_length", "turn_spans")
+        return {field: [row.get(field) for row in rows] for field in fields}
+
+    # One chat at a time, so that its rows count as one document.
+    return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
+
+
+def ebft_chat_multiturn(cfg, dataset, **kwargs):
+    """Transform for whole conversations: the first answer, then what follows up to the last assistant turn."""
+
+    def transform_fn(example, tokenizer=None):
+        messages = chat_of(example, dataset)
+        turns = answers(messages)
+        # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
+        first = next((index for index in turns if content_text(messages[index]).strip()), None)
+        columns = template_columns(example, dataset)
+        if first is None:
+            return {**_prompt_row(*before_last_answer(messages)), "remaining_turns": [], **columns}
+        remaining = messages[first + 1 : turns[-1] + 1]
+        return {**_prompt_row(messages[:first], messages[first]), "remaining_turns": remaining, **columns}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def ebft_chat_multiturn_last_turn(cfg, dataset, **kwargs):
+    """Transform for chats whose last assistant turn is the reference."""
+
+    def transform_fn(example, tokenizer=None):
+        return _prompt_row(*before_last_answer(chat_of(example, dataset))) | template_columns(example, dataset)
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def ebft_chat_multiturn_all_turns(cfg, dataset, **kwargs):
+    """Transform for chats in which every assistant turn is a reference, with one row each."""
+
+    def transform_fn(example, tokenizer=None):
+        chats = [dict(zip(example, values)) for values in zip(*example.values())]
+        rows = [row | template_columns(chat, dataset) for chat in chats for row in _every_turn(chat_of(chat, dataset))]
+        return {
+            field: [row.get(field) for row in rows] for field in dict.fromkeys(name for row in rows for name in row)
+        }
+
+    # One chat at a time, so that its rows count as one document.
+    return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
+
+
+def _every_turn(messages: list[Message]) -> list[dict]:
+    turns = answers(messages)
+    if not turns:
+        return [_prompt_row(messages, None)]
+    return [_prompt_row(messages[:index], messages[index]) for index in turns]
+
+
+def _prompt_row(prompt: list[Message], reply: Message | None) -> dict:
+    return {"prompt": prompt, "ground_truth": None if reply is None else content_text(reply), **reply_column(reply)}
+
+
+def ebft_opencode(cfg, dataset, **kwargs):
+    """Transform for rows with a prompt and a reference completion."""
+
+    def transform_fn(example, tokenizer=None):
+        user, assistant = _pair_chat(example)
+        return {"prompt": [user], "ground_truth": assistant["content"], **template_columns(example, dataset)}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def ebft_opencode_strided(cfg, dataset, **kwargs):
+    """Transform for strided mode and SFT, as `ebft_strided_chat` for the user turn and its answer."""
+    return chat_transform(cfg, dataset, _pair_chat)
+
+
+def _pair_chat(example: dict[str, Any]) -> list[Message]:
+    prompt, completion = prompt_and_completion(example)
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def ebft_reasoning(cfg, dataset, **kwargs):
+    """Transform for references including their thinking."""
+    return _reasoning(dataset, _rendered)
+
+
+def ebft_reasoning_answer_only(cfg, dataset, **kwargs):
+    """Transform for references without their thinking."""
+    return _reasoning(
+        dataset, lambda reply, _: {"role": "assistant", "content": split_thinking(content_text(reply))[1]}
+    )
+
+
+def ebft_reasoning_split_thinking(cfg, dataset, **kwargs):
+    """Transform that passes the thinking of earlier turns to the chat template separately, which may render or omit it.
+
+    The reference keeps its thinking, in `<think>` tags regardless of its original tags.
+    """
+    return _reasoning(dataset, lambda reply, tokenizer: _rendered(_apart(reply), tokenizer), in_prompt=_apart)
+
+
+def ebft_reasoning_strided(cfg, dataset, **kwargs):
+    """Transform for strided mode, as `ebft_strided_chat` with the thinking in the last turn."""
+    return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), with_reply=_rendered)
+
+
+def _reasoning(dataset, reference, in_prompt=None):
+    def transform_fn(example, tokenizer=None):
+        prompt, reply = before_last_answer(chat_of(example, dataset))
+        if in_prompt is not None:
+            prompt = [in_prompt(message) if message["role"] == "assistant" else message for message in prompt]
+        row = {"prompt": prompt, "ground_truth": None, **template_columns(example, dataset)}
+        if reply is None:
+            return row
+        reply = reference(reply, tokenizer)
+        return {**row, "ground_truth": with_thinking(reply)["content"], **reply_column(reply)}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def _rendered(reply: Message, tokenizer: Any) -> Message:
+    """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
+    has_key = any(reply.get(key) for key in THINKING)
+    return reply if has_key and ChatTemplate(tokenizer).thinking_key else with_thinking(reply)
+
+
+def _apart(reply: Message) -> Message:
+    """The reply with its thinking in `reasoning_content` and only the answer in the content."""
+    thinking, answer = split_thinking(content_text(reply))
+    return {**reply, "content": answer, **({"reasoning_content": thinking} if thinking else {})}
+
+
+_ALPACA_FIX = "Name its columns with a mapping as type: {field_instruction: ..., field_output: ...}."
+
+
+def alpaca_chat(cfg, dataset, **kwargs):
+    """Transform for questions and answers; the answer is trained on."""
+    return chat_transform(cfg, dataset, partial(_alpaca_chat, entry=dataset))
+
+
+def alpaca_chat_prompts(cfg, dataset, **kwargs):
+    """Transform for questions with their answers as references."""
+
+    def transform_fn(example, tokenizer=None):
+        *prompt, reply = _alpaca_chat(example, dataset)
+        return {"prompt": prompt, "ground_truth": reply["content"], **template_columns(example, dataset)}
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def _alpaca_chat(example: dict[str, Any], entry: Any) -> list[Message]:
+    asked = first_present(example, ["question", "instruction"], "the question", _ALPACA_FIX)
+    answer = first_present(example, ["answer" if asked == "question" else "output"], "the answer", _ALPACA_FIX)
+    parts = [asked, *(["input"] if asked == "instruction" and "input" in example else [])]
+    question = "\n\n".join(text for text in (text_of(example, column) for column in parts) if text)
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": text_of(example, answer)}]
+    return with_system(messages, example, entry)

@@ -1,0 +1,169 @@
+"""Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, with every token as a label.
+
+The text is the column given by the entry's `field`, else `text`, else `content`, else `question` followed by `answer`
+if the row has one, else `prompt` and `answer` (the columns of the paper authors' datasets of raw code and pairs).
+Special tokens are those that the tokenizer adds (such as BOS). Documents longer than `sequence_len` are later cut into
+consecutive windows, so no text is lost; only the first window starts with BOS.
+"""
+
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any
+
+from ebft.config.shapes import PromptFormat
+from ebft.data.transforms.rows import (
+    encode,
+    first_present,
+    pair_prompts,
+    pair_tokens,
+    prompt_and_completion,
+    segments_row,
+    text_of,
+    text_row,
+)
+from ebft.errors import DataError
+
+
+def ebft_pretrain(cfg, dataset, **kwargs):
+    """Transform for a column of raw text."""
+    columns = [dataset.field] if dataset.field else ["text", "content", "question"]
+
+    def transform_fn(example, tokenizer=None):
+        is_pair = not dataset.field and "answer" in example
+        readable = [*columns, "prompt"] if is_pair else columns
+        hint = "Set `field` of the entry to its name, or use the columns question and answer, or prompt and answer."
+        column = first_present(example, readable, "text", hint)
+        text = text_of(example, column)
+        if column in ("question", "prompt") and is_pair:
+            text += text_of(example, "answer")
+        return text_row(encode(tokenizer, text, special=True) if text.strip() else [])
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def completion(cfg, dataset, **kwargs):
+    """Transform for a column of raw text, including the end of the text."""
+    raw_fn, map_kwargs = transform(cfg, dataset=dataset)
+
+    def transform_fn(example, tokenizer=None):
+        row = raw_fn(example, tokenizer=tokenizer)
+        ids = row["input_ids"]
+        if not ids or ids[-1] == tokenizer.eos_token_id or tokenizer.eos_token_id is None:
+            return row
+        return text_row([*ids, tokenizer.eos_token_id])
+
+    return transform_fn, map_kwargs
+
+
+def ebft_strided_structured(cfg, **kwargs):
+    """Transform for rows with a prompt and a reference completion."""
+    return pair_tokens(cfg, prompt_and_completion)
+
+
+def ebft_strided_structured_prompts(cfg, **kwargs):
+    """Transform for rows whose prompt is continued as plain text."""
+    return pair_prompts(prompt_and_completion)
+
+
+def input_output(cfg, dataset, **kwargs):
+    """Transform for rows of segments."""
+    train_on_inputs = cfg.train_on_inputs
+    columns = [dataset.field] if dataset.field else ["segments"]
+
+    def transform_fn(example, tokenizer=None):
+        column = first_present(example, columns, "segments", "Set `field` of the entry to its name.")
+        segments = [
+            (encode(tokenizer, text, special=False), label) for text, label in _segments(example[column], column)
+        ]
+        joined = [
+            ([token for ids, _ in group for token in ids], label)
+            for label, group in groupby((segment for segment in segments if segment[0]), key=lambda segment: segment[1])
+        ]
+        row = segments_row(joined or [([], True)], train_on_inputs)
+        ends = list(accumulate(len(ids) for ids, _ in joined))
+        row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
+        if joined and not joined[-1][1] and len(joined) > 1:
+            row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
+        return row
+
+    return transform_fn, {"remove_columns": "__all__"}
+
+
+def _segments(value: Any, column: str) -> list[tuple[str, bool]]:
+    """The segments with a text. Raises DataError for another shape."""
+    for number, segment in enumerate(value or []):
+        if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool):
+            raise DataError(f"column {column!r}, segment {number}: expected {{text: ..., label: true or false}}.")
+        if not isinstance(segment.get("text"), str | None):
+            raise DataError(f"column {column!r}, segment {number}: text must be text, got {segment['text']!r:.60}.")
+    return [(segment["text"], segment["label"]) for segment in value or [] if segment.get("text")]
+
+
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+_ALPACA_FIX = "Name its columns with a mapping as type: {field_instruction: ..., field_input: ..., field_output: ...}."
+
+
+def alpaca(cfg, **kwargs):
+    """Transform for rows of Alpaca."""
+    return pair_tokens(cfg, _alpaca_pair)
+
+
+def alpaca_prompts(cfg, **kwargs):
+    """Transform for rows of Alpaca whose prompt is continued as plain text."""
+    return pair_prompts(_alpaca_pair)
+
+
+def _alpaca_pair(example: dict[str, Any]) -> tuple[str, str]:
+    instruction, output = (
+        text_of(example, first_present(example, [name], f"the {name}", _ALPACA_FIX))
+        for name in ("instruction", "output")
+    )
+    given = text_of(example, "input") if "input" in example else ""
+    return (WITH_INPUT if given else WITHOUT_INPUT).format(instruction=instruction, input=given), output
+
+
+_FORMAT = PromptFormat.model_fields["format"].default
+
+
+def user_defined(cfg, dataset, **kwargs):
+    """Transform for rows with an instruction, an optional input and an output."""
+    return pair_tokens(cfg, partial(_user_defined_pair, keys=dataset.user_defined or PromptFormat()))
+
+
+def user_defined_prompts(cfg, dataset, **kwargs):
+    """Transform for rows whose prompt is continued as plain text."""
+    return pair_prompts(partial(_user_defined_pair, keys=dataset.user_defined or PromptFormat()))
+
+
+def _user_defined_pair(example: dict[str, Any], keys: PromptFormat) -> tuple[str, str]:
+    instruction, output = (
+        text_of(example, first_present(example, [name], wanted, f"Set {key} to the name of the column."))
+        for key, name, wanted in (
+            ("field_instruction", keys.field_instruction, "the instruction"),
+            ("field_output", keys.field_output, "the completion"),
+        )
+    )
+    given, system = (_optional(example, name) for name in (keys.field_input, keys.field_system))
+    system = system or keys.system_prompt or ""
+    start = keys.system_format.format(system=system) if system else ""
+    return start + _format_of(keys, bool(given)).format(instruction=instruction, input=given), output
+
+
+def _optional(example: dict[str, Any], column: str) -> str:
+    return text_of(example, column) if column in example else ""
+
+
+def _format_of(keys: PromptFormat, has_input: bool) -> str:
+    if has_input:
+        return keys.format
+    if keys.no_input_format is not None:
+        return keys.no_input_format
+    return "{instruction}" if keys.format == _FORMAT else keys.format

@@ -1,0 +1,228 @@
+"""Folders that are written completely or not at all, also if the process is killed or the machine loses power.
+
+A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ebft.errors import DataError, EBFTError
+
+STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
+
+CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
+RUN_FILE = "ebft_run.json"  # in a checkpoint or a final model: the settings and inputs of its run
+STATE = "trainer_state.json"  # of a checkpoint or a final model, as transformers writes it
+_TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
+
+
+def clean_staging(parent: Path) -> None:
+    """Delete what earlier saves left behind in `parent`."""
+    shutil.rmtree(parent / STAGING, ignore_errors=True)
+
+
+def remove_staged(staged: Path) -> None:
+    """Delete a folder in a staging folder, or this itself, which remains only if it has what other saves left."""
+    shutil.rmtree(staged, ignore_errors=True)
+    if staged.parent.name == STAGING:
+        with suppress(OSError):
+            staged.parent.rmdir()
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError if the files of an existing folder cannot be listed or created, tested by creating one."""
+    os.listdir(folder)
+    path = folder / f".ebft-{os.getpid()}"
+    path.write_bytes(b"?")  # a full disk may have room for an empty file
+    path.unlink()
+
+
+def publish(staged: Path, folder: Path) -> None:
+    """Move the complete folder `staged` to `folder`, replacing an existing one. Both must be on one file system."""
+    allow_readers(staged)
+    flush(staged)
+    parked = _park(folder) if folder.exists() else None
+    os.replace(staged, folder)
+    _flush_one(folder.parent)
+    if parked is not None:
+        shutil.rmtree(parked, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder such that no part of it remains under its name if the deletion is interrupted."""
+    shutil.rmtree(_park(folder), ignore_errors=True)
+
+
+def _park(folder: Path) -> Path:
+    """Move a folder to the staging folder, and return its new path."""
+    parked = folder.parent / STAGING / f"{folder.name}.old"
+    shutil.rmtree(parked, ignore_errors=True)
+    parked.parent.mkdir(exist_ok=True)
+    os.replace(folder, parked)
+    return parked
+
+
+def publish_files(staged: Path, folder: Path, obsolete: Iterable[Path] = ()) -> None:
+    """Move the files of `staged` into the existing `folder` one by one, replacing files of the same name.
+
+    The files `obsolete` of `folder` that `staged` does not replace are deleted first, so that they are never read
+    together with the new ones.
+    """
+    allow_readers(staged)
+    flush(staged)
+    for path in obsolete:
+        if not (staged / path.relative_to(folder)).is_file():
+            path.unlink(missing_ok=True)
+    for path in _files(staged):
+        target = folder / path.relative_to(staged)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+    _flush_one(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is either complete or not there."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    _flush_one(draft)
+    os.replace(draft, path)
+    _flush_one(path.parent)
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of the files below `folder` that are not text into its file CHECKSUMS."""
+    found = {
+        path.relative_to(folder).as_posix(): checksum(path) for path in _files(folder) if path.suffix not in _TEXTS
+    }
+    write_text(folder / CHECKSUMS, json.dumps(found, indent=2) + "\n")
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file. Raises OSError."""
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def allow_readers(folder: Path) -> None:
+    """Give safetensors files below the new `folder` the permissions that the umask gives to other new files.
+
+    safetensors 0.8 creates them for their owner only, so that no other user, such as that of a server, can read them.
+    """
+    mode = folder.stat().st_mode & 0o666  # the umask itself cannot be read without changing it for all threads
+    for path in folder.rglob("*.safetensors"):
+        with suppress(OSError):  # some network file systems have no permissions of single files
+            path.chmod(path.stat().st_mode | mode)
+
+
+def flush(folder: Path) -> None:
+    """Flush all files and folders below `folder` to the disk; without effect on Windows."""
+    for path in _files(folder):
+        _flush_one(path)
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _flush_one(path)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _flush_one(path: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def expand_home(path: str) -> str:
+    """`path` with a leading `~` replaced with the home folder. Raises ValueError if there is no such user."""
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError(f"the home folder of {path!r} is unknown. Write the full path.")
+    return expanded
+
+
+def exists(path: Path) -> bool:
+    """Whether `path` exists; False for names that the system does not accept, such as very long ones."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_free(path: Path, *starts: bytes) -> bool:
+    """Whether writing to `path` replaces or extends no file of others: a file there is empty or has one of `starts`."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, starts)))
+    except FileNotFoundError:
+        return True
+    return not begin or begin.lower().startswith(starts)
+
+
+def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
+    """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
+    if exists(path) and not path.is_file() and not path.is_dir():
+        raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError if it cannot be read, and ValueError if it does not contain one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, got {found!r:.60}")
+    return found
+
+
+LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run takes too long
+
+
+def file_fingerprint(path: Path) -> str:
+    """The hash of a file's content; of a file above `LARGEST_HASHED` bytes, its path, size and modification time."""
+    try:
+        stat = path.stat()
+        if stat.st_size > LARGEST_HASHED:
+            return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
+        return file_hash(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file. Raises DataError with the file and the line of the first invalid byte."""
+    try:
+        data = path.read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: not valid UTF-8 (byte {data[error.start]:#04x} at offset {error.start}). "
+            "Convert the file to UTF-8 or leave it out."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error

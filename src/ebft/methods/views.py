@@ -1,0 +1,475 @@
+"""What is shown of a row: parts of tokens with their labels, and the blocks of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ebft.config.options import EBFTSection
+from ebft.data.batches import DocumentCollator, JoiningCollator
+from ebft.data.conversation import Conversation, Renderer
+from ebft.data.streaming.rows import StreamRows
+from ebft.data.transforms.rows import IGNORE
+from ebft.strided.config import BLOCK_OPTIONS
+from ebft.strided.layout import Documents, StridedLayout
+from ebft.structured.trainer import labelled_reference
+
+LONGEST_RUN = 200  # characters of a run that are shown; all of its tokens are in those of the part
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token: `label` is its id if it is in the cross-entropy, else -100; `anchor` is its position if it is one."""
+
+    id: int
+    text: str  # printable
+    label: int
+    special: bool
+    anchor: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a document: its anchor, the text before it, and its reference."""
+
+    anchor: int
+    context: str
+    reference: str
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of a part, from position `start` to before `stop`, with the same role."""
+
+    role: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence of tokens with its title, facts about it as (name, value), and the roles of its tokens."""
+
+    title: str
+    tokens: list[Token]
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    roles: list[Run] = field(default_factory=list)
+
+    def text(self, run: Run) -> str:
+        """The text of a run, shortened in its middle."""
+        text = "".join(token.text for token in self.tokens[run.start : run.stop])
+        return text if len(text) <= LONGEST_RUN else f"{text[: LONGEST_RUN // 2]} ... {text[-LONGEST_RUN // 2 :]}"
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A row: its parts in order, and its other columns as (name, value)."""
+
+    parts: list[Part]
+    columns: list[tuple[str, str]] = field(default_factory=list)
+
+
+class TokenTexts:
+    """Converts token ids to tokens with printable texts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.special = {*tokenizer.all_special_ids, *added}
+
+    def tokens(self, ids: Sequence[int], learned: Iterable[bool], anchors: Iterable[int] = ()) -> list[Token]:
+        """The tokens `ids`, of which those that are `learned` have a label; `anchors` are positions."""
+        starts = set(anchors)
+        return [
+            Token(
+                id=token,
+                text=text,
+                label=token if is_learned else IGNORE,
+                special=token in self.special,
+                anchor=position if position in starts else None,
+            )
+            for position, (token, text, is_learned) in enumerate(zip(ids, self.texts(ids), learned, strict=True))
+        ]
+
+    def joined(self, ids: Sequence[int]) -> str:
+        """The text of consecutive tokens."""
+        return printable(self._decode(list(ids)))
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token with its leading space; the tokenizer's own spelling if it is part of a character."""
+        alone = [self._decode([token]) for token in ids]
+        texts = alone[:1]
+        for index in range(1, len(ids)):
+            # Some tokenizers drop the space before the first token that they decode.
+            pair = self._decode([ids[index - 1], ids[index]])
+            texts.append(pair.removeprefix(alone[index - 1]) if pair.startswith(alone[index - 1]) else alone[index])
+        spelled = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return [printable(name if "\ufffd" in text else text) for text, name in zip(texts, spelled)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def printable(value: Any) -> str:
+    """A value as text on one line, with escapes for control characters."""
+    text = value if isinstance(value, str) else repr(value)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def counted(tokens: list[Token]) -> tuple[str, str]:
+    """The number of tokens that have a label, as a fact."""
+    return "in the cross-entropy", f"{sum(token.label != IGNORE for token in tokens):,} of {len(tokens):,} tokens"
+
+
+def first_rows(
+    number: int, show: Callable[[Any], RowView], train: Any, evaluation: Any
+) -> Iterator[tuple[str, RowView]]:
+    """The first `number` rows for training and for evaluation (None if there are none), each with a title."""
+    for purpose, rows in (("training", train), ("evaluation", evaluation)):
+        if isinstance(rows, StreamRows):
+            for index, row in enumerate(islice(rows.rows(), number)):
+                yield f"row {index + 1:,} of the stream for {purpose}", show(row)
+            continue
+        for index in range(0 if rows is None else min(number, len(rows))):
+            yield f"row {index + 1:,} of {len(rows):,} for {purpose}", show(rows[index])
+
+
+CONTEXT = 8  # tokens shown before an anchor
+
+
+class StridedView:
+    """Shows a row, or each document of a packed row, with the collator and the layout of the trainer."""
+
+    def __init__(self, options: EBFTSection, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.options, self.texts, self.roles = options, TokenTexts(tokenizer), Roles(tokenizer)
+        self.collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        documents = Documents.from_inputs(self.collator([row]))
+        layout = StridedLayout.place(documents, **{name: getattr(self.options, name) for name in BLOCK_OPTIONS})
+        references = documents.tokens[layout.reference_index()].split([len(anchors) for anchors in layout.anchors])
+        parts = []
+        for number, (start, stop) in enumerate(layout.spans):
+            title = "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}"
+            parts.append(
+                self._part(
+                    title,
+                    documents.tokens[start:stop].tolist(),
+                    documents.ce_mask[start:stop].tolist(),
+                    [turn for turn in documents.turns[number].tolist() if turn[1]],
+                    layout.anchors[number],
+                    references[number],
+                )
+            )
+        roles = [self.roles.of_document(document) for document in row.get("documents", [row])]
+        return RowView([replace(part, roles=own) for part, own in zip(parts, roles, strict=True)])
+
+    def _part(
+        self,
+        title: str,
+        ids: list[int],
+        learned: list[bool],
+        turns: list[list[int]],
+        anchors: list[int],
+        references: torch.Tensor,
+    ) -> Part:
+        """One document; `references` are the tokens of its blocks (blocks, generate_max_len)."""
+        tokens = self.texts.tokens(ids, learned, anchors)
+        blocks = [
+            Block(
+                anchor,
+                self.texts.joined(ids[max(0, anchor - CONTEXT) : anchor]),
+                self.texts.joined(reference.tolist()),
+            )
+            for anchor, reference in zip(anchors, references)
+        ]
+        return Part(title, tokens, [*self._facts(turns, anchors), counted(tokens), *self._idle()], blocks)
+
+    def _facts(self, turns: list[list[int]], anchors: list[int]) -> list[tuple[str, str]]:
+        options, prompt = self.options, turns[0][0]
+        sampled = len(anchors) * options.n_samples_per_prompt * options.generate_max_len
+        return [
+            ("prompt", f"{prompt:,} tokens" if prompt else "none"),
+            *([("turns", ", ".join(self._of_turn(turn, anchors) for turn in turns))] if len(turns) > 1 else []),
+            ("first anchor", f"{anchors[0]}" if anchors else "none: too short for a block"),
+            ("blocks", f"{len(anchors):,}, stride {options.stride}, {options.generate_max_len} tokens each"),
+            ("sampled", f"{sampled:,} tokens: {options.n_samples_per_prompt} rollouts per anchor"),
+        ]
+
+    def _of_turn(self, turn: list[int], anchors: list[int]) -> str:
+        start, end = turn
+        count = sum(start <= anchor < end for anchor in anchors)
+        return f"{start}-{end - 1} ({count} block{'s' * (count != 1)})"
+
+    def _idle(self) -> list[tuple[str, str]]:
+        return [] if self.options.ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]
+
+
+class SFTView:
+    """Shows a row with `input_ids` and `labels`, or each document of a packed row."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
+        self.collator = JoiningCollator(tokenizer.pad_token_id)
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        batch = self.collator([row])
+        learned = batch["labels"][0].ne(IGNORE)
+        learned[0] = False  # the loss compares labels with the predictions of the token before
+        tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
+        if "pieces" in row:  # of a stream
+            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), counted(tokens)])])
+        documents = row.get("documents", [row])
+        parts, start = [], 0
+        for number, document in enumerate(documents, 1):
+            title = f"document {number} of {len(documents)}" if "documents" in row else "row"
+            part = tokens[start : start + len(document["input_ids"])]
+            facts = [_beginning(part, document["prompt_length"]), counted(part)]
+            parts.append(Part(title, part, facts, roles=self.roles.of_document(document)))
+            start += len(part)
+        return RowView(parts)
+
+
+def _beginning(tokens: list[Token], length: int) -> tuple[str, str]:
+    """The number of tokens before the last turn, as a fact; they are a prompt if none of them is trained on."""
+    is_trained = any(token.label != IGNORE for token in tokens[:length])
+    return "before the last turn" if is_trained else "prompt", f"{length:,} tokens"
+
+
+LONGEST = 400  # characters of a column that are shown
+_SHOWN = ("prompt", "remaining_turns")
+
+
+class PromptView:
+    """Shows a row with `prompt` and, if completions are compared with it, the reference in `ground_truth`.
+
+    `ce_coef` is the weight of the cross-entropy on references, None for methods without it; `note` is shown with every
+    prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None,
+        compares: bool,
+        ce_coef: float | None = None,
+        mask_thinking: bool = False,
+        note: str | None = None,
+    ) -> None:
+        self.texts, self.renderer = TokenTexts(tokenizer), Renderer(tokenizer, chat_template_kwargs)
+        self.roles = Roles(tokenizer)
+        self.compares, self.ce_coef, self.mask_thinking = compares, ce_coef, mask_thinking
+        self.notes = [] if note is None else [("note", note)]
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        reference = row.get("ground_truth")
+        compares = self.compares and isinstance(reference, str)
+        conversation = self.renderer.of_row(row, compares)
+        prompt = conversation.prompt_ids
+        kind = "text" if isinstance(row["prompt"], str) else f"{len(row['prompt'])} messages"
+        facts = [("kind", kind), ("tokens", f"{len(prompt):,}"), *self.notes]
+        roles = runs(["prompt"] * len(prompt))
+        parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts, roles=roles)]
+        if compares or len(conversation.turns) > 1:
+            parts += self._turns(conversation)
+        shown = _SHOWN + (("ground_truth",) if compares else ())
+        return RowView(parts, [(name, _short(value)) for name, value in row.items() if name not in shown])
+
+    def _turns(self, conversation: Conversation) -> list[Part]:
+        """A part for the reference of each turn, and for what is given before it."""
+        ids, counts = labelled_reference(conversation, mask_thinking=self.mask_thinking)
+        learned = [bool(count) and self.ce_coef is not None for count in counts]
+        tokens = self.texts.tokens(ids, learned)
+        parts, start = [], 0
+        last = len(conversation.turns)
+        for number, turn in enumerate(conversation.turns, start=1):
+            if number > 1:
+                given = tokens[start : start + len(turn.lead_ids)]
+                roles = self.roles.of_gap(turn.lead_ids)
+                parts.append(Part(f"given before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles))
+                start += len(given)
+            stop = len(tokens) if number == last else start + len(turn.reference_ids)
+            title = "reference" if last == 1 else f"reference of turn {number}"
+            roles = self.roles.of_completion([], ids[start:stop], "reference")
+            parts.append(Part(title, tokens[start:stop], self._facts(tokens[start:stop]), roles=roles))
+            start = stop
+        return parts
+
+    def _facts(self, tokens: list[Any]) -> list[tuple[str, str]]:
+        if self.ce_coef is None:
+            return [("tokens", f"{len(tokens):,}"), ("cross-entropy", "none with this method")]
+        idle = [] if self.ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]
+        return [counted(tokens), *idle]
+
+
+def _short(value: Any) -> str:
+    text = printable(value)
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+class PreferenceView:
+    """Shows a row with `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and `label`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        names = [name for name in ("chosen", "rejected", "completion") if f"{name}_ids" in row]
+        columns = [("label", str(row["label"]).lower())] if "label" in row else []
+        return RowView([self._part(name, row["prompt_ids"], row[f"{name}_ids"]) for name in names], columns)
+
+    def _part(self, title: str, prompt: list[int], completion: list[int]) -> Part:
+        scored = [False] * len(prompt) + [True] * len(completion)
+        if not prompt:
+            scored[0] = False  # nothing predicts the first token
+        tokens = self.texts.tokens(prompt + completion, scored)
+        roles = self.roles.of_completion(prompt, completion, "completion")
+        facts = [("prompt", f"{len(prompt):,} tokens"), ("scored", f"{sum(scored):,} of {len(scored):,} tokens")]
+        return Part(title, tokens, facts, roles=roles)
+
+
+class ComparisonView:
+    """Shows the chosen and the rejected text of a pair, which have no labels, and its margin."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts, self.padding = TokenTexts(tokenizer), tokenizer.pad_token_id
+        self.roles = Roles(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        sides = {name: row[f"{name}_ids"] for name in ("chosen", "rejected")}
+        parts = [self._part(name, ids, other) for (name, ids), other in zip(sides.items(), [*sides.values()][::-1])]
+        if "margin" in row:
+            parts[0].facts.append(("margin", f"{row['margin']:g}"))
+        return RowView(parts)
+
+    def _part(self, name: str, ids: list[int], other: list[int]) -> Part:
+        scored = max((index for index, token in enumerate(ids) if token != self.padding), default=0)
+        facts = [
+            ("length", f"{len(ids):,} tokens"),
+            ("scored at", f"token {scored}, {self.texts.texts(ids)[scored]!r}"),
+        ]
+        roles = self.roles.of_pair(ids, other, f"{name} reply")
+        return Part(name, self.texts.tokens(ids, [False] * len(ids)), facts, roles=roles)
+
+
+class StepView:
+    """Shows a row in which the last token of each step has its class as its label."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts = TokenTexts(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> RowView:
+        ids, labels = row["input_ids"], row["labels"]
+        plain = self.texts.tokens(ids, [False] * len(ids))
+        tokens = [replace(token, label=label) for token, label in zip(plain, labels, strict=True)]
+        steps = [label for label in labels if label != IGNORE]
+        facts = [("length", f"{len(ids):,} tokens"), ("classes of steps", ", ".join(map(str, steps)))]
+        return RowView([Part("row", tokens, facts, roles=role_steps(labels))])
+
+
+PROMPT, REFERENCE, END, BETWEEN, AFTER = "prompt", "reference", "end of turn", "between turns", "after the reference"
+
+
+def generation_prompt(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None) -> str | None:
+    """A line with what the chat template puts before a reply, None if there is no template or it is unknown."""
+    if tokenizer.chat_template is None:
+        return None
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        plain, whole = (
+            tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=added, **(kwargs or {}))
+            for added in (False, True)
+        )
+    except Exception:  # the template does not accept such a chat, or fails in another way
+        return None
+    if not whole.startswith(plain):
+        return None
+    return f'Generation prompt of the chat template: "{printable(whole[len(plain) :])}"'
+
+
+class Roles:
+    """Finds the roles of tokens, as runs, with the tokens that end a turn of a tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._ends = tokenizer, Renderer(tokenizer).end_ids()
+
+    def of_document(self, document: Mapping[str, Any]) -> list[Run]:
+        """Roles of a row of `input_ids`, `labels` and `prompt_length`; raw text has the role text.
+
+        Turns that are trained on are references. Tokens without a label between two of them are between turns, unless
+        they are in the last one, such as a thinking block.
+        """
+        ids, start = document["input_ids"], document["prompt_length"]
+        trained = [label != IGNORE for label in document.get("labels", ids)]
+        if not start and all(trained):
+            return runs(["text"] * len(ids))
+        if start and all(trained[:start]):  # train_on_inputs
+            trained[:start] = [False] * start
+        return runs(self._names(ids, trained, start, REFERENCE))
+
+    def of_completion(
+        self, prompt: Sequence[int], completion: Sequence[int], name: str, before: str = PROMPT
+    ) -> list[Run]:
+        """Roles of the ids of a prompt, which are named `before`, and of a completion, which is named `name`."""
+        names = self._names(completion, [True] * len(completion), 0, name)
+        return runs([before] * len(prompt) + names)
+
+    def of_pair(self, ids: Sequence[int], other: Sequence[int], name: str) -> list[Run]:
+        """Roles of one of two conversations that differ in their last reply, which is named `name`."""
+        shared = len(commonprefix([list(ids), list(other)]))
+        return self.of_completion(ids[:shared], ids[shared:], name, "in both texts")
+
+    def of_gap(self, ids: Sequence[int]) -> list[Run]:
+        """Roles of what is given between two replies: the end of the first one, and what follows."""
+        ended = next((index + 1 for index, token in enumerate(ids) if token in self._ends), 0)
+        return runs([END] * ended + [BETWEEN] * (len(ids) - ended))
+
+    def _names(self, ids: Sequence[int], trained: Sequence[bool], last_turn: int, reference: str) -> list[str]:
+        """The role of each token; the last turn starts at `last_turn`."""
+        learned = [index for index, is_trained in enumerate(trained) if is_trained]
+        first, last = min([last_turn, *learned[:1]]), max(learned, default=-1)
+        names, ended = [PROMPT] * first, False
+        for index in range(first, len(ids)):
+            # White space after the token that ends a turn still belongs to the end.
+            goes_on = trained[index] and index > first and trained[index - 1] and self._is_space(ids[index])
+            if index == last_turn or (trained[index] and not goes_on):
+                ended = False
+            if ids[index] in self._ends and (trained[index] or names[-1:] == [reference]):
+                names.append(END)
+                ended = True
+            elif not trained[index] and index > last:
+                names.append(END if ended and self._is_space(ids[index]) else AFTER)
+            elif ended:
+                names.append(END if trained[index] else BETWEEN)
+            else:
+                names.append(reference if trained[index] or index >= last_turn else BETWEEN)
+        return names
+
+    def _is_space(self, token: int) -> bool:
+        return not self._tokenizer.decode([token]).strip()
+
+
+def role_steps(labels: Sequence[int]) -> list[Run]:
+    """Roles of a row whose labels are the classes of steps: each run ends with a label."""
+    names, number, last = [], 1, max((index for index, label in enumerate(labels) if label != IGNORE), default=-1)
+    for index, label in enumerate(labels):
+        step = f"{PROMPT} and step 1" if number == 1 else f"step {number}"
+        names.append(step if index <= last else "after the last label")
+        number += label != IGNORE
+    return runs(names)
+
+
+def runs(names: Sequence[str]) -> list[Run]:
+    """Runs of tokens with the same name."""
+    found, start = [], 0
+    for name, group in groupby(names):
+        stop = start + len(list(group))
+        found.append(Run(name, start, stop))
+        start = stop
+    return found

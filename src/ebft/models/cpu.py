@@ -1,0 +1,228 @@
+"""Float32 products of linear layers with oneDNN, on CPUs on which PyTorch's default library does not use AVX-512.
+
+PyTorch multiplies float32 matrices on CPU with MKL, whose kernels use AVX-512 on Intel processors only. oneDNN, which
+is also part of PyTorch and is its default for bfloat16, uses AVX-512 on all processors: on AMD EPYC (Zen 5), float32
+products take half the time. The results are float32 products like MKL's, summed in a different order.
+
+    R  rows    I, O  features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+# Minimum number of multiplications; smaller products use PyTorch's default.
+SMALLEST = 2**20
+
+# Functions of a weight (O, I) and a number of rows, called for products that no module computes, see `report`.
+observers: list[Callable[[Tensor, int], None]] = []
+
+
+def report(weight: Tensor, rows: int) -> None:
+    """Call the observers for `rows` rows that were multiplied with a weight by no module, whose hooks would tell."""
+    for observe in observers:
+        observe(weight, rows)
+
+
+def fast_products() -> AbstractContextManager:
+    """Context manager in which linear layers use the faster library, if this machine has one."""
+    return _FastProducts() if _onednn_is_faster() else nullcontext()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of matrices, without autograd, with the faster library."""
+    rows, columns = left.shape[0], right.shape[1]
+    if _onednn_is_faster() and _suits(left, right, rows * columns * left.shape[1]):
+        return _onednn(left, right.mT, None)
+    return left @ right
+
+
+class _FastProducts(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and not kwargs:
+            x, weight, bias = (*args, None)[:3]
+            if _suits(x, weight, x.numel() * weight.shape[0]) and not torch.is_autocast_enabled("cpu"):
+                if torch.is_grad_enabled():
+                    return _Linear.apply(x, weight, bias)
+                return _onednn(x, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    """Differentiable `linear` of x (..., I) with weight (O, I) and bias (O,)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _suits(x: Tensor, other: Tensor, multiplications: int) -> bool:
+    """Whether this is a sufficiently large product of plain float32 matrices on CPU."""
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in (x, other))
+    return plain and x.dtype == other.dtype == torch.float32 and multiplications >= SMALLEST
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    """True on processors with AVX-512 that are not from Intel."""
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+@dataclass
+class _Product:
+    """Products of one weight, in the row order of the training forward pass: the first `rows` of (1, S + most, O)."""
+
+    weight: Tensor  # kept alive, so that its id is not reused
+    values: Tensor
+    rows: int
+
+
+class Recording:
+    """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout.
+
+    The training forward pass reads the documents' tokens, followed by those of each step; `most` limits the latter.
+    """
+
+    def __init__(self, document_tokens: int, most: int):
+        self.most_tokens, self.num_tokens = document_tokens + most, document_tokens
+        self._products: dict[int, _Product] = {}
+        self._refused: set[int] = set()
+
+    def of_documents(self) -> TorchFunctionMode:
+        """Context manager that records the outputs of linear layers for the documents."""
+        return _Record(self, slice(self.num_tokens))
+
+    def of_step(self, count: int) -> TorchFunctionMode:
+        """Context manager that records the outputs of linear layers for the `count` tokens of the next step."""
+        self.num_tokens += count
+        return _Record(self, slice(self.num_tokens - count, self.num_tokens))
+
+    def replayed(self) -> TorchFunctionMode:
+        """Context manager in which linear layers over all tokens return the recorded outputs, once each."""
+        return _Replay(self)
+
+    def keep(self, weight: Tensor, rows: slice, values: Tensor) -> None:
+        """Keep the products (1, rows, O) of some rows."""
+        if id(weight) in self._refused:
+            return
+        product = self._products.get(id(weight))
+        if product is None:
+            product = _Product(weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0)
+            self._products[id(weight)] = product
+        product.values[:, rows] = values
+        product.rows += values.shape[1]
+
+    def refuse(self, weight: Tensor) -> None:
+        """Discard the products of a weight and stop recording it."""
+        self._products.pop(id(weight), None)
+        self._refused.add(id(weight))
+
+    def take(self, weight: Tensor) -> Tensor | None:
+        """Remove and return all products (1, P, O) of a weight; None if they are incomplete."""
+        product = self._products.pop(id(weight), None)
+        if product is None or product.rows != self.num_tokens:
+            return None
+        values = product.values[:, : self.num_tokens]
+        return values.new_empty(0).set_(values)  # the same memory, not as a view: adapters add to outputs in place
+
+
+# With fewer input features, as in an adapter's second matrix, computing a product is faster than recording it.
+_FEWEST_FEATURES = 32
+
+
+def _is_of(tokens: int, func: Callable, args: tuple, kwargs: dict | None) -> bool:
+    """Whether a call is a linear layer over `tokens` tokens, with arguments by position, as in modules of PyTorch."""
+    return func is F.linear and not kwargs and args[0].shape[:-1] == (1, tokens)
+
+
+class _Record(TorchFunctionMode):
+    def __init__(self, recording: Recording, rows: slice):
+        super().__init__()
+        self.recording, self.rows = recording, rows
+        self.count = rows.stop - (rows.start or 0)
+        self._seen: set[int] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if _is_of(self.count, func, args, kwargs) and args[0].shape[-1] >= _FEWEST_FEATURES:
+            weight = args[1]
+            if id(weight) in self._seen:  # a layer that runs twice in a pass: its products cannot be told apart
+                self.recording.refuse(weight)
+            else:
+                self._seen.add(id(weight))
+                self.recording.keep(weight, self.rows, result)
+        return result
+
+
+class _Replay(TorchFunctionMode):
+    def __init__(self, recording: Recording):
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if _is_of(self.recording.num_tokens, func, args, kwargs):
+            values = self.recording.take(args[1])
+            if values is not None:
+                output = Replayed.apply(*args[:2], args[2] if len(args) > 2 else None, (values,))
+                output.__dict__["replayed"] = True
+                return output
+        return func(*args, **(kwargs or {}))
+
+
+def is_replayed(output: Tensor) -> bool:
+    """Whether a linear layer returned `output` from a recording, without multiplying."""
+    return "replayed" in output.__dict__
+
+
+class Replayed(torch.autograd.Function):
+    """`linear(x, weight, bias)` of x (1, P, I) with known values (1, P, O): only the backward pass is computed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, known):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return known[0]  # in a tuple, since an output that is also an input would be a view of it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        grad = grad[0]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
+        if ctx.needs_input_grad[1]:
+            grad_weight = product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=bias_dtype)
+        return grad_x, grad_weight, grad_bias, None

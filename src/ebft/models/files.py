@@ -1,0 +1,306 @@
+"""Checks of the values in a model's config.json, which transformers reports without the file or the key."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from ebft.data.locate import lasting_name
+from ebft.errors import ModelError
+from ebft.files import exists, json_object
+
+SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
+_CLASSIFIER_TASKS = {SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters
+_HINT = "Give the folder or Hub id of a reward model with one score per text, such as one of reward_model: true."
+
+
+def classifier_kind(folder: Path) -> str | None:
+    """SCORE or STEPS for a folder with such a model or an adapter of one; None for other folders."""
+    names = _values(folder / "config.json").get("architectures") or []
+    task = _values(folder / "adapter_config.json").get("task_type")
+    return next(
+        (
+            end
+            for end in _CLASSIFIER_TASKS
+            if task == _CLASSIFIER_TASKS[end] or any(str(name).endswith(end) for name in names)
+        ),
+        None,
+    )
+
+
+def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> None:
+    """Raise ModelError, with the reason `use`, if a folder has a reward model or an adapter of one."""
+    kind = classifier_kind(folder)
+    if kind is not None:
+        hint = " It can be used in trl.reward_funcs of rl: grpo" if kind == SCORE else ""
+        flag = "reward_model" if kind == SCORE else "process_reward_model"
+        raise ModelError(f"{folder} is a model of {flag}: true, so {use}.{hint}")
+
+
+def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | None:
+    """Why a model cannot give rewards, as a message: that of a folder, or with the `values` of config.json.
+
+    None if it can, and for what is not a folder.
+    """
+    folder = Path(name).expanduser()
+    if values is None and not exists(folder):
+        return None
+    if values is None and exists(folder / "adapter_config.json"):
+        kind, labels = classifier_kind(folder), 1
+    else:
+        values = _values(folder / "config.json") if values is None else values
+        names = values.get("architectures") or []
+        kind = next((end for end in _CLASSIFIER_TASKS if any(str(found).endswith(end) for found in names)), None)
+        labels = len(values.get("id2label") or (0, 1))  # transformers leaves out its default of two
+    if kind != SCORE:
+        found = "classifies the tokens of steps" if kind == STEPS else "is not a sequence classifier"
+        return f"trl.reward_funcs: {name} cannot give rewards, because it {found}. {_HINT}"
+    if labels != 1:
+        return f"trl.reward_funcs: {name} cannot give rewards, because it has {labels} outputs per text. {_HINT}"
+    return None
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if it cannot be read, which is reported where it is needed."""
+    try:
+        return json_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
+# Sizes with their least values. Models without layers are refused when they are loaded.
+_SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 1,
+    "num_key_value_heads": 1,
+}
+_DROPOUT = re.compile(r"(.*_)?(dropout|pdrop|layerdrop)(_rate|_prob|_p)?")  # keys with a probability
+_QUANTISATIONS = {"quant_method", "load_in_4bit", "load_in_8bit"}
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "partial_rotary_factor", "attention_factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+_DIVISORS = ("rope_theta", "factor")  # which are not 0
+
+
+def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
+    """Raise ModelError for sizes and dtypes in the config.json at `path` that no model has; `key` is the config key.
+
+    Some models have one size per layer, and models of several parts have their sizes in sections; both are left to
+    transformers.
+    """
+    for name, least in _SIZES.items():
+        value = values.get(name, least)
+        is_default = value is None and ("text_config" in values or name == "num_key_value_heads")
+        if isinstance(value, list) or is_default:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ModelError(
+                f"{key}: {path}: {name}: invalid value {value!r:.60}; expected an integer of at least {least}."
+            )
+    for name in ("dtype", "torch_dtype"):
+        value = values.get(name)
+        if isinstance(value, str) and value != "auto" and not _is_dtype(value, values):
+            raise ModelError(f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a dtype such as bfloat16.")
+    for section in (values, values.get("text_config")):
+        _check_rope(section if isinstance(section, dict) else {}, path, key)
+        for name, value in section.items() if isinstance(section, Mapping) else ():
+            if _DROPOUT.fullmatch(name) and isinstance(value, int | float) and not 0 <= value < 1 and value is not True:
+                raise ModelError(
+                    f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a number from 0 to less than 1."
+                )
+    quantised = values.get("quantization_config", {"quant_method": ""})
+    if quantised is not None and not (isinstance(quantised, dict) and quantised.keys() & _QUANTISATIONS):
+        raise ModelError(
+            f"{key}: {path}: quantization_config: invalid value {quantised!r:.60}; expected an object with a "
+            "quant_method. Remove it if the weights are not quantised."
+        )
+
+
+def key_with(value: Any, values: Mapping[str, Any]) -> str | None:
+    """The key, with those of its sections, that has a value in the content of a config.json; None if none has."""
+    return next(_keys_with(value, values, ""), None)
+
+
+def _keys_with(value: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, found in values.items():
+        if isinstance(found, Mapping):
+            yield from _keys_with(value, found, f"{prefix}{name}.")
+        elif found == value:
+            yield f"{prefix}{name}"
+
+
+def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
+    """Raise ModelError for a number of the rotary embedding that is a text, negative, or 0 where it divides.
+
+    Some models have one set of them per kind of layer, and some a list with one number per layer.
+    """
+    sections = [("", {"rope_theta": values.get("rope_theta")})]
+    sections += [(f"{name}.", values.get(name)) for name in ("rope_parameters", "rope_scaling")]
+    for prefix, section in sections:
+        for name, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, dict):
+                sections.append((f"{prefix}{name}.", value))
+            elif name in _ROPE_NUMBERS and (isinstance(value, str) or _is_negative(value, name in _DIVISORS)):
+                raise ModelError(
+                    f"{key}: {path}: {prefix}{name}: invalid value {value!r:.60}; expected a positive number."
+                )
+
+
+def _is_negative(value: Any, or_zero: bool) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (not value >= 0 or (or_zero and value == 0))  # true for NaN
+
+
+def _is_dtype(name: str, values: Mapping[str, Any]) -> bool:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return isinstance(found, torch.dtype) and (found.is_floating_point or "quantization_config" in values)
+
+
+_HEADS = ("lm_head", "embed_out")  # names of output layers in transformers
+_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # by the ending of class names
+_KINDS = {
+    "CAUSAL_LM": "a language model",
+    "SEQ_CLS": "a reward model (reward_model: true)",
+    "TOKEN_CLS": "a process reward model (process_reward_model: true)",
+}
+
+
+def adapter_settings(name: str) -> dict[str, Any]:
+    """The object in adapter_config.json; empty if it cannot be read, which is reported when it is loaded."""
+    try:
+        return json_object(Path(lasting_name(name)).expanduser() / "adapter_config.json")
+    except (OSError, ValueError):
+        return {}
+
+
+def task_problem(name: str, class_ending: str) -> str | None:
+    """Why an adapter does not fit a model of the class, as a message; None if it does, or has no settings."""
+    settings, wanted = adapter_settings(name), _TASKS[class_ending]
+    found = settings.get("task_type")
+    if not settings or found == wanted or (found is None and class_ending == "ForCausalLM"):
+        return None
+    of = _KINDS.get(found, f"another kind of model (task_type: {found!r:.60})") if isinstance(found, str) else "no task"
+    merge = " Or merge it into its base model (ebft merge-lora), and set base_model to the result."
+    return (
+        f"lora_model_dir: {name} is an adapter of {of}, but this run trains {_KINDS[wanted]}, which has another output "
+        f"layer. Remove lora_model_dir to train a new adapter.{merge if found == 'CAUSAL_LM' else ''}"
+    )
+
+
+def adapted_heads(targets: Any) -> Iterator[str]:
+    """The output layers that PEFT's `target_modules` select: a regular expression, or suffixes of names."""
+    if not isinstance(targets, str):
+        given = [target for target in targets or () if isinstance(target, str)]
+        yield from (name for name in _HEADS if name in given)
+        return
+    try:
+        yield from (name for name in _HEADS if re.fullmatch(targets, name))
+    except re.error:  # reported when the adapter is created
+        return
+
+
+def adapted_head(name: str) -> str | None:
+    """The output layer that a saved adapter adapts; None if it does not, or replaces it by a trained copy."""
+    settings = adapter_settings(name)
+    excluded = set(adapted_heads(settings.get("exclude_modules")))
+    return next((head for head in adapted_heads(settings.get("target_modules")) if head not in excluded), None)
+
+
+WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"  # folders in a checkpoint, as accelerate names them
+INDEX = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {
+        *("Size", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32"),
+        *("int16", "int8", "uint8", "bool", "strided"),
+    },
+    **dict.fromkeys(
+        ("pathlib", Path.__module__),  # another one since Python 3.13
+        {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
+    ),
+    "collections": {"OrderedDict"},
+}
+
+
+class ShardedReader(FileSystemReader):
+    """Reads such a folder; its index without running code. Raises ValueError for an index with other classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_index(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of such a folder. Raises OSError if there is none, and ValueError if it cannot be read."""
+    try:
+        with (folder / INDEX).open("rb") as file:
+            found = _Unpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:  # damaged pickles raise errors of any type, such as MemoryError
+        raise ValueError(f"the index cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise ValueError("it is not an index of torch.distributed.checkpoint")
+    return found
+
+
+def check_chunks(index: Metadata) -> None:
+    """Raise ValueError if the chunks of a tensor do not cover it, or if one is not in any file."""
+    stored = {(part.fqn, tuple(part.offset)) for part in index.storage_data if part.offset is not None}
+    for name, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        covered = sum(prod(chunk.sizes) for chunk in entry.chunks)
+        missing = [chunk for chunk in entry.chunks if prod(chunk.sizes) and (name, tuple(chunk.offsets)) not in stored]
+        if covered != prod(entry.size) or missing:
+            raise ValueError(f"parts of {name} are missing in the index")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError if a file of such a folder is missing or too short, by its index; OSError if it has no index."""
+    index = read_index(folder)
+    try:
+        check_chunks(index)
+        needed = _needed(index)
+    except (AttributeError, TypeError, OverflowError, RuntimeError) as error:  # values of other types
+        raise ValueError(f"the index is damaged ({error})") from error
+    for name, length in sorted(needed.items()):
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is missing")
+        size = (folder / name).stat().st_size
+        if size < length:
+            raise ValueError(f"{name} has {size} bytes instead of at least {length}")
+
+
+def _needed(index: Metadata) -> dict[str, int]:
+    """The files of a folder, and the bytes that each has at least."""
+    needed: dict[str, int] = {}
+    for part in index.storage_data.values():
+        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+    return needed
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+        return super().find_class(module, name)

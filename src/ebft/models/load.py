@@ -1,0 +1,415 @@
+"""Loading the base model with the dtype, device placement and attention implementation of the config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import warnings
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ebft.catalog import as_folder, is_gguf
+from ebft.data.locate import base_name, lasting_name
+from ebft.errors import ConfigError, ModelError, cause, shortened
+from ebft.models.adapter import attach_adapter
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.heads import LANGUAGE, Head
+from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
+from ebft.models.resized import check_saves_resized
+from ebft.models.weights import check_gguf_file
+from ebft.over_transformers import is_flash_attn_2_available, is_flash_attn_3_available
+
+if TYPE_CHECKING:
+    from ebft.models.keys import ModelSettings
+
+# Settings of generation that have no effect without sampling, beams, a dict of outputs, and a cache.
+_OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
+_OF_BEAMS = ("early_stopping", "length_penalty")
+_OF_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+_OF_CACHES = ("cache_implementation", "cache_config")
+_NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def load_model(
+    config: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    gradient_checkpointing: bool = False,
+    head: Head = LANGUAGE,
+) -> PreTrainedModel | PeftModel:
+    """The model to train: the base model with a head, and with an adapter if the config sets one."""
+    base = load_base_model(config, tokenizer, head)
+    if config.adapter is None and base.can_generate() and base.generation_config is not None:
+        _make_saveable(base.generation_config, config.base_model)
+    model = attach_adapter(base, config, gradient_checkpointing)
+    size = load_model_config(config).get_text_config().vocab_size
+    if config.lora_model_dir is None:  # a saved adapter may have the rows
+        _warn_of_tokens_without_embedding(config, tokenizer, size)
+    if config.adapter is not None:
+        key = "lora_target_modules" if config.lora_model_dir is None else "lora_model_dir"
+        check_saves_resized(model, size, key)
+        _warn_of_untrained_tokens(config, model, tokenizer, size)
+    return model
+
+
+def load_base_model(
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: Head = LANGUAGE
+) -> PreTrainedModel:
+    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary.
+
+    The head of a classifier starts from random values unless the weights have one. Raises ModelError if the model
+    cannot be found or loaded.
+    """
+    name, model_config = find_base_model(config), load_model_config(config)
+    _check_growth(config, model_config, tokenizer)
+    if head.num_labels is not None:
+        model_config.num_labels = head.num_labels
+        model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
+    options = {
+        "dtype": weights_dtype(config),
+        "attn_implementation": usable_attention(config.attn_implementation),
+        "device_map": usable_device_map(config.device_map),
+        "quantization_config": quantisation_config(config),
+        "experts_implementation": config.experts_implementation,
+    }
+    try:
+        model = pretrained_model(
+            name,
+            head,
+            may_lack_head=True,
+            config=model_config,
+            revision=config.revision_of_model,
+            trust_remote_code=config.trust_remote_code,
+            **{key: value for key, value in options.items() if value is not None},
+        )
+    except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
+        file = f"the {GENERATION_CONFIG} of " if _has_bad_generation_config(config, name) else ""
+        said = explained(error, model_config.to_dict())
+        raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {said}") from error
+    _fit_vocabulary(config, model, tokenizer)
+    return model
+
+
+def _make_saveable(found: GenerationConfig, name: str) -> None:
+    """Change what transformers does not save, with one warning; raise ModelError for other values of the model's file.
+
+    Models that were published before it refused this set a temperature without do_sample, for example.
+    """
+    if _problem_of(found) is None:
+        return
+    before = found.to_dict()
+    samples = any(before.get(key) is not None for key in _OF_SAMPLING) and found.temperature != 0
+    if found.do_sample is None and samples:
+        found.do_sample = True
+    has_effect = {
+        _OF_SAMPLING: found.do_sample,
+        _OF_BEAMS: (found.num_beams or 1) > 1,
+        _OF_OUTPUTS: found.return_dict_in_generate,
+        _OF_CACHES: found.use_cache is not False,
+    }
+    for key in (key for keys, is_used in has_effect.items() if not is_used for key in keys):
+        if before.get(key) is not None:
+            setattr(found, key, None)
+    problem = _problem_of(found)
+    if problem is not None:
+        raise ModelError(
+            f"base_model: the {GENERATION_CONFIG} of {name} cannot be saved with the trained model: {problem} "
+            "Correct or delete the file in a copy of the model."
+        )
+    after = found.to_dict()
+    changed = [key for key in after if after[key] != before.get(key) and before.get(key) is not False]
+    changes = [f"{key}: {json.dumps(after[key])}" for key in changed]
+    warnings.warn(
+        f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
+        f"saved with {', '.join(changes)}.",
+        stacklevel=3,
+    )
+
+
+def _has_bad_generation_config(config: ModelSettings, name: str) -> bool:
+    try:
+        GenerationConfig.from_pretrained(name, revision=config.revision_of_model)
+    except OSError:  # there is none
+        return False
+    except Exception:  # TypeError, for example
+        return True
+    return False
+
+
+def _problem_of(found: GenerationConfig) -> str | None:
+    """Why transformers would not save a generation config; None if it would."""
+    try:
+        found.validate(strict=True)
+        found.to_json_string()
+    except Exception as error:  # also TypeError for values of other types
+        return cause(error)
+    return None
+
+
+def find_base_model(config: ModelSettings) -> str:
+    """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
+    if config.gguf_file is not None:
+        check_gguf_file(lasting_name(config.base_model), config.gguf_file)
+        return find_model(base_name(config.base_model, config.gguf_file), "gguf_file")
+    return find_model(config.base_model, "base_model")
+
+
+def load_model_config(config: ModelSettings) -> Any:
+    """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
+    key = "base_model_config" if config.base_model_config else "base_model"
+    name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
+    found = _read_config(config, key, name)
+    if getattr(found.get_text_config(), "num_hidden_layers", None) == 0:  # absent: unknown
+        raise ModelError(f"{key}: {name} has no layers (num_hidden_layers: 0 in config.json). Correct config.json.")
+    _override(config, found)
+    if config.base_model_config:
+        own = _read_config(config, "base_model", find_base_model(config))
+        if found.model_type != own.model_type:
+            raise ModelError(
+                f"base_model_config: {config.base_model_config!r} configures a {found.model_type} model, but "
+                f"base_model is a {own.model_type} model, whose weights it would not load. Remove base_model_config."
+            )
+    return found
+
+
+def _override(config: ModelSettings, found: Any) -> None:
+    """Apply `overrides_of_model_config`, and check that the model has experts if a key needs them."""
+    text = found.get_text_config()
+    if config.experts_implementation is not None and not any(hasattr(text, name) for name in _NUMBER_OF_EXPERTS):
+        raise ModelError(f"experts_implementation: a {found.model_type} model has no experts. Remove it.")
+    overrides = config.overrides_of_model_config.model_dump(exclude_none=True)
+    for name, value in overrides.items():
+        if not hasattr(text, name):
+            raise ModelError(
+                f"overrides_of_model_config.{name}: a {found.model_type} model has no such setting; it is for mixtures "
+                "of experts with a load-balancing loss. Remove it."
+            )
+        setattr(text, name, value)
+
+
+def _read_config(config: ModelSettings, key: str, name: str) -> Any:
+    try:
+        return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # config.json may contain anything
+        raise ModelError(
+            f"{key}: cannot read a model configuration (config.json) from {shortened(name)!r}: {explained(error)}"
+        ) from error
+
+
+def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest: int | None) -> None:
+    """Raise ConfigError if a document is longer than the model's number of positions.
+
+    `longest` is the number of tokens of the longest one; None if it is not known, so that it may be `sequence_len`.
+    """
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
+    if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
+        return
+    found = "as many tokens may be in one document" if longest is None else f"the longest text has {longest:,} tokens"
+    raise ConfigError(
+        f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings), and {found}. "
+        f"Set sequence_len to at most {limit}."
+    )
+
+
+def _check_growth(config: ModelSettings, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
+    name = base_name(config.base_model, config.gguf_file)
+    if config.adapter is None or not is_gguf(name):
+        return
+    size = model_config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise ModelError(
+            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
+            f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"
+        )
+
+
+def _warn_of_untrained_tokens(
+    config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, size: int
+) -> None:
+    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen.
+
+    `size` is the vocabulary of the base model.
+    """
+    special = config.special_tokens.additional_special_tokens or []
+    added = [*(config.tokens or []), *(token for token in special if tokenizer.convert_tokens_to_ids(token) >= size)]
+    causal_lm = unwrap_adapter(model)
+    layers = [
+        layer for layer in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()) if layer is not None
+    ]
+    names = {id(module): name.rpartition(".")[2] for name, module in causal_lm.named_modules()}
+    frozen = [names[id(layer)] for layer in layers if not any(own.requires_grad for own in layer.parameters())]
+    if added and frozen:
+        warnings.warn(
+            f"{'tokens' if config.tokens else 'special_tokens.additional_special_tokens'}: the adapter does not train "
+            f"{' and '.join(frozen)}, so the rows of new tokens such as {added[0]} keep their initial values. Set "
+            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}].",
+            stacklevel=3,
+        )
+
+
+def _warn_of_tokens_without_embedding(config: ModelSettings, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Warn of tokens that the tokenizer has, but not the model, and that the config does not add."""
+    special = config.special_tokens.model_dump(exclude_none=True).values()
+    named = [token for value in special for token in (value if isinstance(value, list) else [value])]
+    given = {*named, *(config.tokens or []), *(config.added_tokens_overrides or {}).values()}
+    new = [token for token, index in tokenizer.get_vocab().items() if index >= size and token not in given]
+    if new:
+        shown = f"{', '.join(map(repr, sorted(new)[:3]))}{', ...' if len(new) > 3 else ''}"
+        warnings.warn(
+            f"{'tokenizer_config' if config.tokenizer_config else 'base_model'}: the tokenizer has {len(tokenizer)} "
+            f"tokens, but the model has embeddings of {size}. {len(new)} of them ({shown}) get new embeddings, which "
+            "are untrained. If this is the tokenizer of another model, use the model's own.",
+            stacklevel=3,
+        )
+
+
+def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    size, wanted = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if config.resize_token_embeddings_to_32x:
+        wanted = -(-wanted // 32) * 32
+    if wanted > size or (config.shrink_embeddings and wanted < size):
+        model.resize_token_embeddings(wanted, mean_resizing=config.mean_resizing_embeddings)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+_IDLE = 0.9  # free part of the memory of a GPU that no program uses; drivers and displays take some
+_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
+def usable_attention(wanted: str | None) -> str | None:
+    """`wanted`, or `sdpa` with a warning if it requires a GPU or a package that is missing; None stays None."""
+    if wanted == "flex_attention" and not torch.cuda.is_available():
+        warnings.warn(
+            "flex_attention supports training on CUDA only: sdpa is used, with the same results.", stacklevel=2
+        )
+        return "sdpa"
+    if wanted is not None and "/" in wanted:
+        available = lambda: find_spec("kernels") is not None
+    else:
+        available = _FLASH.get(wanted)
+    if available is None or (torch.cuda.is_available() and available()):
+        return wanted
+    package = "the package kernels" if "/" in wanted else "its package"
+    lacking = f"{package} is not installed" if torch.cuda.is_available() else "no CUDA device is available"
+    warnings.warn(f"attn_implementation: {wanted} cannot be used ({lacking}): sdpa is used instead.", stacklevel=2)
+    return "sdpa"
+
+
+def usable_device_map(wanted: str | dict | None) -> str | dict | None:
+    """`wanted`, or None with a warning if it contains a device that this machine does not have."""
+    places = wanted.values() if isinstance(wanted, dict) else [] if wanted is None else [wanted]
+    missing = [place for place in places if not _exists(place)]
+    if not missing:
+        return wanted
+    warnings.warn(
+        f"device_map: {wanted} is ignored because {missing[0]} is not available "
+        f"({torch.cuda.device_count()} CUDA devices). The trainer places the model.",
+        stacklevel=2,
+    )
+    return None
+
+
+def _exists(place: str | int) -> bool:
+    """Whether a value of a device map can be used; names such as auto, cpu and disk always can."""
+    if isinstance(place, str) and place.isdigit():
+        place = int(place)
+    if isinstance(place, str) and place.startswith("cuda"):
+        number = place.partition(":")[2] or "0"
+        place = int(number) if number.isdigit() else -1
+    return not isinstance(place, int) or 0 <= place < torch.cuda.device_count()
+
+
+def spare_gpu(taken: int | None, needed: int) -> str | None:
+    """Return a GPU other than number `taken` that is idle and has `needed` free bytes, such as cuda:1; None if none is.
+
+    Idle GPUs have nearly all of their memory free, so a GPU of a vLLM server or of another run is not one. None if
+    there are several training processes, each of which has a GPU.
+    """
+    count = torch.cuda.device_count()
+    if taken is None or count < 2 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return None
+    memory = {index: torch.cuda.mem_get_info(index) for index in range(count) if index != taken}
+    idle = {index: free for index, (free, total) in memory.items() if free >= _IDLE * total and free > needed}
+    return f"cuda:{max(idle, key=idle.__getitem__)}" if idle else None
+
+
+# Minimum fraction of 16-bit weights that a step should change. Below it, most updates are lost to rounding.
+ENOUGH = 0.25
+
+
+def weights_dtype(config: ModelSettings) -> torch.dtype:
+    """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32.
+
+    `bf16: auto` means bfloat16 if the GPU supports it. `fp16` is mixed precision: its weights stay float32, since
+    float16 gradients cannot be unscaled.
+    """
+    if config.torch_dtype is not None:
+        return getattr(torch, config.torch_dtype)
+    if config.bf16 is True or (config.bf16 == "auto" and _gpu_has_bf16()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def _gpu_has_bf16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
+    """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are.
+
+    A weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding.
+    """
+    share = share_that_moves(model, learning_rate)
+    if share is not None and share < ENOUGH:
+        warnings.warn(
+            f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
+            f"{share:.1%} of them, and the others are rounded back to their old values. Set torch_dtype: float32, "
+            "which preserves small updates, or adapter: lora, whose weights are float32.",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def share_that_moves(model: nn.Module, step: float) -> float | None:
+    """The fraction of the trained 16-bit weights that change when `step` is added; None if there are none."""
+    moved = total = 0
+    for weight in model.parameters():
+        if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_meta:
+            some = weight.flatten()[: 2**16]  # a sample of each: enough for an estimate, and fast for any model
+            moved += int((some.float() + step).to(some.dtype).ne(some).sum())
+            total += some.numel()
+    return moved / total if total else None
+
+
+def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
+    """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, or None without quantisation.
+
+    Raises ModelError if the package bitsandbytes or a CUDA device is missing.
+    """
+    if not (config.load_in_4bit or config.load_in_8bit):
+        return None
+    key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
+    if not torch.cuda.is_available():
+        raise ModelError(
+            f"{key} requires a CUDA device, but none is available. Remove {key} (and set adapter: lora) to train on "
+            "this machine."
+        )
+    if config.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=weights_dtype(config),
+    )

@@ -1,0 +1,327 @@
+"""Running a causal LM over a strided layout: attention implementation and hidden states.
+
+`take_programs(model)` adds the keyword argument `function` to the forward of a transformers model; all other calls are
+unchanged. `run_wrapped(model, function)` calls `function(causal_lm)` inside the module's forward, so that wrappers
+added by accelerate, DDP, FSDP or PEFT apply, however many passes the function makes. `prepare(model)` also lets the
+model's attention run over layouts with shared prefixes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import TypeVar
+
+import torch
+from peft.helpers import disable_input_dtype_casting
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ebft.errors import ModelError
+from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
+from ebft.models.cpu import fast_products
+from ebft.models.sharding import is_sharded
+from ebft.over_transformers import ModelOutput, hooks_of, switch_attention, takes_attention_functions
+from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
+from ebft.prefix.attention.families import adapt, check_adapted
+from ebft.prefix.attention.passes import pass_in, running
+from ebft.prefix.logps import Head, Linear
+
+Result = TypeVar("Result")
+
+_RECURRENT = re.compile(
+    r"mamba|linear_attention|recurrent|conv(?!1d$)|rwkv|state_?space|deltanet|delta_net|xlstm", re.I
+)
+
+
+def check_supported(causal_lm: PreTrainedModel) -> None:
+    """Raise ModelError for architectures that cannot share a document prefix; the message names the feature."""
+    name, config = type(causal_lm).__name__, causal_lm.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model, but EBFT supports only decoder-only causal LMs")
+    recurrent = recurrent_layers(causal_lm)
+    if recurrent:
+        raise ModelError(
+            f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
+            f"cannot be shared between rollouts that start at different positions. {HINT}"
+        )
+    if not takes_attention_functions(causal_lm):
+        check_adapted(causal_lm)
+
+
+def recurrent_layers(causal_lm: PreTrainedModel) -> list[str]:
+    """Return the names of layers that keep a state of previous tokens other than their keys and values."""
+    kinds = {str(kind) for kind in (getattr(causal_lm.config.get_text_config(), "layer_types", None) or [])}
+    kinds |= {type(module).__name__ for module in causal_lm.modules()}
+    return sorted(kind for kind in kinds if _RECURRENT.search(kind))
+
+
+def check_length(causal_lm: PreTrainedModel, length: int) -> None:
+    """Check that documents of `length` tokens are supported by the model's positional embeddings.
+
+    Raises ValueError if `length` exceeds `max_position_embeddings`, and ModelError if the rotary frequencies would
+    depend on the sequence length.
+    """
+    config = causal_lm.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"a document of {length} tokens exceeds the model's max_position_embeddings ({limit}). "
+            f"Truncate documents to at most {limit} tokens (sequence_len in a config)"
+        )
+    most = most_tokens(causal_lm)
+    if most is not None and length > most:
+        raise ModelError(
+            "the model's rope_type changes the rotary frequencies of all positions for sequences longer than "
+            f"{most} tokens, so rollouts cannot share a prefix with documents of {length} tokens. Set sequence_len to "
+            f"at most {most}"
+        )
+
+
+def most_tokens(causal_lm: PreTrainedModel) -> int | None:
+    """Return the length above which rotary frequencies depend on a sequence's length; None if they never do."""
+    config = causal_lm.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    changing = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+    lengths = [kind.get("original_max_position_embeddings") or limit for kind in changing]
+    return min(filter(None, lengths), default=None)
+
+
+def prepare(model: nn.Module) -> PreTrainedModel:
+    """Prepare the causal LM inside `model` for `run_wrapped`, and return it. Can be called repeatedly.
+
+    Raises ModelError for architectures that strided EBFT does not support.
+    """
+    causal_lm = unwrap_adapter(model)
+    check_supported(causal_lm)
+    take_programs(causal_lm)
+    if "has_prefix_passes" in causal_lm.__dict__:
+        return causal_lm
+    causal_lm.has_prefix_passes = True
+    for module in backbone_of(causal_lm).modules():
+        if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
+            module.register_forward_pre_hook(_switch_on, with_kwargs=True)
+            module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
+        adapt(module)
+    return causal_lm
+
+
+def take_programs(model: nn.Module) -> None:
+    """Prepare the causal LM inside `model` for `run_wrapped`. Any architecture; can be called repeatedly."""
+    causal_lm = unwrap_adapter(model)
+    if "forward_of_model" not in causal_lm.__dict__:
+        causal_lm.forward_of_model = causal_lm.forward
+        causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
+        causal_lm.has_linear_head = has_linear_head(causal_lm)
+
+
+def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
+    """Return `function(causal_lm)`, run inside the forward of `model`, which may wrap the prepared causal LM."""
+    return model(function=function)
+
+
+def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
+    """Return the `forward` of a prepared model. It keeps the original signature, which generate() inspects."""
+
+    @wraps(type(causal_lm).forward)
+    def forward(self, *args, function=None, **kwargs):
+        return self.forward_of_model(*args, **kwargs) if function is None else function(self)
+
+    return forward
+
+
+def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass) -> Tensor:
+    """Return the last hidden states (P, D) of tokens (P,) in the layout of the pass.
+
+    Must be called inside `run_wrapped`. Raises ModelError if some layers do not use strided attention.
+    """
+    input_ids = tokens[None]
+    run.calls.clear()
+    with _cheaply(causal_lm, run), running(run):
+        states = backbone_of(causal_lm)(
+            input_ids=input_ids,
+            # All ones, so that transformers does not interpret jumps in the positions as packed sequences.
+            attention_mask=torch.ones_like(input_ids),
+            position_ids=run.position_ids(),
+            use_cache=False,
+            prefix_pass=lambda: run,
+        )[0]
+    depth = len(decoder_layers(causal_lm))
+    if len(run.calls) != depth:
+        raise ModelError(
+            f"{type(causal_lm).__name__}: only {len(run.calls)} of {depth} layers used strided attention. {HINT}"
+        )
+    return states[0]
+
+
+@contextmanager
+def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
+    """Enable cheaper computation of the layers, with equal results: see `ebft.models.cpu` and `recording`.
+
+    This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
+    """
+    with ExitStack() as stack:
+        if not torch.is_grad_enabled():
+            stack.enter_context(fast_products())
+        if not torch.is_grad_enabled() or run.recording is not None:
+            # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
+            # the weights in the type of the input.
+            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not _has_dora(causal_lm)
+            stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
+        if run.recording is not None:
+            stack.enter_context(run.recording)
+        yield
+
+
+def _has_dora(causal_lm: PreTrainedModel) -> bool:
+    return any(isinstance(module, LoraLayer) and any(module.use_dora.values()) for module in causal_lm.modules())
+
+
+def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
+    """Return the logits (B, count, V) of the last `count` tokens of `input_ids` (B, tokens), from a plain pass."""
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    if not is_sharded(model):
+        return model(**inputs, logits_to_keep=count).logits[:, -count:]
+
+    def without_hooks_of_head(causal_lm: PreTrainedModel) -> Tensor:
+        # The backward of the hooks would free weights of the head that TRL's pass, in the same loss, still needs.
+        states = backbone_of(causal_lm)(**inputs)[0][:, -count:]
+        return apply_head(causal_lm, states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+    take_programs(model)
+    return run_wrapped(model, without_hooks_of_head)
+
+
+# The hooks are registered on the modules that read the attention implementation rather than around the whole call,
+# because gradient checkpointing recomputes single layers in backward, after the call has returned.
+
+
+def _switch_on(module, args, kwargs):
+    run = pass_in(kwargs)
+    if run is not None:
+        run.previous_implementation.append(switch_attention(module, IMPLEMENTATION))
+
+
+def _switch_off(module, args, kwargs, output):
+    run = pass_in(kwargs)
+    if run is not None:
+        switch_attention(module, run.previous_implementation.pop())
+
+
+def head_of(causal_lm: PreTrainedModel) -> Head:
+    """Return the model's head: hidden states (P, D) to logits (P, V), exactly as in the model's forward."""
+    of_backbone = {id(parameter) for parameter in backbone_of(causal_lm).parameters()}
+    own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
+    tied = causal_lm.get_output_embeddings().parameters()  # may be shared with the backbone's token embeddings
+    trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
+    return Head(
+        logits=lambda states: apply_head(causal_lm, states),
+        vocab_size=causal_lm.config.get_text_config().vocab_size,
+        trained=tuple(trained.values()),
+        linear=_linear(causal_lm, set(trained)),
+    )
+
+
+def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
+    """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping."""
+    replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates(backbone_of(causal_lm))}
+    output = causal_lm.get_output_embeddings()
+    if is_sharded(output):
+        # The hooks of FSDP2 communicate, but processes have different numbers of rows and apply the head to different
+        # numbers of chunks; and a gradient within the forward pass would end it. The weights are gathered once, and
+        # the backward pass of the whole model reduces their gradients and frees them.
+        output.unshard()
+        name = next(name for name, child in causal_lm.named_children() if child is output)
+        replaced[name] = without_hooks(output)
+    before = {name: causal_lm._modules[name] for name in replaced}
+    causal_lm._modules.update(replaced)
+    try:
+        with fast_products():
+            return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
+    finally:
+        causal_lm._modules.update(before)
+
+
+def _linear(causal_lm: PreTrainedModel, trained: set[int]) -> Linear | None:
+    """Return the weights of a head that is a linear layer, with no other trained weights; None for other heads."""
+    if not causal_lm.has_linear_head or not _is_plain(causal_lm):
+        return None
+    output = causal_lm.get_output_embeddings()
+    is_all = trained <= {id(output.weight), id(output.bias)}
+    return Linear(output.weight, output.bias) if is_all else None
+
+
+def _is_plain(causal_lm: PreTrainedModel) -> bool:
+    """Whether the output layer is linear and nothing else.
+
+    It has no adapter, no projection before it, no weights that are sharded, quantised or computed from others (as by
+    `torch.nn.utils.prune`), and no hooks, except those that are marked with an attribute `only_observes`.
+    """
+    output, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
+    if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
+        return False
+    is_whole = type(output.weight) is nn.Parameter and type(output.weight.data) is Tensor
+    return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks_of(output))
+
+
+@torch.no_grad()
+def has_linear_head(causal_lm: PreTrainedModel) -> bool:
+    """Return whether the output layer alone computes the logits; a model's forward may also scale or cap them.
+
+    Compares both, for states whose logits are at most 1 and 1000; False if the weights, such as zeros before they are
+    loaded, give none. `causal_lm` has taken programs (`ebft.prefix.forward.take_programs`).
+    """
+    output = causal_lm.get_output_embeddings()
+    if not _is_plain(causal_lm) or output.weight.is_meta:
+        return False
+    states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
+    with torch.autocast(states.device.type, enabled=False), fast_products():
+        largest = F.linear(states, output.weight).abs().max()
+        if not 0 < largest < torch.inf:
+            return False
+        states = torch.cat([states / largest, states * (1000 / largest)])
+        return torch.equal(apply_head(causal_lm, states), F.linear(states, output.weight, output.bias))
+
+
+# The computation between hidden states and logits (scaling, soft-capping, a projection, a bias) differs between models
+# and is part of their forward. The head is therefore that forward, with a backbone that returns the given states. Some
+# forwards access submodules of the backbone (`self.model.decoder(...)` in OPT), others read optional fields of its
+# output (`past_key_values`, `router_logits`), hence the two `__getattr__`.
+
+
+class _GivenStates(nn.Module):
+    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states.
+
+    Its other attributes, such as the factor of the logits in Falcon-H1, are those of the backbone.
+    """
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["replaced"] = backbone  # not a submodule
+
+    def __getattr__(self, name):
+        value = getattr(self.replaced, name)
+        return self if isinstance(value, nn.Module) else value
+
+    def forward(self, *args, inputs_embeds=None, **kwargs):
+        return _States(last_hidden_state=inputs_embeds)
+
+
+@dataclass
+class _States(ModelOutput):
+    """A backbone output in which all optional fields are None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return

@@ -1,1 +1,0 @@
-"""Rows as the trainers read them, for people: tokens with their labels, anchors, references, in colour or as HTML."""

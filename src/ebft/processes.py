@@ -1,0 +1,168 @@
+"""The side of the processes that `ebft train` starts: they receive its signals and report one error together."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
+TYPED = (
+    "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if they are not those of the process
+)
+PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
+COMMAND = "command.json"  # file in it: the words of the command that started the launch
+FAILED = "failed"  # file in it: the rank of the first process that reported an error
+TRACEBACK = "traceback"  # file in it: the traceback of that process, if its error has no message for users
+# Variables that launchers set; the last one by accelerate's launcher, which sets no others for a single process.
+_OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")
+_ENDED = 130  # exit status of a process that starts after the launch was interrupted
+
+_POLL = 1.0  # seconds between two looks at the parent
+
+_folder: Path | None = None
+_typed: list[str] | None = None
+_is_ray_worker = False
+
+
+def is_launched() -> bool:
+    """Whether a launcher, such as torchrun, started this process."""
+    return _folder is not None or any(name in os.environ for name in _OF_LAUNCHERS)
+
+
+def join_launch() -> None:
+    """Report the id of this process to the `ebft train` that started it, if one did, which passes on signals to it."""
+    global _folder, _typed
+    # Removed from the environment: processes that this one starts do not belong to the launch.
+    typed = os.environ.pop(TYPED, None)
+    _typed = None if typed is None else json.loads(typed)
+    name = os.environ.pop(FOLDER, None)
+    if name is None:
+        return
+    if _rank() != "0":  # one set of progress bars; read by datasets and transformers when they are imported
+        os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    _folder = Path(name)
+    try:
+        (_folder / f"{_rank()}.pid").write_text(str(os.getpid()))
+    except OSError:  # the launch was interrupted, and its folder was deleted
+        sys.exit(_ENDED)
+
+
+def join_ray() -> None:
+    """Note that this process is a worker of Ray Train, which trains with use_ray: true."""
+    global _is_ray_worker
+    _is_ray_worker = True
+
+
+def is_ray_worker() -> bool:
+    """Whether this process is a worker of Ray Train that `ebft train` started."""
+    return _is_ray_worker
+
+
+def launch_command(words: Sequence[str]) -> list[str] | None:
+    """The words of the command that started this process: `words`, or those of the `ebft train` that launched it.
+
+    None if another launcher did, whose command is unknown.
+    """
+    if _folder is not None:
+        return json.loads((_folder / COMMAND).read_text(encoding="utf-8"))
+    return None if is_launched() else typed_command(words)
+
+
+def typed_command(words: Sequence[str]) -> list[str]:
+    """The words that the user typed: `words`, unless another command, such as that of a dashboard, passed them on."""
+    return list(words if _typed is None else _typed)
+
+
+def reports_failure() -> bool:
+    """Whether this process prints its error: the first process of the machine that fails does, or a single one.
+
+    The others usually fail with the same error, or because the first one has ended.
+    """
+    if _folder is None:
+        return True
+    try:
+        with (_folder / FAILED).open("x") as file:
+            file.write(_rank())
+    except FileExistsError:
+        return (_folder / FAILED).read_text() == _rank()
+    except OSError:
+        return True
+    return True
+
+
+def leave_traceback(text: str) -> bool:
+    """Leave the traceback to the `ebft train` that started this process; False if this process is to print it.
+
+    It is printed when all processes have ended, unless it follows from a process that was killed.
+    """
+    if _folder is None:
+        return False
+    if reports_failure():
+        try:
+            (_folder / TRACEBACK).write_text(text, encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+    return True
+
+
+def has_failed() -> bool:
+    """Whether a process of this launch has reported an error, so that training cannot go on."""
+    return _folder is not None and (_folder / FAILED).exists()
+
+
+def watch_parent() -> None:
+    """Stop this process, as SIGTERM does, when the command that started it is gone: SIGKILL cannot be passed on."""
+    value = os.environ.pop(PARENT, None)  # processes that this one starts have another parent
+    if value is not None:
+        threading.Thread(target=_watch, args=(int(value), os.getppid()), name="parent", daemon=True).start()
+
+
+def _watch(command: int, parent: int) -> None:
+    """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
+    while os.getppid() == parent and _exists(command):
+        time.sleep(_POLL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """The numbers of the signals that arrive in the block, in their order, instead of their usual effect."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def passed_on(number: int) -> int:
+    """The signal that a training process gets for one that arrived here: it handles SIGINT and SIGTERM."""
+    return number if number == signal.SIGINT else signal.SIGTERM

@@ -1,0 +1,189 @@
+"""Calls of user-defined reward functions, with errors that name the function, its line and what it returned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from functools import update_wrapper
+from itertools import islice
+from typing import Any
+
+from ebft.config.user_code import named_call, user_code, what_happened
+from ebft.errors import EBFTError, RewardError
+
+_ATOMS = (int, float, str, bool)
+_SHOWN = 80  # characters of a prompt in messages
+
+
+def checked_functions(reward_funcs: Any) -> Any:
+    """The reward functions such that errors and invalid rewards raise RewardError; models are returned unchanged."""
+    if isinstance(reward_funcs, list):
+        return [_checked(function) for function in reward_funcs]
+    return _checked(reward_funcs)
+
+
+def _checked(function: Any) -> Any:
+    if not callable(function) or _is_model(function):
+        return function
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+        async def call_later(**given: Any) -> list[float | None]:
+            prompts = list(given["prompts"])
+            with named_call(_what(function), RewardError):  # others run at the same time, in the same process
+                return rewards_of(function, await function(**_own(given)), prompts)
+
+        return _named(call_later, function)
+
+    def call(**given: Any) -> list[float | None]:
+        prompts = list(given["prompts"])
+        with user_code(_what(function), RewardError):
+            return rewards_of(function, function(**_own(given)), prompts)
+
+    return _named(call, function)
+
+
+def _own(value: Any) -> Any:
+    """A copy of nested lists and dicts, such as messages, for a function that may change what it is given.
+
+    Lists of numbers or texts are copied as a whole.
+    """
+    if type(value) is dict:
+        return {key: _own(each) for key, each in value.items()}
+    if type(value) is not list:
+        return value
+    if value and type(value[0]) in _ATOMS and type(value[-1]) in _ATOMS:
+        return value.copy()
+    return [_own(each) for each in value]
+
+
+def _what(function: Any) -> str:
+    return f"The reward function {name_of(function)}"
+
+
+def _is_model(function: Any) -> bool:
+    """Whether this is a reward model, or a reward of this package, which trainers recognise by its class."""
+    from torch import nn  # not imported in worker processes
+
+    return isinstance(function, nn.Module) or any(
+        of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__
+    )
+
+
+def _named(call: Callable, function: Any) -> Callable:
+    """`call` under the name that logs have for the function; callable objects may have none."""
+    update_wrapper(call, function)
+    if not hasattr(function, "__name__"):
+        call.__name__ = getattr(getattr(function, "func", None), "__name__", type(function).__name__)
+    return call
+
+
+def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | None], EBFTError | None]:
+    """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
+    prompts = list(columns["prompts"])
+    try:
+        with named_call(_what(function), RewardError):
+            return rewards_of(function, function(**columns), prompts), None
+    except EBFTError as error:
+        if type(error).__module__.partition(".")[0] == "ebft" and all(isinstance(each, str) for each in error.args):
+            return [], error
+        # A class of the user's, which may not survive the way back
+        return [], RewardError(f"{_what(function)} failed: {what_happened(error)}.")
+
+
+def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:
+    """The rewards that a function returned, one per completion. Raises RewardError if they cannot be used.
+
+    A reward is a finite number, or None if the function does not apply; NaN is neither.
+    """
+    name = name_of(function)
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    if isinstance(found, str | bytes | bytearray | Mapping | Set) or not isinstance(found, Iterable):
+        raise RewardError(
+            f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
+            "for no reward, per completion, in their order."
+        )
+    count = len(found) if isinstance(found, Sized) else None
+    found = list(islice(found, len(prompts) + 1))  # a generator may have no end
+    if len(found) != len(prompts):
+        count = f"more than {len(prompts)}" if count is None and len(found) > len(prompts) else count or len(found)
+        raise RewardError(
+            f"The reward function {name} returned {count} rewards for {len(prompts)} completions. It must return one "
+            "per completion, or None for no reward."
+        )
+    return [_reward(name, value, index, prompts[index]) for index, value in enumerate(found)]
+
+
+def _reward(name: str, value: Any, index: int, prompt: Any) -> float | None:
+    if value is None:
+        return None
+    value = _item(value) if hasattr(value, "item") else value  # a scalar of NumPy or PyTorch
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    raise RewardError(
+        f"The reward function {name} returned {_described(value)} for completion {index} (prompt "
+        f"{prompt!r:.{_SHOWN}}). Rewards must be finite numbers, or None for no reward."
+    )
+
+
+def _item(value: Any) -> Any:
+    try:
+        return value.item()
+    except (ValueError, RuntimeError):  # more than one element
+        return value
+
+
+def _described(value: Any) -> str:
+    return repr(value)[:_SHOWN] if isinstance(value, float | str | None) else f"a {type(value).__name__}"
+
+
+def name_of(function: Callable) -> str:
+    module = getattr(function, "__module__", None)  # functions of other libraries may have none
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{module}.{name}" if module else name
+
+
+def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int]) -> Any:
+    """Return the reward functions such that plain functions are called with at most `groups` prompt groups at a time.
+
+    Models, callable objects and coroutine functions are returned unchanged.
+    """
+
+    def in_chunks(function: Any) -> Any:
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            return function
+
+        def call(**given: Any) -> list[float | None]:
+            rewards: list[float | None] = []
+            logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
+            for columns, others in split(given, groups * group_size()):
+                size = len(columns["prompts"])
+                if "log_metric" in others:
+                    note = lambda name, value, size=size: logged[name].append((value, size))
+                    others = others | {"log_metric": note}
+                rewards += rewards_of(function, function(**columns, **others), columns["prompts"])
+            for name, values in logged.items():  # one value per batch, as without chunks
+                given["log_metric"](name, sum(v * size for v, size in values) / sum(size for _, size in values))
+            return rewards
+
+        return update_wrapper(call, function)
+
+    if not isinstance(reward_funcs, list):
+        return in_chunks(reward_funcs)
+    return [in_chunks(function) for function in reward_funcs]
+
+
+def split(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
+    """Yield the lists of all completions among the arguments, `size` completions at a time, and the other arguments."""
+    count = len(given["prompts"])
+    columns = {name: list(value) for name, value in given.items() if _is_column(value, count)}
+    others = {name: value for name, value in given.items() if name not in columns}
+    for start in range(0, count, size):
+        yield {name: value[start : start + size] for name, value in columns.items()}, others
+
+
+def _is_column(value: Any, count: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == count

@@ -1,0 +1,312 @@
+"""The trainer of a config, with its arguments and callbacks, for this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+
+from ebft.config.checks.processes import deepspeed_settings, fsdp_arguments
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, ModelError
+from ebft.health.callback import HealthCallback
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
+from ebft.over_transformers import is_torch_tf32_available, use_one_gpu
+from ebft.run.checks import Machine, check_adapted_experts, check_wrapping, launched_processes
+from ebft.run.keys import RATE_KEYS
+from ebft.run.optimizer import optimizer_arguments
+from ebft.run.reporting import add_plugins, trackers
+from ebft.run.stopping import stopping_callbacks
+from ebft.serving.server import VLLMServer
+
+
+def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
+    """The training arguments for `rows` rows of training data.
+
+    Raises ConfigError for errors that only transformers detects, such as an unknown optimizer.
+    """
+    kwargs = training_kwargs(config, this_machine(), rows, has_eval)
+    try:
+        args = config.method.arguments_class()(**kwargs)
+    except ConfigError:
+        raise
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"The trainer does not accept these settings: {error}") from error
+    use_one_gpu(args)
+    return args
+
+
+def build_trainer(
+    config: RunConfig,
+    args: TrainingArguments,
+    model: Any,
+    tokenizer: Any,
+    train_data: Any,
+    eval_data: Any,
+    server: VLLMServer | None = None,
+) -> Trainer:
+    """The trainer of the config's method."""
+    check_wrapping(config, model)
+    check_adapted_experts(config, model)
+    trainer = config.method.build_trainer(
+        config,
+        model,
+        tokenizer,
+        server,
+        args=args,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        processing_class=tokenizer,
+        callbacks=[ConsoleMetrics()],
+    )
+    trainer.rate_of = rates_of(config, trainer.model)
+    trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
+    if config.health:
+        trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
+    for callback in stopping_callbacks(config):
+        trainer.add_callback(callback)
+    add_plugins(trainer, config.plugins)
+    for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
+        trainer.remove_callback(printer)
+    if not args.disable_tqdm:
+        trainer.add_callback(ProgressBar)
+    return trainer
+
+
+def this_machine() -> Machine:
+    """The properties of this machine that training arguments and checks depend on."""
+    return Machine(
+        has_accelerator=torch.accelerator.is_available(),
+        supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        processes=launched_processes(),
+        devices=_devices(),
+        supports_tf32=is_torch_tf32_available(),
+    )
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.accelerator.is_available():
+        return ("cpu",)
+    kind = torch.accelerator.current_accelerator().type
+    return ("cpu", kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count())))
+
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable of accelerate
+_SAME_NAME = (
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "seed",
+    "data_seed",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "neftune_noise_alpha",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "trackio_space_id",
+    "fp16",
+    "gradient_checkpointing",
+    "torch_compile",
+    "output_dir",
+    "save_total_limit",
+    "save_only_model",
+    "load_best_model_at_end",
+    "logging_steps",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_private_repo",
+)
+_OTHER_NAME = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "wandb_name": "run_name",
+    "trackio_project_name": "project",
+}
+
+
+# Held-out metrics for which greater is better; for all others lower is better.
+_GREATER_IS_BETTER = ("accuracy", "alignment", "margin", "reward")
+
+
+def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bool) -> dict[str, Any]:
+    """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
+    kwargs = {key: getattr(config, key) for key in _SAME_NAME}
+    kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
+    kwargs |= {
+        "optim_args": optimizer_arguments(config.optim_args),
+        "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
+        "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
+        "bf16": _precision_of_config(config, machine) == "bf16",
+        "deepspeed": deepspeed_settings(config.deepspeed),
+        "use_cpu": not machine.has_accelerator,
+        "tf32": None if config.tf32 and not machine.supports_tf32 else config.tf32,
+        "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
+        "report_to": trackers(config),
+        "ddp_find_unused_parameters": config.ddp_find_unused_parameters if machine.processes > 1 else None,
+        "push_to_hub": True if config.hub_model_id else None,
+    }
+    if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
+        details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
+        kwargs["gradient_checkpointing_kwargs"] = details
+    kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
+    per_epoch = config.method.steps_per_epoch(config, machine, rows)
+    kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
+    kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
+    kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
+    kwargs |= _best_of_early_stopping(config, kwargs) if has_eval else {}
+    kwargs |= fsdp_arguments(config)
+    kwargs |= config.method.own_arguments(config)
+    if not machine.has_accelerator:  # as check_machine warns
+        for name in ("activation_offloading", "use_liger_kernel", "liger_kernel_config"):
+            kwargs.pop(name, None)
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def use_bf16(config: RunConfig, machine: Machine) -> bool:
+    """Whether the run uses bfloat16: as configured, or for `auto`, if the GPU supports it and fp16 is not set."""
+    if config.bf16 == "auto":
+        return machine.supports_bf16 and not config.fp16
+    return config.bf16
+
+
+def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
+    """The name of the learning-rate schedule and its arguments, with `cosine_min_lr_ratio` as transformers has it."""
+    if config.cosine_min_lr_ratio is None:
+        return config.lr_scheduler, config.lr_scheduler_kwargs
+    return "cosine_with_min_lr", {**(config.lr_scheduler_kwargs or {}), "min_lr_rate": config.cosine_min_lr_ratio}
+
+
+def _precision_of_config(config: RunConfig, machine: Machine) -> str:
+    """The precision of the config, as accelerate names it.
+
+    transformers reads it from the environment, where accelerate's launcher puts the value of its own config file, if
+    neither bf16 nor fp16 is used. Raises ConfigError if the two contradict each other.
+    """
+    ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
+    theirs = os.environ.get(_PRECISION, "no").lower()
+    if theirs not in ("no", ours):
+        key = "bf16: true" if theirs == "bf16" else "fp16: true" if theirs == "fp16" else "bf16 or fp16"
+        given = f"fp16: {str(config.fp16).lower()}" if theirs == "fp16" else f"bf16: {str(config.bf16).lower()}"
+        raise ConfigError(
+            f"The environment variable {_PRECISION} is {theirs:.60}, which contradicts {given} of the config, with "
+            f"which the precision is {ours} here. It is set by hand, or by accelerate launch from its own config file. "
+            f"Set {key} in the config, or unset the variable (accelerate launch --mixed_precision no)."
+        )
+    return ours
+
+
+def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
+    """Number of optimizer steps of the run over `rows` rows."""
+    if config.max_steps is not None:
+        return config.max_steps
+    return math.ceil(config.num_epochs * config.method.steps_per_epoch(config, machine, rows))
+
+
+def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:
+    """Strategy and steps of saving or evaluating: by steps if steps are given, otherwise every epoch."""
+    steps = getattr(config, f"{kind}_steps")
+    if times == 0:
+        return {f"{kind}_strategy": "no"}
+    if times is not None:
+        steps = max(1, steps_per_epoch // times)
+    strategy = getattr(config, f"{kind}_strategy") or ("epoch" if steps is None else "steps")
+    return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
+
+
+def _best_model(config: RunConfig) -> dict[str, Any]:
+    """The metric that selects the best checkpoint, and its direction, which transformers would guess from the name."""
+    metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
+    greater = config.greater_is_better
+    if greater is None:
+        greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
+    return {"metric_for_best_model": metric, "greater_is_better": greater}
+
+
+def _best_of_early_stopping(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`load_best_model_at_end` of a run that stops early, if it is unset and the arguments allow it."""
+    if config.early_stopping_patience is None or config.load_best_model_at_end is not None:
+        return {}
+    if config.save_only_model and (config.fsdp or config.deepspeed):
+        problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
+    elif not _saves_at_evaluations(kwargs):
+        problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
+    else:
+        return {"load_best_model_at_end": True}
+    warnings.warn(
+        f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
+        "load_best_model_at_end: false.",
+        stacklevel=3,
+    )
+    return {}
+
+
+def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
+    """Whether each checkpoint has an evaluation, as transformers requires for loading the best one."""
+    if kwargs["save_strategy"] == "best":
+        return True
+    save, evaluate = kwargs.get("save_steps"), kwargs.get("eval_steps")
+    if kwargs["save_strategy"] != kwargs["eval_strategy"] or kwargs["save_strategy"] == "no":
+        return False
+    if kwargs["save_strategy"] == "epoch":
+        return True
+    if save is None or evaluate is None or (save < 1) != (evaluate < 1):
+        return False
+    return save % evaluate == 0 if save >= 1 else (save * 1_000_000) % (evaluate * 1_000_000) == 0
+
+
+def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:
+    """A function from the names of parameters to their learning rates; None if all have the same one.
+
+    The first that applies: an element of `lr_groups`, the rate of embeddings, that of LoRA+. Raises ModelError if an
+    element of `lr_groups` applies to no trained parameter.
+    """
+    if all(getattr(config, key) is None for key in RATE_KEYS):
+        return None
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for group in config.lr_groups or []:
+        for part in group.modules:
+            if not any(part in name for name in trained):
+                raise ModelError(f"lr_groups: {part!r} is not part of the name of a trained parameter. Remove it.")
+    embeddings = _embedding_names(model)
+    rate = config.learning_rate
+    # PEFT's LoRA+ also multiplies the rate of vectors: the magnitudes of DoRA, biases and norms.
+    vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+
+    def rate_of(name: str) -> float:
+        for group in config.lr_groups or []:
+            if any(part in name for part in group.modules):
+                return group.lr
+        if config.loraplus_lr_ratio is not None and "lora_embedding_" in name:
+            return config.loraplus_lr_embedding or 1e-6
+        if any(f".{part}." in f".{name}" for part in embeddings):
+            if config.embedding_lr is not None:
+                return config.embedding_lr
+            if config.embedding_lr_scale is not None:
+                return rate * config.embedding_lr_scale
+        if config.loraplus_lr_ratio is not None and ("lora_B" in name or name in vectors):
+            return rate * config.loraplus_lr_ratio
+        return rate
+
+    return rate_of
+
+
+def _embedding_names(model: nn.Module) -> set[str]:
+    """Last parts of the names of the input embedding and the output layer, such as embed_tokens and lm_head."""
+    causal_lm = unwrap_adapter(model)
+    both = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    named = causal_lm.named_modules()
+    return {name.rpartition(".")[2] for name, module in named if any(module is layer for layer in both)}

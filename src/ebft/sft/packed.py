@@ -1,0 +1,124 @@
+"""Forward passes of a plain causal LM over rows of several documents, which do not attend to each other.
+
+transformers separates documents by their positions, which start at 0 in each of them, if there is no attention mask:
+flash attention receives their boundaries, and other implementations a mask of the document of each token.
+
+    B  rows    S  tokens of the longest row    T  tokens of all rows, without padding
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ebft.data.batches import JoiningCollator
+from ebft.data.transforms.rows import IGNORE
+from ebft.errors import ModelError
+from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.over_transformers import attention_of, has_flash_attention, takes_attention_functions
+from ebft.prefix.forward import recurrent_layers
+from ebft.prefix.parity import difference_and_tolerance
+
+_REMEDY = (
+    "Remove sample_packing, eval_sample_packing and batch_flattening, or with streaming set pretrain_multipack_attn: "
+    "false"
+)
+_LENGTHS = (11, 7), (8, 5)  # tokens of the documents of two rows, which are compared with separate documents
+
+
+def model_inputs(batch: dict[str, Tensor], padding_free: bool) -> dict[str, Any]:
+    """The arguments of the model for a batch of `JoiningCollator`: all rows in one row if `padding_free`."""
+    if "position_ids" not in batch and not padding_free:
+        return batch
+    inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
+    mask = batch["attention_mask"]
+    if padding_free:
+        inputs.setdefault("position_ids", torch.arange(mask.shape[1], device=mask.device).expand_as(mask))
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["position_ids"] == 0, IGNORE)
+        real = mask.bool()
+        inputs = {name: value[real][None] for name, value in inputs.items()}
+    return {**inputs, "use_cache": False}  # with a cache, transformers does not separate documents
+
+
+def has_label(batch: dict[str, Tensor]) -> Tensor:
+    """Whether a token is real and has a token of its own document before it, from the second on: (B, S - 1)."""
+    real = batch["attention_mask"][:, 1:].bool()
+    return real & batch["position_ids"][:, 1:].ne(0) if "position_ids" in batch else real
+
+
+def in_rows(losses: Tensor, mask: Tensor) -> Tensor:
+    """Losses (1, T - 1) of the tokens from the second on, without padding, in the rows of mask (B, S): (B, S - 1)."""
+    rows = losses.new_zeros(mask.shape)
+    rows[mask.bool()] = F.pad(losses[0], (1, 0))
+    return rows[:, 1:]
+
+
+def count_documents(batch: dict[str, Tensor]) -> int:
+    """The number of documents of a batch."""
+    if "position_ids" not in batch:
+        return len(batch["input_ids"])
+    return int((batch["position_ids"].eq(0) & batch["attention_mask"].bool()).sum())
+
+
+def needs_one_row(model: nn.Module) -> bool:
+    """Whether packed rows must be joined into one row without padding.
+
+    Flash attention takes the boundaries of documents in a single row only, and the auxiliary loss of routers counts
+    every token that no attention mask excludes.
+    """
+    causal_lm = unwrap_adapter(model)
+    routed = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
+    return has_flash_attention(causal_lm) or routed
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise ModelError for a model whose layers carry information from one document of a row to the next."""
+    causal_lm = unwrap_adapter(model)
+    name, found = type(causal_lm).__name__, recurrent_layers(causal_lm)
+    if found:
+        raise ModelError(
+            f"{name} has state-space, convolution or linear-attention layers ({', '.join(found)}), whose state passes "
+            f"from one document of a row to the next. {_REMEDY}"
+        )
+    if not takes_attention_functions(causal_lm):
+        raise ModelError(
+            f"{name} does not support the attention interface of transformers, which separates the documents of a row. "
+            f"{_REMEDY}"
+        )
+
+
+def check_separation(model: nn.Module, causal_lm: PreTrainedModel, padding_free: bool) -> None:
+    """Raise ModelError if documents in packed rows get other log-probabilities than each document alone.
+
+    `model` is `causal_lm` as it is wrapped for training; with several processes, all of them must call this.
+    """
+    vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    draw = lambda length: torch.randint(vocabulary, (length,), generator=generator).tolist()
+    rows = [{"documents": [{"input_ids": draw(length)} for length in lengths]} for lengths in _LENGTHS]
+    with evaluating(model):
+        together = _logps(model, causal_lm, rows, padding_free)
+        alone = [_logps(model, causal_lm, [{"documents": [each]}], False) for row in rows for each in row["documents"]]
+    lengths = [len(each) for each in alone]
+    for ours, expected in zip(together.split(lengths), alone):
+        difference, tolerance = difference_and_tolerance(causal_lm, "log-probabilities", (ours - expected).abs())
+        if not difference <= tolerance:
+            raise ModelError(
+                f"{type(causal_lm).__name__} does not separate the documents of a packed row with the attention "
+                f"{attention_of(causal_lm)}: their log-probabilities differ from those of separate "
+                f"documents by {difference:.2g} (tolerance: {tolerance:g}). {_REMEDY}, or set another "
+                "attn_implementation"
+            )
+
+
+def _logps(model: nn.Module, causal_lm: PreTrainedModel, rows: list[dict[str, Any]], padding_free: bool) -> Tensor:
+    """The log-probabilities of all tokens that have a document's token before them, in order: (tokens,)."""
+    batch = {name: value.to(causal_lm.device) for name, value in JoiningCollator(0)(rows).items()}
+    inputs = model_inputs(batch, padding_free)
+    del inputs["labels"]
+    logps = model(**inputs).logits[:, :-1].float().log_softmax(-1)
+    logps = logps.gather(-1, inputs["input_ids"][:, 1:, None]).squeeze(-1)
+    return (in_rows(logps, batch["attention_mask"]) if padding_free else logps)[has_label(batch)]

@@ -1,0 +1,231 @@
+"""SFT with transformers' Trainer, the loss in chunks; evaluation reports the same cross-entropies as other methods.
+
+B  rows   S  tokens   V  vocabulary
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, Trainer
+
+from ebft.data.batches import PackedRows
+from ebft.data.transforms.rows import IGNORE
+from ebft.errors import ModelError
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.sharding import keep_output_dtype
+from ebft.monitor import CountsBudget, StopOnNonFinite
+from ebft.monitor.metrics import HeldOutMeans
+from ebft.over_transformers import has_flash_attention
+from ebft.prefix.forward import take_programs
+from ebft.scores import perplexities
+from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
+from ebft.sft.packed import (
+    check_layers,
+    check_separation,
+    count_documents,
+    has_label,
+    in_rows,
+    model_inputs,
+    needs_one_row,
+)
+from ebft.trainer import OverTrainer
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+class WeighsRouterLoss(Trainer):
+    """Trainer that weights the load-balancing loss of a micro-batch with its share of the step's labelled tokens."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        added = self.router_loss(outputs)
+        if added is not None and num_items_in_batch is not None:  # otherwise, Trainer divides by the micro-batches
+            share = labels.ne(IGNORE).sum() / num_items_in_batch
+            loss = loss - self._scale() * added * (1 - share)
+        return (loss, outputs) if return_outputs else loss
+
+    def router_loss(self, outputs: Any) -> Tensor | None:
+        """The term that the model has added to its loss, with its coefficient. None if it has added none."""
+        found = outputs.get("aux_loss")
+        if found is None or self.label_smoother is not None or self.compute_loss_func is not None:
+            return None
+        return coefficient(unwrap_adapter(self.model)) * found.to(outputs["loss"].device)
+
+    def _scale(self) -> int:
+        """The factor by which Trainer has multiplied the loss, which is averaged over processes afterwards."""
+        if not self.args.average_tokens_across_devices:
+            return 1
+        return self.accelerator.num_processes // self.get_tp_size()
+
+
+def coefficient(causal_lm: PreTrainedModel) -> float:
+    """The weight with which a mixture of experts adds its load-balancing loss."""
+    for holder in (causal_lm, causal_lm.config.get_text_config()):
+        for name in _COEFFICIENTS:
+            if hasattr(holder, name):
+                return float(getattr(holder, name))
+    raise ModelError(
+        f"overrides_of_model_config.output_router_logits: the weight of the load-balancing loss of a "
+        f"{causal_lm.config.model_type} model is not known ({' or '.join(_COEFFICIENTS)}). Set output_router_logits: "
+        "false."
+    )
+
+
+_HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")
+
+
+class SFTTrainer(CountsBudget, StopOnNonFinite, WeighsRouterLoss, OverTrainer):
+    """Supervised fine-tuning with the cross-entropy loss.
+
+    Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
+    batch into one without padding, with "auto" only if the model has flash attention. Raises ModelError for models
+    that do not separate documents in a row.
+
+    chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
+    all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
+    and the model's loss has.
+    activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        batch_flattening: bool | str = False,
+        chunked_cross_entropy: bool | None = None,
+        activation_offloading: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        has_flash = has_flash_attention(unwrap_adapter(self.model))
+        self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
+        self._joins_packed = needs_one_row(self.model)
+        self._is_unchecked = True
+        packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
+        if packs or self._flattens:
+            check_layers(self.model)
+        self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
+        why_not = why_not_in_chunks(unwrap_adapter(self.model))
+        if self.args.torch_compile:
+            why_not = "torch_compile would compile it again in every step"
+        if chunked_cross_entropy and why_not is not None:
+            raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
+        self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None
+        self._checks_chunks = self.is_in_chunks
+        if self.is_in_chunks:
+            keep_output_dtype(self.accelerator)
+            take_programs(self.model)
+
+    def is_padding_free(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether the rows of a batch are joined into one."""
+        return self._flattens or ("position_ids" in inputs and self._joins_packed)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self._check_once(model, inputs)
+        self.budget.add(documents=count_documents(inputs))
+        with self.offloading:
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss, computed in chunks. The outputs are the `token_losses` of all tokens instead of logits.
+
+        As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
+        counted, and else over those of the batch.
+        """
+        inputs = model_inputs(inputs, self.is_padding_free(inputs))
+        if not self.is_in_chunks:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"][:, 1:]
+        inputs, learned = {name: value for name, value in inputs.items() if name != "labels"}, labels.ne(IGNORE)
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        count = num_items_in_batch if counts else learned.sum()
+        outputs = None
+        if return_outputs:
+            tokens = inputs["input_ids"][:, 1:]
+            real = inputs["attention_mask"][:, 1:].bool() if "attention_mask" in inputs else torch.ones_like(learned)
+            targets = torch.stack([labels.where(learned, tokens), tokens], dim=-1)
+            losses = token_cross_entropies(model, inputs, targets, real | learned)
+            loss, outputs = (losses[..., 0] * learned).sum() / count, losses[..., 1]
+        else:
+            loss = summed_cross_entropy(model, inputs, labels, learned) / count
+        if counts and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss, "token_losses": outputs}) if return_outputs else loss
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None
+        self._held_out = {name: HeldOutMeans(self.accelerator, rows) for name in _HELD_OUT}
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        means = {name: mean for held_out in self._held_out.values() for name, mean in held_out.means().items()}
+        router_loss = means.pop("router_loss", 0.0)
+        if "ce_loss" in means:  # transformers' eval_loss is a mean over batches, which depends on their size
+            output.metrics[f"{metric_key_prefix}_loss"] = means["ce_loss"] + router_loss
+        means |= perplexities(means)
+        output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, None, None]:
+        self._check_once(model, inputs)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
+        padding_free = self.is_padding_free(inputs)
+        if self.is_in_chunks:
+            nll = outputs["token_losses"]
+        else:
+            nll = token_losses(outputs["logits"], model_inputs(inputs, padding_free)["input_ids"])
+        nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
+        real = has_label(inputs)
+        masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
+        for name, mask in masks.items():
+            counts = mask.sum(-1)
+            self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
+        router_loss = self.router_loss(outputs)
+        if router_loss is not None:
+            counts = masks["ce_loss"].sum(-1)
+            self._held_out["router_loss"].add({"router_loss": router_loss.expand(len(counts))}, counts)
+        return loss.detach(), None, None
+
+    def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        """Compare chunks with the model's own logits before the first batch, when the model is placed and sharded, and
+        packed with separate documents before the first batch of them.
+        """
+        if self._checks_chunks:
+            with self.accelerator.autocast():
+                check_chunks(model, unwrap_adapter(self.model))
+            self._checks_chunks = False
+        if not self._is_unchecked or not (self._flattens or "position_ids" in inputs):
+            return
+        check_layers(self.model)
+        # A compiled model would be compiled for the rows of the comparison.
+        model = self.model if self.args.torch_compile else model
+        with self.accelerator.autocast():
+            check_separation(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
+        self._is_unchecked = False
+
+
+def _offloading(model: nn.Module) -> AbstractContextManager[Any]:
+    from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
+
+    return get_act_offloading_ctx_manager(model)
+
+
+def token_losses(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Negative log-likelihood of tokens 1.. of each row from logits (B, S, V): (B, S - 1), float32."""
+    with torch.no_grad():
+        return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), input_ids[:, 1:], reduction="none")

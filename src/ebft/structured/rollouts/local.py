@@ -1,0 +1,264 @@
+"""Rollouts with the policy's `generate`, in the training process, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import pad
+
+from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
+from ebft.models.sharding import is_sharded
+from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
+from ebft.prefix.forward import backbone_states, head_of, run_wrapped, take_programs
+from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
+from ebft.structured.rollouts.turns import Completion, Sampling
+
+
+class Generator:
+    """Generates with transformers' `generate`, with prompts padded on the left; `temperature` 0 is greedy decoding."""
+
+    def __init__(self, sampling: Sampling, pad_token_id: int, cache_implementation: str | None = None) -> None:
+        self._pad_token_id = pad_token_id
+        self._end_ids = sorted(sampling.end_ids)
+        warpers = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+        }
+        self._kwargs = {
+            "do_sample": sampling.temperature > 0,
+            **(warpers if sampling.temperature > 0 else {}),
+            "repetition_penalty": sampling.repetition_penalty,
+            "eos_token_id": self._end_ids or None,
+            "pad_token_id": pad_token_id,
+            "cache_implementation": cache_implementation,
+            **sampling.extra,
+        }
+
+    def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        """Return one completion per prompt; the model must be in eval mode, with gradients disabled."""
+        if is_sharded(model):
+            return run_wrapped(model, lambda causal_lm: self._generate(causal_lm, prompts, max_tokens))
+        return self._generate(unwrap_adapter(model), prompts, max_tokens)
+
+    def _generate(
+        self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]
+    ) -> list[Completion]:
+        input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
+        attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
+            input_ids.device
+        )
+        kwargs = {**self._kwargs, "max_new_tokens": max(max_tokens)}
+        with _only(causal_lm, GenerationConfig(**kwargs, disable_compile=True)):
+            output = causal_lm.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
+                synced_gpus=False,  # see ebft.structured.rollouts.local
+            )
+        sampled = output[:, input_ids.shape[1] :].tolist()
+        return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Return the ids up to and including the first end token; the rest is padding."""
+        end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
+        return ids[: end + 1]
+
+
+class HFBackend:
+    """Samples from the current policy of a trainer, in eval mode; with shared prompts where the model supports them."""
+
+    def __init__(self, trainer: Any, sampling: Sampling, pad_token_id: int) -> None:
+        self._trainer = trainer
+        shares = trainer.shares_prompts and trainer.args.cache_implementation is None
+        if shares and SharedPromptSampler.supports(sampling):
+            self._sample = SharedPromptSampler(sampling)
+        else:
+            self._sample = Generator(sampling, pad_token_id, trainer.args.cache_implementation)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        trainer = self._trainer
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+            ) as policy,
+            evaluating(policy),
+            trainer.accelerator.autocast(),
+        ):
+            return self._sample(policy, prompts, max_tokens)
+
+
+class ModelBackend:
+    """Generates with a model outside of training."""
+
+    def __init__(self, model: nn.Module, sampling: Sampling, pad_token_id: int) -> None:
+        self._model, self._generator = model, Generator(sampling, pad_token_id)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        with evaluating(self._model):
+            return self._generator(self._model, prompts, max_tokens)
+
+
+@contextmanager
+def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
+    """Temporarily replace the model's generation config, which transformers uses for values unset in `config`."""
+    own, causal_lm.generation_config = causal_lm.generation_config, config
+    try:
+        yield causal_lm
+    finally:
+        causal_lm.generation_config = own
+
+
+class _OwnLimit(StoppingCriteria):
+    """Stops each row of a batch at a separate number of new tokens."""
+
+    def __init__(self, prompt_length: int, max_tokens: list[int]) -> None:
+        self._stop_at = torch.tensor(max_tokens) + prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self._stop_at.to(input_ids.device)
+
+
+class SharedPromptSampler:
+    """Samples as transformers' `generate` does with the same parameters; `temperature` 0 is greedy decoding.
+
+    Samples that have ended are dropped from the batch, and nothing is padded. The log-probabilities are those of the
+    distribution that is sampled from.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._temperature, self._end_ids = sampling.temperature, sorted(sampling.end_ids)
+        self._truncation = Truncation.of(sampling.top_k, sampling.top_p, sampling.min_p)
+
+    @staticmethod
+    def supports(sampling: Sampling) -> bool:
+        """Whether there are no parameters that only `generate` has."""
+        return not sampling.extra and sampling.repetition_penalty == 1 and sampling.regex is None
+
+    def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        """Return one completion per prompt; the model must be prepared, in eval mode, with gradients disabled."""
+        policy = model if is_sharded(model) else unwrap_adapter(model)
+        return run_wrapped(policy, lambda causal_lm: self._sample(causal_lm, prompts, max_tokens))
+
+    def _sample(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
+        device, head = causal_lm.device, head_of(causal_lm)
+        layout, tokens, last = _prefill_layout(prompts, device)
+        prefill = SuffixPass(layout, keeps_keys=True)
+        states = backbone_states(causal_lm, tokens, prefill)[last]
+        cache = SharedCache(prefill)
+        ids, logps = ([[] for _ in prompts] for _ in range(2))
+        live, limits, ends = torch.arange(len(prompts)), torch.tensor(max_tokens), torch.tensor(self._end_ids)
+        for length in range(1, max(max_tokens) + 1):
+            token, logp = self._draw(head.logits(states))
+            for index, drawn, value in zip(live.tolist(), token.tolist(), logp.tolist()):
+                ids[index].append(drawn)
+                logps[index].append(value)
+            goes_on = (limits[live] > length) & ~torch.isin(token.cpu(), ends)
+            if not goes_on.any():
+                break
+            if not goes_on.all():
+                kept = goes_on.nonzero().squeeze(1)
+                live, token = live[kept], token[kept.to(device)]
+                cache.keep(kept.to(device))
+            states = backbone_states(causal_lm, token, DecodePass(cache))
+            cache.advance()
+        return [Completion(*sampled) for sampled in zip(ids, logps)]
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next token of every sample and its log-probability, (N,) each, given logits (N, V)."""
+        if self._temperature == 0:
+            softmax = Softmax(logits, 1.0)
+            token = softmax.most_likely()
+        else:
+            softmax = Softmax(logits, self._temperature, self._truncation)
+            token = sample_tokens(softmax.probabilities, torch.rand(len(logits), 1, device=logits.device))
+        return token.squeeze(-1), softmax.logps(token).squeeze(-1)
+
+
+def _prefill_layout(contexts: list[list[int]], device: torch.device) -> tuple[PromptLayout, Tensor, Tensor]:
+    """Return the layout of the contexts, its tokens, and the index of every context's last token among these.
+
+    Adjacent contexts share a prompt if they are equal, or, where all differ, for as long as most of it is equal, as in
+    later turns of a conversation.
+    """
+    groups = [list(group) for _, group in groupby(range(len(contexts)), key=lambda index: contexts[index])]
+    prompts = [contexts[group[0]] for group in groups]
+    if len(groups) == len(contexts):
+        groups, prompts = _with_common_prefixes(contexts)
+    suffixes = [[contexts[index][len(prompt) :] for index in group] for prompt, group in zip(prompts, groups)]
+    tokens = [token for ids in [*prompts, *(ids for own in suffixes for ids in own)] for token in ids]
+    lengths = [[len(ids) for ids in own] for own in suffixes]
+    last, end, position = [], 0, sum(map(len, prompts))
+    for prompt, own in zip(prompts, lengths):
+        end += len(prompt)
+        for length in own:
+            position += length
+            last.append(position - 1 if length else end - 1)
+    layout = PromptLayout([len(prompt) for prompt in prompts], lengths, device)
+    return layout, torch.tensor(tokens, device=device), torch.tensor(last, device=device)
+
+
+def _with_common_prefixes(contexts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return groups of adjacent contexts, and the prefix that the contexts of each group have in common."""
+    groups, prefixes = [[0]], [contexts[0]]
+    for index, context in enumerate(contexts[1:], 1):
+        prefix = prefixes[-1]
+        common = next((i for i, (a, b) in enumerate(zip(prefix, context)) if a != b), min(len(prefix), len(context)))
+        if 2 * common >= max(len(prefix), 1):
+            groups[-1].append(index)
+            prefixes[-1] = prefix[:common]
+        else:
+            groups.append([index])
+            prefixes.append(context)
+    return groups, prefixes
+
+
+@contextmanager
+def passes_in_step(model: nn.Module, accelerator: Any) -> Iterator[None]:
+    """Let processes make different numbers of passes of `model` within the block; no effect if it is not sharded.
+
+    All processes must enter and leave the block together. Gradients must not be computed in it.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    take_programs(model)
+    idle(model)  # gathers what remains gathered between passes, so that later passes of all processes do the same
+
+    def announce(*_: Any) -> None:
+        _someone_goes_on(accelerator, True)
+
+    hook = backbone_of(unwrap_adapter(model)).register_forward_pre_hook(announce)
+    try:
+        yield
+    finally:
+        hook.remove()
+    while _someone_goes_on(accelerator, False):
+        idle(model)
+
+
+def idle(model: nn.Module) -> None:
+    """Run a forward pass of one token."""
+
+    def one_token(causal_lm: PreTrainedModel) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=causal_lm.device)
+        causal_lm.forward_of_model(input_ids=token, use_cache=False)
+
+    with evaluating(model):
+        run_wrapped(model, one_token)
+
+
+def _someone_goes_on(accelerator: Any, this_process: bool) -> bool:
+    """Return whether a process makes another pass, as each of them reports."""
+    passes = accelerator.reduce(torch.tensor(float(this_process), device=accelerator.device), "sum")
+    return this_process or bool(passes)

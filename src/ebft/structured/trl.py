@@ -1,0 +1,341 @@
+"""Hooks in the steps of TRL's GRPOTrainer: generation, rewards, inputs of the loss, and the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, device, nn
+from torch.utils.data import Sampler
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from ebft.config.user_code import state_kept
+from ebft.errors import ConfigError
+from ebft.reward_functions.calls import name_of
+from ebft.structured.over_trl.held_out import CountsRowsOnce
+from ebft.structured.shared_prompt import Padded
+from ebft.trainer import OverTrainer
+
+
+class HasHooks(GRPOTrainer):
+    """GRPOTrainer with hooks that subclasses can override.
+
+    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times, and so are
+    results that `score` leaves for `add_to_loss` in `reference_logps`. `keeps_groups`: see `by_group`.
+    """
+
+    inputs_of_loss: dict[str, Any] | None = None
+    reference_logps: Any = None
+    keeps_groups: bool = False
+    use_vllm: bool
+    vllm_generation: Any
+
+    # Hooks
+
+    def take_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Receive the rows to generate completions for; `rollout_func` receives their prompts only."""
+
+    def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the loss, computed from `rows` and their completions."""
+        return inputs
+
+    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
+        return inputs
+
+    def after_generation(self, fields: list[Any]) -> list[Any]:
+        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
+        return fields
+
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
+        """Return one completion per prompt and their log-probabilities, None if unknown; or None to let TRL sample.
+
+        TRL calls tools between such turns.
+        """
+        return None
+
+    def before_rewards(self) -> None:
+        """Called before the reward functions."""
+
+    def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
+        """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
+        return rewards
+
+    def score(
+        self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the log-probabilities and entropies of completions, (B, C) each, or None to let TRL compute them."""
+        return None
+
+    def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, given TRL's loss."""
+        return loss
+
+    # Callers of the hooks
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.take_rows(inputs)
+        found = self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
+        found = self.after_inputs(inputs, found)
+        return found | {ROW: torch.arange(len(inputs))}
+
+    def _generate(self, prompts: list) -> tuple:
+        return tuple(self.after_generation(list(super()._generate(prompts))))
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
+        sampled = self.sample_turn(prompt_ids)
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs) if sampled is None else sampled
+
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
+        self.before_rewards()
+        later = [name_of(inspect.unwrap(each)) for each in self.reward_funcs if inspect.iscoroutinefunction(each)]
+        with state_kept(" ".join(["The reward functions", ", ".join(later)]).strip()):  # they run at the same time
+            rewards = super()._calculate_rewards(inputs, *args)
+        return self.after_rewards(inputs, rewards)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        self.inputs_of_loss = inputs
+        try:
+            return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
+        finally:
+            self.inputs_of_loss = self.reference_logps = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        scored: list[tuple[Tensor, Tensor] | None] = []
+        if not compute_aux_loss and all(value is None for value in multimodal.values()):
+            with self.accelerator.autocast():
+                for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
+                    split = (part for x in (ids, mask) for part in x.tensor_split([-logits_to_keep], dim=1))
+                    prompts, completions, prompt_mask, completion_mask = split
+                    scored.append(
+                        self.score(model, (prompts, prompt_mask), (completions, completion_mask), compute_entropy)
+                    )
+        if not scored or scored[0] is None:
+            options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss, **multimodal}
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+        logps, entropies = zip(*scored)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.keeps_groups or self._buffered_inputs is before or len(self._buffered_inputs) == 1:
+            return inputs
+        self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+
+class NamesPrivates(GRPOTrainer):
+    """GRPOTrainer with public names for its counters, logs, buffers and synchronisation."""
+
+    def completion_logps(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Tensor:
+        """Return the log-probabilities (B, length) of the last `length` tokens of `ids` (B, tokens)."""
+        return self._get_per_token_logps_and_entropies(model, ids, mask, length)[0]
+
+    @property
+    def trained_micro_batches(self) -> int:
+        return self._step
+
+    @trained_micro_batches.setter
+    def trained_micro_batches(self, count: int) -> None:
+        self._step = count
+
+    @property
+    def generation_batch(self) -> list[dict[str, Any]] | None:
+        """The inputs of the micro-batches of the current generation step; None before the first."""
+        return self._buffered_inputs
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self._entropy_bonus_enabled
+
+    @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer inside `processing_class`."""
+        return self._tokenizer
+
+    def importance_ratio(self, difference: Tensor) -> Tensor:
+        """Return the ratios, (B, C) or (B, 1), that correct for sampling from another policy, as TRL computes them.
+
+        `difference` (B, C): log-probabilities of the trainer minus those of the sampler, 0 at masked tokens.
+        """
+        mode = self.vllm_importance_sampling_mode
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        ratio = (difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference).exp()
+        if mode.endswith("truncate"):
+            return ratio.clamp(low, high) if low is not None or high is not None else ratio
+        outside = (ratio < (low if low is not None else 0.0)) | (ratio > (high if high is not None else float("inf")))
+        return ratio.masked_fill(outside, 0.0)
+
+    def log_mean(self, mode: str, name: str, value: float) -> None:
+        """Add a value to a metric of `train` or `eval`, whose mean is logged next."""
+        self._metrics[mode][name].append(value)
+
+    def log_advantages(self, advantages: Tensor) -> None:
+        """Log `advantages` of the completions of all processes in place of TRL's."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages.tolist())
+
+    def drop_reward_logs(self, prefix: str) -> None:
+        """Discard metrics logged by reward functions whose names start with `prefix`."""
+        for name in [name for name in self._pending_metrics if name.startswith(prefix)]:
+            del self._pending_metrics[name]
+
+    def sync_before_rollouts(self, sampler: Any) -> None:
+        """Make TRL synchronise `sampler` before rollouts and apply importance sampling with its log-probabilities."""
+        self.use_vllm, self.vllm_generation, self._last_loaded_step = True, sampler, -1
+
+    def sync_if_outdated(self) -> None:
+        """Synchronise the sampler, if there is one, unless that was done in this step."""
+        if self.use_vllm and self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+
+    def sync_anew(self) -> None:
+        """Mark the weights of the sampler as outdated."""
+        self._last_loaded_step = -1
+
+    def items_of(self, batches: list[Any], where: device) -> Any:
+        """Return the number of items that the loss of the batches is normalised by."""
+        return self._get_num_items_in_batch(batches, where)
+
+
+_REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
+
+
+class ResumesGeneration(OverTrainer, GRPOTrainer):
+    """GRPOTrainer that continues exactly from a checkpoint, also within a generation batch."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        return EpochSampler.like(super()._get_train_sampler(dataset))
+
+    def running_state(self) -> dict[str, Any]:
+        """Return what is to be logged, the position in the generation batch, and the batch if it is still needed."""
+        is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return super().running_state() | {
+            "batches": self._batch_sizes(),
+            "micro_batches": self._step,
+            "generation_batch": None if is_used_up else self._buffered_inputs,
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+        }
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._metrics["train"].update(state.get("metrics", {}))
+        if state.get("batches") == self._batch_sizes():
+            self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
+        else:  # of an earlier release, of another number of processes, or with other batches
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def save_shared(self, folder: Path) -> None:
+        super().save_shared(folder)
+        if self.args.sync_ref_model and not self._has_sharded_reference:
+            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
+
+    def load_shared(self, folder: Path) -> None:
+        super().load_shared(folder)
+        if not self.args.sync_ref_model:
+            return
+        if self._has_sharded_reference or not (folder / _REFERENCE).is_file():
+            reason = "sharded weights are not saved" if self._has_sharded_reference else f"there is no {_REFERENCE}"
+            raise ConfigError(
+                f"Training cannot be resumed from {folder} with trl.sync_ref_model: the reference model of this step, "
+                f"which differs from the base model, is not in the checkpoint ({reason}). Set trl.sync_ref_model: "
+                "false, or start a new run in another output_dir."
+            )
+        load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
+
+    @property
+    def _has_sharded_reference(self) -> bool:
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    def _batch_sizes(self) -> list[int]:
+        """Return what the generation batch of a process, and the number of micro-batches so far, depend on."""
+        args = self.args
+        sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.steps_per_generation)
+        return [*sizes, self.num_iterations, self.num_generations, args.world_size]
+
+
+ROW = "row"  # key of each row's index in the generation batch
+
+
+def by_group(batches: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Return the rows of shuffled micro-batches such that the rows of a group are adjacent, with the groups shuffled.
+
+    The groups are ordered by their first rows in `batches`, of which there are as many after as before.
+    """
+    group = (torch.cat([batch[ROW] for batch in batches]) // size).tolist()
+    order = sorted(range(len(group)), key=lambda index: group.index(group[index]))
+    per_batch = len(order) // len(batches)
+    chunks = [order[start : start + per_batch] for start in range(0, len(order), per_batch)]
+    return [{key: _rows_of([batch[key] for batch in batches], chunk) for key in batches[0]} for chunk in chunks]
+
+
+def _rows_of(parts: list[Any], index: list[int]) -> Any:
+    """Return rows of the concatenation of `parts`; scalars and None, which are equal in all parts, as they are."""
+    if isinstance(parts[0], list):
+        rows = [row for part in parts for row in part]
+        return [rows[i] for i in index]
+    return torch.cat(parts)[index] if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]
+
+
+class EpochSampler(RepeatSampler):
+    """RepeatSampler with `set_epoch`: epoch e gets the order that RepeatSampler gives in its e-th iteration.
+
+    RepeatSampler draws each order from a generator that continues, so that a resumed run would start again with the
+    order of epoch 0.
+    """
+
+    epoch = 0
+
+    @classmethod
+    def like(cls, sampler: RepeatSampler) -> EpochSampler:
+        """Return a sampler with the settings of `sampler`."""
+        return cls(
+            sampler.data_source,
+            sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from 0, whose order is next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+__all__ = ["COMPLETIONS", "LOGPROBS", "ROW", "OverTRL", "by_group"]
+
+COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
+
+
+class OverTRL(HasHooks, CountsRowsOnce, ResumesGeneration, NamesPrivates):
+    """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues exactly from a checkpoint."""

@@ -1,0 +1,233 @@
+"""Arguments shared by several commands, and the names of options.
+
+Names of options, in all commands:
+
+- CONFIG, FOLDER, CONFIG|FOLDER: what the command reads, as its first argument. Overrides (key=value) follow a config.
+- `--output`: the file or folder in which the command writes its result. Further files are named after their contents
+  (`--plot`, `--html`).
+- `--model`: a model of any kind, a name, folder or Hub id; `--base-model`: the one that an adapter or a trained model
+  started from; `--lora-model-dir`: folder of the adapter, as the config key of that name.
+- `--count`, `-n`: number of items to show; `--json`: print JSON instead of text; `--seed`: random seed.
+- An option that stands for a config key has the key's name with dashes: `--max-new-tokens`, `--top-p`.
+
+An option that was renamed keeps its former name as a hidden option (`hidden=True`), which `renamed` merges with it.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import typer
+from rich.padding import Padding
+from rich.text import Text
+
+from ebft.catalog import MODELS, is_gguf
+from ebft.config.load import load_config
+from ebft.config.reference import choices_of, option_groups
+from ebft.config.schema import RunConfig
+from ebft.data.locate import lasting_name, locate
+from ebft.errors import ConfigError
+from ebft.tools.dashboard.rollouts import TERMS, all_samples
+
+COPIED = ("examples", "deepspeed_configs")
+_SAMPLES_READ = 50  # of a log of rollouts, for the names of its terms
+_CONFIGS = (".yaml", ".yml")
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Config files and folders; the content of a folder if nothing else begins with `incomplete`."""
+    return _paths(incomplete, _CONFIGS)
+
+
+def complete_folder(incomplete: str) -> list[str]:
+    """Folders."""
+    return _paths(incomplete, ())
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Folders, and names of models of `ebft fetch`."""
+    return [*(name for name in MODELS if name.startswith(incomplete)), *complete_folder(incomplete)]
+
+
+def complete_fetched(incomplete: str) -> list[str]:
+    """What `ebft fetch` takes: names of models, of copies of configs, and GGUF files."""
+    names = [name for name in (*MODELS, *COPIED) if name.startswith(incomplete)]
+    return names or [path for path in _paths(incomplete, (".gguf",)) if path.endswith("/") or is_gguf(path)]
+
+
+def complete_term(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Terms of rewards in the run whose folder is given, or those of all runs."""
+    # An option without its value ends the parsing, so FOLDER is still among the unparsed arguments.
+    folder = ctx.params.get("folder") or next((Path(word) for word in ctx.args if Path(word).is_dir()), None)
+    samples = islice(all_samples(folder), _SAMPLES_READ) if folder is not None else ()
+    found = dict.fromkeys(term for sample in samples for term in sample.terms)
+    return [term for term in found or TERMS if term.startswith(incomplete)]
+
+
+def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Config keys, or after `key=` the values of a key that has a few."""
+    before = list(ctx.params.get("overrides") or ctx.params.get("words") or [])
+    # Bash splits words at `=`. Click removes a last word `=`, but not one before the beginning of a value.
+    if before[-1:] == ["="]:
+        before.pop()
+    elif incomplete:
+        before.clear()
+    if before and "=" not in before[-1]:
+        return [value for value in choices_of(before[-1]) if value.startswith(incomplete)]
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        return _assignments(key)
+    keys = list(_keys(incomplete))
+    if len(keys) == 1 and choices_of(keys[0]):
+        return _assignments(keys[0])
+    return [f"{key}=" for key in keys]
+
+
+def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For `ebft config`: overrides with --check, otherwise keys to search for."""
+    if ctx.params.get("check") is not None:
+        return complete_override(ctx, incomplete)
+    return list(_keys(incomplete))
+
+
+def _assignments(key: str) -> list[str]:
+    return [f"{key}={value}" for value in choices_of(key)]
+
+
+def _keys(incomplete: str) -> Iterator[str]:
+    """The keys that begin with `incomplete`; elements of lists have the number in it, or 0."""
+    number = re.search(r"\.(\d+)(\.|$)", incomplete)
+    for options in option_groups().values():
+        for option in options:
+            key = option.key.replace(".N.", f".{number[1] if number else 0}.")
+            if key.startswith(incomplete) and (key == option.key or "." in incomplete):
+                yield key
+
+
+def _paths(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Folders, with a slash at their end, and files with these suffixes, that begin with `incomplete`."""
+    head, tail = os.path.split(incomplete)
+    try:
+        entries = sorted(os.scandir(Path(head or ".").expanduser()), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    shown = [entry for entry in entries if entry.name.startswith(tail or "") and (tail or entry.name[0] != ".")]
+    found = [
+        os.path.join(head, entry.name) + ("/" if entry.is_dir() else "")
+        for entry in shown
+        if entry.is_dir() or entry.name.lower().endswith(suffixes or ("/",))
+    ]
+    if len(found) == 1 and found[0].endswith("/"):  # the shell would add a space after the only word
+        inside = _paths(found[0], suffixes)
+        return [*found, *inside] if not suffixes else inside or found
+    return found
+
+
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="The YAML config file.", show_default=False, autocompletion=complete_config),
+]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FOLDER",
+        help="The output_dir of a run, running or ended.",
+        show_default=False,
+        autocompletion=complete_folder,
+    ),
+]
+ConfigOrFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG|FOLDER",
+        help="The config of the run, or the folder of a model or an adapter.",
+        show_default=False,
+        autocompletion=complete_config,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that override the config file.",
+        show_default=False,
+        autocompletion=complete_override,
+    ),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model",
+        metavar="MODEL",
+        help="Base model, if it is not where the adapter or the model card says.",
+        show_default=False,
+        autocompletion=complete_model,
+    ),
+]
+LoraModelDir = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-model-dir",
+        metavar="DIR",
+        help="With a config: folder of the adapter. Default: output_dir.",
+        show_default=False,
+        autocompletion=complete_folder,
+    ),
+]
+FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
+Value = TypeVar("Value", Path, int)
+
+
+class Source(NamedTuple):
+    """What CONFIG|FOLDER names: a config, or None, and the folder of the model or adapter."""
+
+    config: RunConfig | None
+    folder: Path
+
+
+def read_source(source: Path, overrides: list[str] | None, lora_model_dir: str | None = None) -> Source:
+    """Load the config `source`, whose folder is `lora_model_dir` or else `output_dir`, or find the folder `source`.
+
+    A folder may also be the name of a fetched model. Raises ConfigError if it is neither, or for a folder with options
+    that require a config, and ModelError for a model that is not fetched.
+    """
+    is_name = not source.exists() and str(source) in MODELS
+    if source.is_dir() or is_name:
+        if overrides or lora_model_dir:
+            given = "--lora-model-dir requires" if lora_model_dir else "overrides require"
+            raise ConfigError(f"{source} is a folder: {given} a config.")
+        if is_name:
+            locate(str(source), "model", "FOLDER")
+        return Source(None, Path(lasting_name(str(source))) if is_name else source)
+    if not source.exists() and source.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{source} is neither a config file nor a folder with a model or an adapter.")
+    config = load_config(source, overrides or [])
+    return Source(config, Path(lora_model_dir or config.output_dir).expanduser())
+
+
+def renamed(value: Value | None, former: Value | None, name: str, former_name: str) -> Value | None:
+    """The value of the option `name`, or of its former name. Raises ConfigError if both are given."""
+    if value is not None and former is not None:
+        raise ConfigError(f"{name} and {former_name} are the same option. Keep {name}.")
+    return former if value is None else value
+
+
+def key_overview() -> str:
+    """All top-level keys, one paragraph per group, for --help."""
+    groups = option_groups(nested=False)
+    lines = [f"{title}: {', '.join(option.key for option in options)}" for title, options in groups.items()]
+    return "\n\n".join(["Config keys (run `ebft config` for descriptions):", *lines])
+
+
+def option_listing(search: str = "") -> Iterator[Text | Padding]:
+    """Every key with its type, default and description; with `search`, only the keys that contain it."""
+    for title, options in option_groups().items():
+        found = [option for option in options if search in option.key]
+        if found:
+            yield Text(f"\n{title}", style="bold underline")
+        for option in found:
+            yield Text.assemble((option.key, "bold cyan"), f" = {option.default}  ", (option.type, "dim"))
+            yield Padding(Text(option.description), (0, 0, 0, 4))

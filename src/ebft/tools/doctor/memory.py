@@ -1,0 +1,350 @@
+"""The memory and disk space that a run needs, estimated from the model's configuration, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+
+from ebft.config.schema import RunConfig
+from ebft.machine import available_memory, gib
+from ebft.models.adapter import attach_adapter
+from ebft.models.load import spare_gpu, weights_dtype
+from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
+from ebft.tools.doctor.check import Check
+from ebft.tools.doctor.rows import LongestRows, StepTokens
+
+# Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
+# attention scores, about 17 (Korthikanti et al. 2022); with gradient checkpointing, the input of each layer.
+_ACTIVATIONS, _CHECKPOINTED = 17, 1
+# The peak of a strided forward pass whose activations are kept for the loss, as a multiple of them, without and with an
+# adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
+_FORWARD_FULL, _FORWARD_ADAPTER = 1.2, 1.9
+# What is in memory in each phase that `ebft doctor` measures; `_LOSS` in those that are not listed.
+_STEP = ("weights", "copy", "optimizer")
+_SAMPLING = (*_STEP, "accumulated")
+_PHASES = {
+    "before loading": (),
+    "model": ("weights",),
+    "trainer setup": ("weights", "copy"),
+    "rollouts": (*_SAMPLING, "sampling"),
+    "log-probabilities": (*_SAMPLING, "scoring"),
+    "features": (*_SAMPLING, "kept", "embedding"),
+    "rewards and features": (*_SAMPLING, "kept", "embedding"),
+    "optimizer": (*_STEP, "gradients"),
+}
+_LOSS = (*_STEP, "gradients", "activations")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of weights: of the base model, and those that are trained."""
+
+    base: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by purpose. `activations`, `sampling` and `embedding` are rough; the rest follows from the weights."""
+
+    weights: int
+    features: int  # a frozen copy of the model
+    features_on: str | None  # its device; None: that of the model
+    gradients: int
+    accumulated: int  # gradients of earlier micro-batches, while a later one samples and embeds
+    optimizer: int
+    activations: int
+    kept: int  # activations of a single pass, while features are computed
+    sampling: int
+    scoring: int  # the peak of the forward pass of the loss, if it is not that of sampling
+    embedding: int
+    checkpoint: int  # on disk
+    parameters: int
+    trained: int
+    dtype: str
+    copy_name: str  # what the method calls its frozen copy
+    placed_on: str | None = None  # `auto` with a device_map over all GPUs; None: the device that trains
+
+    @property
+    def copy(self) -> int:
+        """The frozen copy, if it is on the device of the model."""
+        return self.features if self.features_on is None else 0
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.copy + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The most that the device of the model needs at any time."""
+        return max(self.during(phase) for phase in (*_PHASES, "loss and backward"))
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs the most."""
+        return max((*_PHASES, "loss and backward"), key=self.during)
+
+    def during(self, phase: str) -> int:
+        """Return the bytes that the device of the model needs in a phase of `ebft.tools.doctor.step.measure_step`."""
+        return sum(self.parts(phase).values())
+
+    def parts(self, phase: str) -> dict[str, int]:
+        """Return the bytes in a phase by name of their purpose; they add up to `during`."""
+        sampling = "activations and cache of rollouts" if self.kept else "cache of rollouts"
+        names = {
+            "weights": f"weights in {self.dtype}",
+            "copy": self.copy_name,
+            "accumulated": "gradients",
+            "activations": "activations (rough)",
+            "sampling": f"{sampling} (rough)",
+            "scoring": "activations (rough)",
+            "kept": "activations (rough)",
+            "embedding": "features (rough)",
+        }
+        return {names.get(part, part): getattr(self, part) for part in _PHASES.get(phase, _LOSS)}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The inputs of estimates for a config and for variations of it."""
+
+    config: RunConfig
+    model_config: Any
+    rows: LongestRows
+    sizes: Sizes
+
+    def of(self, config: RunConfig, sizes: Sizes | None = None) -> Estimate:
+        return estimate(config, self.model_config, self.rows.step_tokens(config), sizes or self.sizes)
+
+
+def needs(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
+    """Return the inputs of estimates, with the weights of `config` counted."""
+    return Needs(config, model_config, rows, count_weights(config, model_config))
+
+
+def count_weights(config: RunConfig, model_config: Any) -> Sizes:
+    """Return the numbers of weights of a model with a transformers configuration, without allocating them."""
+    with init_empty_weights(include_buffers=True):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
+        )
+    base = sum(weight.numel() for weight in model.parameters())
+    return Sizes(base, base if config.adapter is None else _adapter_size(model, config))
+
+
+def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Sizes) -> Estimate:
+    """Return the estimate for a step of `tokens` with the model of a transformers configuration."""
+    dtype = weights_dtype(config)
+    per_weight = 0.56 if config.load_in_4bit else 1 if config.load_in_8bit else dtype.itemsize
+    trained_bytes = dtype.itemsize if config.adapter is None else 4
+    trained = sizes.trained * trained_bytes
+    weights = int(sizes.base * per_weight) + (trained if config.adapter is not None else 0)
+    states = optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
+    has_copy = config.adapter is None and config.method.copies_model(config)
+    text = model_config.get_text_config()
+    layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
+    factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
+    activations = tokens.loss * layer * text.num_hidden_layers * factor
+    if config.method.keeps_logits(config):
+        activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
+    is_single = _samples_with_gradient(config)
+    cache = tokens.sampling * _cache_bytes(text, dtype)
+    forward = activations
+    if config.method.samples_blocks:
+        forward = int(activations * (_FORWARD_FULL if config.adapter is None else _FORWARD_ADAPTER))
+    accumulates = config.method.samples_blocks and config.gradient_accumulation_steps > 1
+    return Estimate(
+        weights=weights,
+        features=weights if has_copy else 0,
+        features_on=_features_on(config, weights) if has_copy and config.method.compares_features(config) else None,
+        gradients=trained,
+        accumulated=trained if accumulates else 0,
+        optimizer=states,
+        activations=activations,
+        kept=activations if is_single else 0,
+        sampling=forward + cache if is_single else cache,
+        scoring=0 if is_single else forward,
+        embedding=tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers)),
+        checkpoint=trained + (0 if config.save_only_model else states),
+        parameters=sizes.base + (0 if config.adapter is None else sizes.trained),
+        trained=sizes.trained,
+        copy_name=config.method.copy_name,
+        placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
+        dtype="4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1],
+    )
+
+
+def _adapter_size(model: Any, config: RunConfig) -> int:
+    """Number of weights of the adapter. Its layers are those of the unquantised model."""
+    if config.lora_model_dir is not None:
+        files = Path(config.lora_model_dir).expanduser().glob("adapter_model.*")
+        return sum(path.stat().st_size for path in files) // 4
+    plain = config.model_copy(update={"load_in_4bit": False, "load_in_8bit": False})
+    with init_empty_weights(include_buffers=True):
+        adapted = attach_adapter(model, plain)
+    return sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+
+
+def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    heads = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width * dtype.itemsize
+
+
+def _samples_with_gradient(config: RunConfig) -> bool:
+    """Whether the sampling pass keeps its activations for the loss (see `ebft.single_pass`)."""
+    ebft = config.ebft
+    if not config.method.samples_blocks or config.gradient_checkpointing or ebft.rollout_tokens_per_pass is not None:
+        return False
+    return ebft.single_pass if ebft.single_pass is not None else not torch.cuda.is_available()
+
+
+def _features_on(config: RunConfig, size: int) -> str | None:
+    """The device of the frozen copy; None if it is that of the model."""
+    if not torch.cuda.is_available():
+        return None
+    device = config.ebft.feature_device
+    if device is None:
+        return None if config.device_map is not None else spare_gpu(torch.cuda.current_device(), size)
+    return None if device in ("cuda", f"cuda:{torch.cuda.current_device()}") else device
+
+
+_LEAST = 0.01  # of the phase's memory; what saves less is not listed
+
+
+def savings(needs: Needs, phase: str) -> list[str]:
+    """Return changes that lower the memory of `phase`, those with the least cost in quality first.
+
+    `phase` is one of `ebft.tools.doctor.step.measure_step`. Each change is estimated alone, on the device of the model.
+    """
+    now = needs.of(needs.config).during(phase)
+    found = []
+    for text, changes in _changes(needs):
+        sizes = Sizes(needs.sizes.base, 0) if "adapter" in changes and needs.config.adapter is None else None
+        saved = now - needs.of(_changed(needs.config, changes), sizes).during(phase)
+        if saved > _LEAST * now:
+            found.append(f"{text} (saves about {gib(saved)})")
+    return found
+
+
+def advice(needs: Needs | None, phase: str) -> str:
+    """Return `savings` as a list with one per line; empty if the memory cannot be estimated, or nothing lowers it."""
+    found = savings(needs, phase) if needs is not None else []
+    return " To lower it:" + "".join(f"\n  - {saving}" for saving in found) if found else ""
+
+
+def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield changes that may lower the memory, as text and as values of keys."""
+    config = needs.config
+    yield from _smaller_batches(config, needs.rows.step_tokens(config).loss)
+    if not config.gradient_checkpointing:
+        text = "gradient_checkpointing: true, which recomputes activations in the backward pass"
+        yield text, {"gradient_checkpointing": True}
+    on_gpu, is_full = torch.cuda.is_available(), config.adapter is None
+    if is_full and config.method.compares_features(config) and on_gpu and config.ebft.feature_device != "cpu":
+        text = "ebft.feature_device: cpu, or another GPU, for the frozen copy of the model"
+        yield text, {"ebft.feature_device": "cpu"}
+    if is_full and on_gpu and "8bit" not in config.optimizer:
+        yield "optimizer: adamw_bnb_8bit", {"optimizer": "adamw_bnb_8bit"}
+    if weights_dtype(config).itemsize > 2:
+        yield "torch_dtype: bfloat16, for weights of half the size", {"torch_dtype": "bfloat16"}
+    if is_full:
+        text = "adapter: lora, without gradients, optimizer state or a frozen copy of the base model"
+        yield text, {"adapter": "lora"}
+    elif on_gpu and not (config.load_in_4bit or config.load_in_8bit):
+        yield "adapter: qlora with load_in_4bit: true", {"adapter": "qlora", "load_in_4bit": True}
+    yield from _smaller_rollouts(config)
+    half = needs.rows.longest // 2
+    if needs.rows.fit(config, half):
+        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+        yield text, {"sequence_len": half}
+
+
+def _smaller_batches(config: RunConfig, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes of the order of computation, which leave the step the same."""
+    size = config.micro_batch_size
+    if size > 1:
+        smaller = max(part for part in range(1, size) if size % part == 0)
+        accumulation = config.gradient_accumulation_steps * size // smaller
+        text = f"micro_batch_size: {smaller} with gradient_accumulation_steps: {accumulation} (same step)"
+        yield text, {"micro_batch_size": smaller, "gradient_accumulation_steps": accumulation}
+    if config.method.samples_blocks and config.ebft.rollout_tokens_per_pass is None:
+        part = min(4096, tokens // 2)
+        text = f"ebft.rollout_tokens_per_pass: {part}, which computes rollouts in parts (same step)"
+        yield text, {"ebft.rollout_tokens_per_pass": part}
+
+
+def _smaller_rollouts(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes of what is sampled."""
+    if config.method.samples_blocks:
+        section, counts = "ebft", {"n_samples_per_prompt": 2, "generate_max_len": 1}
+    elif config.method.rows == "prompts":
+        section, counts = "trl", {"max_completion_length": 1}
+    else:
+        return
+    for key, least in counts.items():
+        now = getattr(getattr(config, section), key)
+        value = -(-now // 2)
+        if least <= value < now:
+            yield f"{section}.{key}: {value}", {f"{section}.{key}": value}
+
+
+def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """Return the config with other values, of which some are in sections (`ebft.stride`)."""
+    top: dict[str, Any] = {}
+    for name, value in changes.items():
+        section, _, key = name.rpartition(".")
+        top[section or key] = getattr(config, section).model_copy(update={key: value}) if section else value
+    return config.model_copy(update=top)
+
+
+def exceeds(needed: Estimate) -> bool:
+    """Whether what follows from the number of weights is more than the free memory of its device."""
+    free, _ = available_memory(needed.placed_on)
+    return (free is not None and needed.fixed > free) or _copy_exceeds(needed)
+
+
+def memory_checks(needs: Needs) -> Iterator[Check]:
+    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another."""
+    needed = needs.of(needs.config)
+    free, where = available_memory(needed.placed_on)
+    shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)
+    text = f"estimated {gib(needed.total)} at the peak, in {needed.peak}: {shown}"
+    text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
+    text += f". {gib(free)} are free on {where}" if free is not None else ""
+    if free is not None and needed.fixed > free:
+        phase = "trainer setup" if needed.weights + needed.copy > free else "optimizer"
+        yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
+    elif free is not None and needed.total > 0.9 * free:
+        yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")
+    else:
+        yield Check("ok", "memory", text)
+    if needed.features_on is not None:
+        yield _copy_check(needed)
+
+
+def _copy_check(needed: Estimate) -> Check:
+    free, where = available_memory(needed.features_on)
+    text = f"{gib(needed.features)} for the frozen copy of the model on {needed.features_on}"
+    text += f"; {gib(free)} are free on {where}" if free is not None else ""
+    if _copy_exceeds(needed):
+        remedy = "Set ebft.feature_device to cpu or to another GPU, or adapter: lora, which needs no copy."
+        return Check("error", "feature network", f"{text}. {remedy}")
+    return Check("ok", "feature network", text)
+
+
+def _copy_exceeds(needed: Estimate) -> bool:
+    free = available_memory(needed.features_on)[0] if needed.features_on is not None else None
+    return free is not None and needed.features > free
+
+
+def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
+    problem, text = disk_need(config, needed.gradients, needed.checkpoint, checkpoints_kept(config, rows))
+    return Check("ok" if problem is None else "error", "disk", text if problem is None else problem)

@@ -1,0 +1,212 @@
+"""The longest rows of the training data, which need the most memory, and the tokens of a step on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ebft.anchors import count_row_blocks
+from ebft.config.schema import RunConfig
+from ebft.data.batches import PackedRows
+from ebft.data.conversation import Renderer
+from ebft.data.lengths import TRUNCATED, token_counts
+from ebft.tools.doctor.check import Check
+
+
+@dataclass(frozen=True)
+class PromptLength:
+    """Tokens of a row of prompts: before and in the reference of each reply. The first is the prompt."""
+
+    turns: tuple[tuple[int, int], ...]
+
+    @property
+    def prompt(self) -> int:
+        return self.turns[0][0]
+
+    @property
+    def given(self) -> int:
+        """Tokens between the replies."""
+        return sum(before for before, _ in self.turns[1:])
+
+    @property
+    def reference(self) -> int:
+        """Tokens of the reference conversation after the prompt."""
+        return self.given + sum(reference for _, reference in self.turns)
+
+    def completion(self, config: RunConfig) -> int:
+        """Return the most tokens of a sampled conversation after the prompt."""
+        return self.given + sum(_longest_reply(config, reference) for _, reference in self.turns)
+
+    def total(self, config: RunConfig) -> int:
+        return self.prompt + max(self.completion(config), self.reference)
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of one forward pass of the loss, whose keys are cached while sampling, and of one feature pass."""
+
+    loss: int
+    sampling: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True)
+class LongestRows:
+    """The rows of the largest batch of one optimizer step on this process, longest first.
+
+    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts.
+    """
+
+    data: Any
+    prompts: tuple[PromptLength, ...]
+    longest: int  # tokens, for prompts with the completion
+
+    def fit(self, config: RunConfig, sequence_len: int) -> bool:
+        """Whether `sequence_len` tokens have room for more than the prompts of these rows: a block in strided mode."""
+        if self.prompts:
+            return sequence_len > max(row.prompt for row in self.prompts)
+        rows = [document for row in self.data for document in row.get("documents", [row])]
+        if config.method.samples_blocks:
+            return all(num_blocks(config, row, sequence_len) > 0 for row in rows)
+        return all(sequence_len > (row.get("prompt_length") or 0) for row in rows)
+
+    def step_tokens(self, config: RunConfig) -> StepTokens:
+        """Return the tokens of a step with the settings of `config`, approximately."""
+        return self._of_prompts(config) if self.prompts else self._of_documents(config)
+
+    def _of_prompts(self, config: RunConfig) -> StepTokens:
+        size, samples = config.micro_batch_size, config.trl.num_generations
+        row = max(self.prompts, key=lambda row: row.total(config))
+        prompt, completion = min(row.prompt, config.sequence_len), row.completion(config)
+        sampled = config.trl.generation_batch_size or size * config.gradient_accumulation_steps
+        groups = math.ceil(size / samples)
+        scored = groups * row.reference if config.ebft.ce_coef else 0
+        return StepTokens(
+            loss=(groups if config.ebft.shared_prefix else size) * prompt + size * completion + scored,
+            sampling=0 if config.trl.use_vllm else math.ceil(sampled / samples) * prompt + sampled * completion,
+            features=prompt + samples * completion + row.reference if config.method.compares_features(config) else 0,
+        )
+
+    def _of_documents(self, config: RunConfig) -> StepTokens:
+        batch = [self.data[index] for index in range(min(config.micro_batch_size, len(self.data)))]
+        documents = [document for row in batch for document in row.get("documents", [row])]
+        if "prompt_ids" in documents[0]:  # of preference methods, which run all completions in one batch
+            return StepTokens(
+                loss=len(documents) * len(completions_of(documents[0])) * max(map(_pair_length, documents))
+            )
+        lengths = [min(_tokens(document), config.sequence_len) for document in documents]
+        if config.method.rows == "comparisons":
+            return StepTokens(loss=2 * len(lengths) * max(lengths))
+        if not config.method.samples_blocks:
+            packed = [sum(map(_tokens, row["documents"])) for row in batch if "documents" in row] or lengths
+            return StepTokens(loss=sum(lengths) if config.batch_flattening is True else len(packed) * max(packed))
+        total = sum(lengths) + _rollout_tokens(config, documents)
+        return StepTokens(loss=total, sampling=total, features=total)
+
+
+def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | list[PromptLength]:
+    """Return the tokens of each row of a Dataset or PackedRows; of prompts, those of each turn."""
+    if isinstance(data, PackedRows):
+        return data.lengths
+    if "input_ids" in data.column_names:
+        return token_counts(data)
+    if config.method.rows == "comparisons":
+        return [_tokens(row) for row in data]
+    if "prompt_ids" in data.column_names:
+        return list(map(_pair_length, data))
+    renderer = Renderer(tokenizer, config.chat_template_kwargs)
+    return [_prompt_length(renderer, row) for row in data]
+
+
+def _tokens(row: dict[str, Any]) -> int:
+    """The tokens of a document, or of the longer text of a comparison."""
+    return len(row["input_ids"]) if "input_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+
+
+def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptLength]) -> LongestRows:
+    """Return the longest rows of `data`, whose `row_lengths` are `lengths`."""
+    of_prompts = isinstance(lengths[0], PromptLength)
+    tokens = [row.total(config) for row in lengths] if of_prompts else lengths
+    order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
+    prompts = tuple(lengths[index] for index in order) if of_prompts else ()
+    return LongestRows(data.select(order), prompts, tokens[order[0]])
+
+
+def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
+    """Return the first rows of a stream, all of which have the same length."""
+    return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
+
+
+def described(config: RunConfig, rows: LongestRows) -> str:
+    """Return the length of the longest row in words."""
+    if not rows.prompts:
+        return f"{rows.longest:,} tokens"
+    row = rows.prompts[0]
+    return f"{rows.longest:,} tokens (prompt {row.prompt:,}, completion up to {row.total(config) - row.prompt:,})"
+
+
+def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:
+    """Advice if `sequence_len` truncates rows, or is more than twice the longest; `counts`: rows by reason."""
+    limit, cut = config.sequence_len, counts.get(TRUNCATED, 0)
+    longest = max(row.prompt + row.reference for row in rows.prompts) if rows.prompts else rows.longest
+    if cut:
+        yield Check(
+            "warning",
+            "sequence_len",
+            f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}, so that completions end "
+            "early. Increase it, or remove such rows.",
+        )
+    elif 2 * longest < limit:
+        enough = 2 ** math.ceil(math.log2(longest + 1))
+        text = "prompt with its reference" if rows.prompts else "row"
+        yield Check(
+            "ok",
+            "sequence_len",
+            f"{limit} is more than twice the longest {text} ({longest:,} tokens): sequence_len: {enough} is enough.",
+        )
+
+
+def _prompt_length(renderer: Renderer, row: dict[str, Any]) -> PromptLength:
+    talk = renderer.of_row(row)
+    return PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns))
+
+
+def completions_of(row: dict[str, Any]) -> list[str]:
+    """Return the columns of the completions of a row of preference data."""
+    return [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+
+
+def _pair_length(row: dict[str, Any]) -> int:
+    """Return the tokens of a prompt with its longest completion."""
+    return len(row["prompt_ids"]) + max(len(row[name]) for name in completions_of(row))
+
+
+def _longest_reply(config: RunConfig, reference: int) -> int:
+    limit, ebft = config.trl.max_completion_length, config.ebft
+    if not (config.method.needs_reference and ebft.adaptive_max_tokens and reference):
+        return limit
+    return min(limit, max(ebft.gt_length_floor, math.ceil(ebft.gt_length_multiplier * reference)))
+
+
+def num_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
+    """Return the blocks of a document that is cut at `sequence_len` tokens."""
+    length = min(_tokens(document), sequence_len)
+    return count_row_blocks(length, document["prompt_length"], document.get("turn_spans"), config.ebft)
+
+
+def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
+    ebft = config.ebft
+    blocks = sum(num_blocks(config, document, config.sequence_len) for document in documents)
+    tokens = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
+    return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
+
+
+def rows_per_step(config: RunConfig) -> int:
+    """Return the number of training rows that this process reads for one optimizer step."""
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    if config.method.rows == "prompts":
+        return math.ceil((config.trl.generation_batch_size or per_step) / config.trl.num_generations)
+    return per_step

@@ -1,0 +1,251 @@
+"""The checks of a config, in the order in which a run would fail; each is a line of the report."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ebft.catalog import is_gguf, require_gguf
+from ebft.config.schema import RunConfig
+from ebft.data.locate import base_name
+from ebft.errors import ConfigError, ModelError
+from ebft.machine import free_disk, gib
+from ebft.models.load import (
+    find_base_model,
+    load_model_config,
+    quantisation_config,
+    usable_attention,
+    usable_device_map,
+)
+from ebft.models.tokenizer import load_tokenizer
+from ebft.prepared.rows import run_rows
+from ebft.run.checkpoints import find_checkpoints
+from ebft.run.checks import check_machine, check_runnable
+from ebft.run.reporting import trackers
+from ebft.run.trainer import this_machine
+from ebft.run.training import arranged, check_output_dir
+from ebft.serving.command import find_interpreter
+from ebft.tools.doctor.check import Attempt, Check
+from ebft.tools.doctor.memory import Needs, advice, disk_check, exceeds, memory_checks, needs
+from ebft.tools.doctor.rows import (
+    LongestRows,
+    described,
+    first_of_stream,
+    longest_rows,
+    row_lengths,
+    rows_per_step,
+    sequence_len_checks,
+)
+from ebft.tools.doctor.step import PhaseMemory, measure_step
+
+_SERVER_TIMEOUT = 5.0  # seconds
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
+    """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
+    settings = Attempt("settings").run(check_runnable, config, ok=f"valid for {config.method.name}")
+    yield from settings.checks
+    machine = Attempt("machine").run(check_machine, config, this_machine(), ok=f"devices {_devices()}")
+    yield from machine.checks
+    packages = Attempt("packages of this config", (ImportError,)).run(_check_packages, config, ok=_named)
+    yield from packages.checks
+    model = Attempt("model").run(_find_model, config, ok=lambda found: found[0])
+    yield from model.checks
+    tokenizer = Attempt("tokenizer").run(load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
+    yield from tokenizer.checks
+    data = None
+    if not (tokenizer.failed or settings.failed):
+        model_config = None if model.failed else model.result[1]
+        data = Attempt("data", (ImportError,)).run(_load_data, config, tokenizer.result, model_config, ok=_described)
+        yield from data.checks
+        if not data.failed:
+            yield from sequence_len_checks(config, data.result.longest, data.result.counts)
+            if data.result.count is not None:
+                yield from step_size_checks(config, data.result.count)
+    server = Attempt("server").run(_check_server, config, ok=lambda found: found)
+    if config.uses_server:
+        yield from server.checks
+    checkpoint = Attempt("checkpoint").run(_find_checkpoint, config, ok=lambda found: found)
+    yield from checkpoint.checks
+    if config.hub_model_id:
+        yield from Attempt("hub").run(_check_login, config, ok="logged in").checks
+    output = Attempt("output_dir").run(_check_output_dir, config, ok=lambda found: found)
+    yield from output.checks
+    if model.failed or data is None or data.failed:
+        yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
+        return
+    rows = data.result.longest
+    found = Attempt("memory", (ValueError, RuntimeError, AttributeError)).run(_estimated, config, model.result[1], rows)
+    needed = None if found.failed else found.result
+    if needed is None:
+        yield Check("warning", "memory", f"cannot be estimated for this model: {found.checks[-1].message}")
+    else:
+        yield from memory_checks(needed)
+        yield disk_check(config, needed.of(config), data.result.count or 0)
+    if not step:
+        return
+    failed = [part for part in (settings, machine, packages, server) if part.failed]
+    if failed or (needed is not None and exceeds(needed.of(config))):
+        yield Check("warning", "step", "not run, because of the errors above")
+        return
+    yield from _step_checks(config, tokenizer.result, rows, needed)
+
+
+def _check_packages(config: RunConfig) -> list[str]:
+    """Warn or raise for optional packages that the config needs; returns those that it uses."""
+    used = []
+    if config.load_in_4bit or config.load_in_8bit:
+        quantisation_config(config)
+        used.append("bitsandbytes")
+    file = base_name(config.base_model, config.gguf_file)
+    if is_gguf(file):
+        require_gguf(file)
+        used.append("gguf")
+    attention = usable_attention(config.attn_implementation)
+    if attention is not None:
+        used.append(f"{attention} attention")
+    usable_device_map(config.device_map)
+    used += [name for name in trackers(config) if name != "none"]
+    if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
+        used.append("deepspeed")
+    return used
+
+
+def _named(used: list[str]) -> str:
+    return f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
+
+
+def _find_model(config: RunConfig) -> tuple[str, Any]:
+    """Return a description of the model and its transformers configuration."""
+    found, model_config = find_base_model(config), load_model_config(config)
+    folder = Path(found)
+    if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        raise ModelError(
+            f"base_model: {found} has no weights ({', '.join(_WEIGHTS)}). An adapter is set with lora_model_dir; for a "
+            "checkpoint that FSDP2 has saved in parts, run `ebft merge-sharded` first."
+        )
+    return f"{found} ({model_config.model_type})", model_config
+
+
+class _Data(NamedTuple):
+    """Numbers of training rows and of rows held out, the longest training rows, and numbers of rows by reason.
+
+    The number of training rows of a stream is None.
+    """
+
+    config: RunConfig
+    count: int | None
+    held_out: int
+    longest: LongestRows
+    counts: dict[str, int]
+
+
+def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
+    rows = run_rows(config, tokenizer)
+    train, evaluation = arranged(config, rows, model_config)
+    if config.streaming:  # all rows have the same length
+        return _Data(config, None, len(evaluation or ()), first_of_stream(config, train), {})
+    longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
+    return _Data(config, len(train), len(evaluation or ()), longest, rows.reports[0].counts)
+
+
+def step_size_checks(config: RunConfig, count: int) -> Iterator[Check]:
+    """A warning if an optimizer step needs more rows than there are."""
+    needed = rows_per_step(config)
+    if needed > count:
+        yield Check(
+            "warning",
+            "step size",
+            f"one optimizer step needs {needed:,} rows, but there are {count:,} training rows. "
+            "Decrease gradient_accumulation_steps or the batch size, or use more data.",
+        )
+
+
+def _described(data: _Data) -> str:
+    held_out = f"{data.held_out:,} held out" if data.held_out else "no held-out data"
+    if data.count is None:
+        return f"a stream, {held_out}; each row has {described(data.config, data.longest)}"
+    return f"{data.count:,} rows, {held_out}; the longest has {described(data.config, data.longest)}"
+
+
+def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
+    found = needs(config, model_config, rows)
+    found.of(config)  # raises for models whose configuration lacks what the estimate reads
+    return found
+
+
+def _check_server(config: RunConfig) -> str:
+    """Check that the server answers, or that there is an interpreter to start one with."""
+    if not config.uses_server:
+        return ""
+    if config.manages_server:
+        return f"will be started with {find_interpreter(config.vllm.python)}"
+    from ebft.structured.rollouts.client import VLLMClient
+
+    client = VLLMClient(*config.server_address, _SERVER_TIMEOUT)
+    try:
+        client.wait_until_up()
+        served = client.base_model()
+    finally:
+        client.close()
+    return f"{client.address} serves {served.get('root') or served['id']}"
+
+
+def _find_checkpoint(config: RunConfig) -> str:
+    found = find_checkpoints(config)
+    return str(found.resumable or found.newest or "a new run")
+
+
+def _check_login(config: RunConfig) -> None:
+    """Check that there is a token; the repository is created when training starts."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError(f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`, or remove it.")
+
+
+def _check_output_dir(config: RunConfig) -> str:
+    free, existing = free_disk(config.output_dir)
+    check_output_dir(existing)
+    return f"{config.output_dir} is writable, {gib(free)} free"
+
+
+def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: Needs | None) -> Iterator[Check]:
+    attempt = Attempt("step", (RuntimeError, ValueError, OSError, ImportError))  # torch.OutOfMemoryError is the first
+    memory = PhaseMemory()
+    attempt.run(measure_step, config, tokenizer, rows.data, memory, ok="one step on the longest rows")
+    if attempt.failed:
+        *others, error = attempt.checks
+        hint = ""
+        if "memory" in error.message.lower() and needed is not None:
+            phase = memory.failed_in or needed.of(config).peak
+            hint = f" It ran out of memory in {phase}.{advice(needed, phase)}"
+        yield from [*others, Check("error", "step", error.message + hint)]
+        return
+    yield from attempt.checks
+    for name, peak in memory.peaks.items():
+        yield Check(
+            "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
+        )
+    yield _peak_check(memory, attempt.result, needed)
+
+
+def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
+    """The highest peak of any step: after the first, which was measured, the optimizer state is always in memory."""
+    first = ("before loading", "model", "trainer setup", "optimizer")
+    peaks = {name: peak + (0 if name in first else state) for name, peak in memory.peaks.items()}
+    highest = max(peaks, key=lambda name: peaks[name])
+    kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
+    text = f"{gib(peaks[highest])} in {highest} ({kind}"
+    if state and highest not in first:
+        text += f", with {gib(state)} of optimizer state, which is there from the second step on"
+    return Check("ok", "peak memory", f"{text}).{advice(needed, highest)}")
+
+
+def _devices() -> str:
+    return ", ".join(this_machine().devices)

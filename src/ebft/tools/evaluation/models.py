@@ -1,0 +1,206 @@
+"""Loading of the models to evaluate, and of the feature network that all of them share."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ebft.catalog import is_gguf
+from ebft.data.locate import base_name, lasting_name
+from ebft.errors import ConfigError, EBFTError, ModelError
+from ebft.features import FeatureNetwork
+from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.load import check_sequence_len, load_base_model, load_model_config
+from ebft.models.pretrained import find_model, pretrained_tokenizer
+from ebft.models.weights import refuse_pickles
+from ebft.run.checkpoints import checkpoint_hint
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+ADAPTER_FILE = SETTINGS
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
+
+
+@dataclass
+class Subject:
+    """A model to evaluate, in eval mode on its device, and the feature network of the config's base model."""
+
+    policy: nn.Module
+    network: FeatureNetwork
+
+
+def own_models(config: RunConfig) -> list[str]:
+    """Return the default models to evaluate: the config's base model and, if it exists, its trained model.
+
+    If output_dir has only checkpoints of a run that did not finish, a warning names the newest.
+    """
+    folder = Path(config.output_dir)
+    trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
+    if not trained and (hint := checkpoint_hint(folder, f"--model {config.base_model} --model {{}}")):
+        warnings.warn(f"output_dir: {folder} has no model, so only the base model is evaluated. {hint}", stacklevel=2)
+    return [config.base_model, *([config.output_dir] if trained else [])]
+
+
+def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError, before the evaluation, if a model does not exist, or its tokenizer is not compatible."""
+    if not _same_model(config, name):
+        _check_folder(Path(lasting_name(name)))
+        _check_tokenizer(find_model(name, "--model"), tokenizer)
+    adapter = _adapter_of(name)
+    if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
+        raise ModelError(
+            f"--model {name}: {type(adapter).__name__} adds virtual tokens before the prompt, which is not supported. "
+            "Evaluate an adapter of the layers, such as LoRA, or a full model."
+        )
+    base = name if adapter is None else adapter.base_model_name_or_path
+    if not _same_model(config, base):
+        _check_base(config, name, base, tokenizer)
+
+
+def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
+    """Raise ConfigError if a document, of which the longest has `longest` tokens, exceeds the positions of a model."""
+    for name in (config.base_model, *names):
+        adapter = None if _same_model(config, name) else _adapter_of(name)
+        base = name if adapter is None else adapter.base_model_name_or_path
+        check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ModelError for a folder that has only checkpoints, or whose weights are pickles."""
+    has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
+    if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
+        raise ModelError(f"--model {folder} contains no model. {hint}")
+    try:
+        refuse_pickles(folder)
+    except ModelError as error:
+        raise ModelError(f"--model {folder}: {error}") from error
+
+
+def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check `base`, the model `name` itself or the base of the adapter `name`, which is not the config's base model."""
+    try:
+        found = load_model_config(_of_base(config, base))
+    except ModelError as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    if base != name and _has_tokenizer(name):
+        return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
+    _check_tokenizer(find_model(base, "--model"), tokenizer)
+    size = found.get_text_config().vocab_size
+    if size < len(tokenizer):
+        raise ModelError(
+            f"--model {name}: its vocab_size is {size}, but the tokenizer of the config's base_model has "
+            f"{len(tokenizer)} tokens. Evaluate it with a config that uses its own base_model."
+        )
+
+
+def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
+    """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network.
+
+    The feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does
+    not change its weights, both share the weights. Raises ModelError if the model cannot be loaded.
+    """
+    adapter = _adapter_of(name)
+    if adapter is None:
+        policy = load_base_model(_of_base(config, name), tokenizer)
+    else:
+        policy = _with_adapter(config, adapter, name, tokenizer)
+    policy = placed(policy).eval().requires_grad_(False)
+    ebft = config.ebft
+    if _shares_base(config, name, adapter):
+        network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
+    else:
+        frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
+        network = FeatureNetwork(frozen, ebft.feature_layers, ebft.embed_method, copy=False)
+    return Subject(policy, network)
+
+
+def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bool:
+    """Whether the weights of the policy without its adapter are exactly those of the config's base model."""
+    if adapter is None:
+        return _same_model(config, name)
+    if not isinstance(adapter, LoraConfig) or not _same_model(config, adapter.base_model_name_or_path):
+        return False
+    # Other initialisations move a part of the base weights into the adapter; trained biases are part of the base model.
+    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+
+
+def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError if the model was saved with a different tokenizer than that of the config's base model."""
+    if not is_gguf(name) and not _has_tokenizer(name):
+        return  # an adapter without tokenizer files, or a hub id
+    own = pretrained_tokenizer(name)
+    if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+        raise ModelError(
+            f"--model {name}: its tokenizer differs from that of the config's base_model, so the models cannot be "
+            "compared on the same tokens. Evaluate it with a config that uses its own base_model."
+        )
+
+
+def _has_tokenizer(name: str) -> bool:
+    return any((Path(name) / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def placed(model: nn.Module, device: str | None = None) -> nn.Module:
+    """Move the model to `device`, or else to the accelerator if available; a model with a device map is not moved."""
+    if getattr(unwrap_adapter(model), "hf_device_map", None) is not None:  # set by transformers
+        return model
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.to(device)
+
+
+def _adapter_of(name: str) -> PeftConfig | None:
+    """Return the configuration of an adapter, or None if `name` is not an adapter."""
+    folder = Path(lasting_name(name))
+    if folder.exists() and not (folder / ADAPTER_FILE).is_file():
+        return None
+    if not folder.is_dir():
+        try:
+            found = PeftConfig.from_pretrained(str(folder))
+        except (ValueError, TypeError, KeyError):
+            return None  # PEFT raises ValueError if a hub repository has no adapter
+    else:
+        try:
+            found = read_adapter_config(folder)
+        except ModelError as error:
+            raise ModelError(f"--model {name}: {error}") from error
+    if not found.base_model_name_or_path:
+        raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
+    return found
+
+
+def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+    base = adapter.base_model_name_or_path
+    try:
+        model = load_base_model(_of_base(config, base), tokenizer)
+        return load_saved_adapter(model, name, len(tokenizer))
+    except EBFTError as error:
+        raise type(error)(f"--model {name}, an adapter of {base}: {error}") from error
+
+
+def _of_base(config: RunConfig, name: str) -> Any:
+    """Return the config with another base model, without the options that configure the original base model."""
+    if _same_model(config, name):
+        return config
+    if config.load_in_4bit or config.load_in_8bit:
+        raise ConfigError(
+            f"--model {name} is not an adapter on base_model, but load_in_4bit and load_in_8bit are supported for "
+            "adapters only. Set them to false, so that all models are evaluated in the same precision."
+        )
+    own = {"gguf_file": None, "base_model_config": None, "revision_of_model": None}
+    return config.model_copy(update={"base_model": name, **own})
+
+
+def _same_model(config: RunConfig, name: str) -> bool:
+    """Whether `name` is the config's base model, or its folder if `gguf_file` selects a file in that folder."""
+    return lasting_name(name) in (base_name(config.base_model, config.gguf_file), lasting_name(config.base_model))

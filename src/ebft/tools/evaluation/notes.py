@@ -1,0 +1,211 @@
+"""Notes about what an evaluation can show: too few documents, and documents that a model was trained on.
+
+A model that `ebft train` saved is in a folder with run.json, which has the datasets of the run. Its training documents
+are read again and compared with the evaluated ones by their text, so that copies in other files are found as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from pydantic import ValidationError
+
+from ebft.data.keys import DatasetEntry
+from ebft.data.load import held_documents
+from ebft.data.locate import lasting_name, looks_local
+from ebft.data.sources import content_digest, read_source
+from ebft.errors import DataError
+from ebft.files import exists
+from ebft.monitor.run_files import read_object
+from ebft.monitor.run_state import run_of_model
+from ebft.tools.evaluation.task import HeldOut
+
+FEWEST_DOCUMENTS = 8
+MOST_READ = 500_000  # training documents of a run whose text is compared
+_REMEDY = "its results on them are not those of unseen data. Evaluate on other documents (test_datasets)."
+
+
+def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
+    """Sentences about the evaluation of the models `names` on `held_out`; usually none."""
+    documents = sorted(set(held_out.documents))
+    notes = []
+    if len(documents) < FEWEST_DOCUMENTS:
+        notes.append(
+            f"Only {_counted(len(documents))} evaluated. With fewer than {FEWEST_DOCUMENTS}, intervals over "
+            "documents are unreliable, and differences between models may be due to chance. Evaluate on more documents."
+        )
+    records = {name: list(_runs(name)) for name in names}
+    if any(records.values()):
+        evaluated = TextIndex([texts_of(held_out.raw(document)) for document in documents])
+        notes += [note for name in names if (note := _trained_on(name, records[name], evaluated, held_out))]
+    return notes
+
+
+def _counted(number: int) -> str:
+    return "1 document is" if number == 1 else f"{number:,} documents are"
+
+
+def _runs(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The run.json and config of the run that trained the model, then of the one that trained its base model, etc."""
+    waiting, seen = [name], set()
+    while waiting:
+        found = run_of_model(Path(lasting_name(waiting.pop())))
+        if found is not None and found[0] not in seen:
+            seen.add(found[0])
+            yield found
+            waiting += [base for key in ("lora_model_dir", "base_model") if isinstance(base := found[1].get(key), str)]
+
+
+def _trained_on(
+    name: str, runs: list[tuple[Path, dict[str, Any]]], evaluated: TextIndex, held_out: HeldOut
+) -> str | None:
+    """A note if evaluated documents are among the training documents of `runs`, or if this cannot be found out."""
+    found, sources, problems, in_part = set(), [], [], False
+    for path, config in runs:
+        shared: set[int] = set()
+        try:
+            for row in _training_documents(path, config, held_out.entries):
+                shared.update(evaluated.same_as(texts_of(row)))
+        except (DataError, ValidationError, TypeError, ValueError, KeyError) as error:
+            reason = str(error) if isinstance(error, DataError) else f"its datasets cannot be read from {path}"
+            problems.append(reason)
+            continue
+        if shared:
+            found |= shared
+            sources.append(str(path))
+            in_part |= any((entry.get("weight") or 1) < 1 for entry in config["datasets"])
+    if found:
+        selected = ", or were left out by a weight below 1" if in_part else ""
+        return (
+            f"--model {name}: {len(found):,} of the {len(evaluated):,} evaluated documents are training documents of "
+            f"its run ({', '.join(sources)}){selected}, so {_REMEDY}"
+        )
+    if problems:
+        return f"--model {name}: whether it was trained on evaluated documents is not known: {problems[0]}"
+    return None
+
+
+def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]) -> Iterator[dict[str, Any]]:
+    """The raw rows that the run with this run.json and config was trained on; those of val_set_size are not.
+
+    Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine.
+    Raises DataError if one cannot be read or has changed since the run, or if there are too
+    many documents.
+    """
+    entries = [DatasetEntry.model_validate(entry) for entry in config["datasets"]]
+    on_hub = {(entry.path, entry.name) for entry in evaluated}
+    size = None if config.get("test_datasets") else config.get("val_set_size")
+    known = [_is_local(entry) or (entry.path, entry.name) in on_hub for entry in entries]
+    if size and not all(known):
+        raise DataError("a part of its datasets is on the Hub, so the split of val_set_size cannot be repeated.")
+    _check_unchanged(path, entries)
+    sources = [read_source(entry) for entry, is_known in zip(entries, known) if is_known]
+    count = sum(map(len, sources))
+    if count > MOST_READ:
+        raise DataError(f"its run has {count:,} training documents, more than are compared ({MOST_READ:,}).")
+    held = set(held_documents(count, size, config["seed"]).tolist()) if size else set()
+    for document, row in enumerate(row for source in sources for row in _rows(source)):
+        if document not in held:
+            yield row
+
+
+def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
+    """Raise DataError if the files of an entry are not those that were recorded when the run began."""
+    recorded = (read_object(path) or {}).get("data_digests")
+    if not isinstance(recorded, list) or len(recorded) != len(entries):  # run.json of another program or version
+        return
+    for entry, digest in zip(entries, recorded):
+        if digest is not None and content_digest(entry) not in (digest, None):
+            raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
+
+
+def _is_local(entry: DatasetEntry) -> bool:
+    return exists(Path(entry.path)) or looks_local(entry.path) or bool(entry.data_files)
+
+
+def _rows(source: Dataset) -> Iterator[dict[str, Any]]:
+    for batch in source.iter(batch_size=1000):
+        names = list(batch)
+        yield from (dict(zip(names, values)) for values in zip(*batch.values()))
+
+
+# Columns and keys of messages whose values are not text of the document.
+_NOT_TEXT = frozenset({"id", "_id", "uuid", "file", "url", "role", "from"})
+
+
+def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
+    """The texts of a row, nested ones included, without differences of white space.
+
+    Texts that are JSON objects or lists, such as the lines that some transforms parse, count as their content. A row
+    without text, such as one of token ids, is one text of all its values.
+    """
+    found = frozenset(_texts(row))
+    if found:
+        return found
+    values = {name: value for name, value in row.items() if value is not None}
+    return frozenset([json.dumps(values, sort_keys=True, default=str)])
+
+
+def _texts(value: Any, parses: bool = True) -> Iterator[str]:
+    if isinstance(value, str):
+        text = " ".join(value.split())
+        nested = _parsed(value) if parses and text[:1] in ("{", "[") else None
+        if nested is not None:
+            yield from _texts(nested, parses=False)
+        elif text:
+            yield text
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            if name not in _NOT_TEXT:
+                yield from _texts(item, parses)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item, parses)
+
+
+def _parsed(text: str) -> dict | list | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict | list) else None
+
+
+class TextIndex:
+    """Finds which of `documents`, each the texts of `texts_of`, have the same text as another row.
+
+    Two documents are the same if all texts of one are in the other, and are at least half of its characters, so that
+    additional columns do not matter.
+    """
+
+    def __init__(self, documents: list[frozenset[str]]) -> None:
+        self._documents = documents
+        self._with: dict[str, list[int]] = defaultdict(list)
+        for number, texts in enumerate(documents):
+            for text in texts:
+                self._with[text].append(number)
+        # Each document is looked up by its text that the fewest others have, since many may share a system prompt.
+        self._known_by: dict[str, list[int]] = defaultdict(list)
+        for number, texts in enumerate(documents):
+            self._known_by[min(texts, key=lambda text: (len(self._with[text]), -len(text)))].append(number)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def same_as(self, texts: frozenset[str]) -> Iterable[int]:
+        """The numbers of the documents with the same text as a row with these texts."""
+        larger = {number for text in texts for number in self._known_by.get(text, ())}
+        found = {number for number in larger if _is_most(self._documents[number], texts)}
+        if all(text in self._with for text in texts):
+            rarest = min((self._with[text] for text in texts), key=len)
+            found |= {number for number in rarest if _is_most(texts, self._documents[number])}
+        return found
+
+
+def _is_most(part: frozenset[str], whole: frozenset[str]) -> bool:
+    return part <= whole and 2 * sum(map(len, part)) >= sum(map(len, whole))

@@ -1,0 +1,292 @@
+"""Results of an evaluation: metrics, intervals, differences and curves of each model, as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from ebft.errors import ConfigError
+from ebft.methods import selecting_keys
+from ebft.scores import CURVE, Scores, interval
+from ebft.tools.dashboard.curves import NOT_COMPARABLE
+from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
+from ebft.tools.evaluation.task import Settings
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+    from ebft.config.tool_keys import EvaluationSection
+
+HISTOGRAM_BINS = 40
+
+
+@dataclass
+class ModelResult:
+    """The results of one model.
+
+    `intervals` are central bootstrap intervals over documents, widened for few documents. `differences` and their
+    intervals are relative to the first model and paired by document; metrics that cannot be compared between models
+    have none. `curves` contain points (position or length, value, interval), `histograms` the bin edges and the
+    fraction of samples in each bin. `per_document`, if enabled in the config, contains for each metric the documents
+    (indices into the held-out data) with the sum and the weight that each adds to the mean.
+    """
+
+    model: str
+    metrics: dict[str, float]
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+    difference_intervals: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    histograms: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    per_document: dict[str, dict[str, list]] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    """Results of several models on the same held-out documents, in the same feature space.
+
+    `notes` are warnings about what they can show, such as documents that a model was trained on.
+    """
+
+    models: list[ModelResult]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results as JSON-serialisable types."""
+        return asdict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all results as JSON; raises ConfigError if that fails."""
+        write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    def table(self) -> Table:
+        """Return a table of metrics with intervals; see `ebft.tools.evaluation.result`."""
+        return metrics_table(self)
+
+    def differences_table(self) -> Table | None:
+        """Return a table of the differences from the first model with their intervals; None for a single model."""
+        return differences_table(self)
+
+
+def summarise(
+    names: list[str], found: list[Scores], settings: Settings, config: RunConfig, documents: list[int], seconds: float
+) -> Evaluation:
+    """Return the evaluation of the models `names` from their scores `found`, in the same order, on `documents`."""
+    wanted = config.evaluation
+    draws = [_draws(scores, documents, wanted, settings.seed) for scores in found]
+    results = []
+    for name, scores, drawn in zip(names, found, draws):
+        means = scores.means()
+        result = ModelResult(name, {key: value for key, value in means.items() if not key.startswith(f"{CURVE}/")})
+        result.intervals = _intervals(drawn, wanted.confidence, result.metrics)
+        if results:
+            first = results[0].metrics
+            shared = [key for key in result.metrics if key in first and key not in NOT_COMPARABLE]
+            result.differences = {key: result.metrics[key] - first[key] for key in shared}
+            paired = {key: drawn[key] - draws[0][key] for key in shared if key in drawn and key in draws[0]}
+            result.difference_intervals = _intervals(paired, wanted.confidence, paired)
+        result.curves = _curves(means, drawn, wanted.confidence)
+        result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
+        result.per_document = scores.per_document() if wanted.per_document else {}
+        results.append(result)
+    selected = selecting_keys(config)
+    shared_settings = {
+        "base_model": config.model_name,
+        "mode": selected.get("ebft.mode") or selected["rl"] or config.method.name,
+        "documents": len(documents),
+        **asdict(settings),
+        "bootstrap": wanted.bootstrap,
+        "confidence": wanted.confidence,
+        "feature_layers": config.ebft.feature_layers,
+        "embed_method": config.ebft.embed_method,
+    }
+    if config.method.rows == "tokens":
+        options = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
+        shared_settings |= {name: getattr(config.ebft, name) for name in options}
+    return Evaluation(results, shared_settings, machine_card(seconds))
+
+
+def machine_card(seconds: float) -> dict[str, Any]:
+    """Return the hardware and the software versions that were used."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "device": gpu or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("ebft", "torch", "transformers", "trl", "peft")},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically; raises ConfigError if `path` is not writable.
+
+    An existing path that is not a regular file, such as /dev/stdout, is written to directly.
+    """
+    path = path.resolve()
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError before the evaluation if `path` is not writable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
+    replaced = path.is_file() or not path.exists()
+    if path.is_dir() or not os.access(path.resolve().parent if replaced else path, os.W_OK):
+        raise ConfigError(f"{path} is not writable. Choose another path.")
+
+
+def _draws(scores: Scores, documents: list[int], wanted: EvaluationSection, seed: int) -> dict[str, np.ndarray]:
+    """Return the resampled means; none for a single document, which has no variance over documents."""
+    if wanted.bootstrap == 0 or len(documents) < 2:
+        return {}
+    return scores.resampled(documents, wanted.bootstrap, seed, wanted.confidence)
+
+
+def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mapping[str, Any]) -> dict[str, list[float]]:
+    found = {name: interval(draws[name], confidence) for name in names if name in draws}
+    return {name: bounds for name, bounds in found.items() if bounds is not None}
+
+
+def _curves(means: Mapping[str, float], draws: Mapping[str, np.ndarray], confidence: float) -> dict[str, list]:
+    curves: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, value in means.items():
+        if name.startswith(f"{CURVE}/"):
+            _, curve, position = name.split("/")
+            bounds = interval(draws[name], confidence) if name in draws else None
+            curves[curve].append({"x": int(position), "value": value, "interval": bounds})
+    return {curve: sorted(points, key=lambda point: point["x"]) for curve, points in curves.items()}
+
+
+def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str, list[float]]:
+    """Return the fraction of samples in each bin; all models share the bins."""
+    everything = [value for scores in found for value in scores.samples.get(name, [])]
+    edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
+    counts, _ = np.histogram(values, edges)
+    return {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
+
+
+# The order of metrics in the tables; downstream metrics follow.
+ORDER = (
+    "ce_loss",
+    "perplexity",
+    "ce_loss_all",
+    "perplexity_all",
+    "cfm_loss",
+    "cfm_loss_plugin",
+    "cfm_loss_whitened",
+    "alignment",
+    "diversity",
+)
+_LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")
+
+
+def metrics_table(evaluation: Evaluation) -> Table:
+    """Return a table of the metrics of each model with intervals.
+
+    A star marks metrics whose difference from the first model has an interval that excludes 0. Intervals over fewer
+    than 8 documents are not reliable enough for that, so there are no stars then.
+    """
+    has_stars = len(evaluation.models) > 1 and _has_enough_documents(evaluation)
+    legend = "^ higher is better, v lower is better; brackets: interval over documents"
+    legend += "; * differs from the first model" if has_stars else ""
+    settings = evaluation.settings
+    title = f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')} at temperature "
+    title += f"{settings['temperature']:g}"
+    table = Table("metric", *_headings(evaluation), title=title, caption=legend)
+    for name in _ordered({name for result in evaluation.models for name in result.metrics}):
+        table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in evaluation.models))
+    return table
+
+
+def differences_table(evaluation: Evaluation) -> Table | None:
+    """Return a table of the differences from the first model with intervals, paired by document.
+
+    None if there is a single model. Metrics that cannot be compared between models are left out.
+    """
+    first, *others = evaluation.models
+    if not others:
+        return None
+    first_heading, *headings = _headings(evaluation)
+    has_stars = _has_enough_documents(evaluation)
+    caption = "brackets: interval of the difference, paired by document" + ("; * excludes 0" if has_stars else "")
+    table = Table("metric", *headings, title=f"Differences from {first_heading}", caption=caption)
+    for name in _ordered({name for result in others for name in result.differences}):
+        table.add_row(_marked(name), *(_difference(result, name, has_stars) for result in others))
+    return table
+
+
+def _has_enough_documents(evaluation: Evaluation) -> bool:
+    return evaluation.settings["documents"] >= FEWEST_DOCUMENTS
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _ordered(metrics: set[str]) -> list[str]:
+    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # alignment_pass@1 is equal to alignment
+    return [*(name for name in ORDER if name in metrics), *others]
+
+
+def _marked(name: str) -> str:
+    if name in NOT_COMPARABLE:
+        return name
+    return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '^'}"
+
+
+def _cell(result: ModelResult, name: str, has_stars: bool) -> str:
+    if name not in result.metrics:
+        return ""
+    cell = f"{result.metrics[name]:.4g}"
+    if name in result.intervals:
+        low, high = result.intervals[name]
+        cell += f" [{low:.4g}, {high:.4g}]"
+    return f"{cell}*" if has_stars and _excludes_0(result, name) else cell
+
+
+def _difference(result: ModelResult, name: str, has_stars: bool) -> str:
+    if name not in result.differences:
+        return ""
+    cell = f"{result.differences[name]:+.3g}"
+    if name in result.difference_intervals:
+        low, high = result.difference_intervals[name]
+        cell += f" [{low:+.3g}, {high:+.3g}]"
+    return f"{cell}*" if has_stars and _excludes_0(result, name) else cell
+
+
+def _excludes_0(result: ModelResult, name: str) -> bool:
+    low, high = result.difference_intervals.get(name, (0.0, 0.0))
+    return name not in NOT_COMPARABLE and (low > 0 or high < 0)
+
+
+def _headings(evaluation: Evaluation) -> list[str]:
+    """Return the last two parts of each path, or the full paths if these parts are not unique."""
+    models = [result.model for result in evaluation.models]
+    short = [str(Path(*Path(model).parts[-2:])) for model in models]
+    return short if len(set(short)) == len(models) else models

@@ -1,0 +1,137 @@
+"""The task shared by all models of an evaluation: config, sampling settings, rows and downstream metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data import load, prompts
+from ebft.data.sources import read_source
+from ebft.errors import ConfigError
+from ebft.structured.rollouts.turns import ReferenceLimit
+from ebft.tools.evaluation.downstream import Metric
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+
+@dataclass
+class HeldOut:
+    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i.
+
+    Several rows may belong to one document, such as windows of a long text or turns of a chat.
+    """
+
+    rows: Dataset
+    documents: list[int]
+    entries: list[Any]
+
+    def raw(self, document: int) -> dict[str, Any]:
+        """Return a document: the row of its data source, with all columns."""
+        source = bisect_right(self._first, document) - 1
+        return self._sources[source][document - self._first[source]]
+
+    @cached_property
+    def _sources(self) -> list[Dataset]:
+        return [read_source(entry) for entry in self.entries]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        return [0, *np.cumsum([len(source) for source in self._sources])[:-1].tolist()]
+
+
+def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+    """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split).
+
+    They are limited to `evaluation.documents` documents. Columns are those of `load_prompts` for methods with full
+    completions, otherwise those of `load_datasets`. Raises DataError if the config has no held-out data.
+    """
+    check_comparable(config)
+    is_prompts = config.method.rows == "prompts"
+    rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)
+    rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.hint(config))
+    rows = _first_documents(rows, config.evaluation.documents)
+    documents = list(rows["document"])
+    rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")
+    return HeldOut(rows, documents, config.test_datasets or config.datasets)
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Raise ConfigError for methods whose rows are neither documents nor prompts."""
+    method = config.method
+    if not method.generates_text:
+        method.sampling(config)  # raises the error
+    if not method.can_be_compared:
+        metrics = ", ".join(f"eval_{name}" for name in method.held_out_metrics(config))
+        raise ConfigError(
+            f"ebft evaluate and ebft quantize read documents or prompts, but {method.name} trains on preference data. "
+            f"Its held-out metrics ({metrics}) are computed in training: set val_set_size or test_datasets, and "
+            "eval_steps or eval_on_start. To compare the models on texts, use a config without rl and with such data."
+        )
+
+
+def _first_documents(rows: Dataset, limit: int | None) -> Dataset:
+    if limit is None:
+        return rows
+    owner = np.asarray(rows["document"])
+    return rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[:limit])))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings shared by all models of an evaluation."""
+
+    samples: int
+    pass_at: list[int]
+    temperature: float
+    max_new_tokens: int
+    by_reference: ReferenceLimit | None  # limit of a completion by its reference's length; None: no such limit
+    batch_size: int  # number of rows, each with all of its samples
+    seed: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Settings:
+        """Return the settings of a config; raises ConfigError if a k of pass@k exceeds the number of samples."""
+        wanted, of_run = config.evaluation, config.method.sampling(config)
+        samples = wanted.samples or max(2, of_run.samples)
+        pass_at = sorted(set(wanted.pass_at or [1, samples]))
+        if pass_at[-1] > samples:
+            raise ConfigError(
+                f"evaluation.pass_at: pass@{pass_at[-1]} requires at least as many samples, got {samples}. Increase "
+                "evaluation.samples, or reduce evaluation.pass_at."
+            )
+        adaptive = of_run.by_reference is not None and wanted.max_new_tokens is None
+        return cls(
+            samples=samples,
+            pass_at=pass_at,
+            temperature=wanted.temperature or of_run.temperature,
+            max_new_tokens=wanted.max_new_tokens or config.trl.max_completion_length,
+            by_reference=ReferenceLimit(*of_run.by_reference) if adaptive else None,
+            batch_size=config.eval_batch_size or config.micro_batch_size,
+            seed=config.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """An evaluation without its models."""
+
+    config: RunConfig
+    settings: Settings
+    held_out: HeldOut
+    tokenizer: PreTrainedTokenizerBase
+    metrics: dict[str, Metric]
+
+    def batches(self) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
+        """Yield batches of `settings.batch_size` rows with their documents."""
+        rows, documents, size = self.held_out.rows, self.held_out.documents, self.settings.batch_size
+        for start in range(0, len(rows), size):
+            chosen = range(start, min(start + size, len(rows)))
+            yield [rows[i] for i in chosen], [documents[i] for i in chosen]

@@ -1,0 +1,345 @@
+"""A LoRA adapter on a base model without weights: the base is on the meta device, the adapter in memory.
+
+PEFT's own layers then compute what the adapter adds to a weight, once the weight is put in its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ebft.errors import ModelError
+from ebft.models import adapter
+from ebft.models.files import refuse_classifier
+from ebft.models.resized import not_whole, saved_layers, saved_rows
+from ebft.models.weights import refuse_pickles
+from ebft.over_transformers import get_keys_to_not_convert
+from ebft.run.checkpoints import checkpoint_hint
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
+_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
+_NOT_MERGED = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "megatron_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "use_bdlora",
+)
+
+
+@dataclass
+class Adapter:
+    """An adapter and what it changes, by the names of the base model's parameters.
+
+    `owners`: the module and attribute of each parameter. `layers`: PEFT's layers with the parameters that merging
+    each changes. `replaced`: parameters that were trained fully (`modules_to_save`), or saved with the adapter.
+    `base_ties`: parameters of the base model that share their weights with another one, as `{name: the other}`;
+    `ties`: those that still do after merging.
+    """
+
+    model: PeftModel
+    vocab_size: int  # rows of the input embedding, which may have been resized before training
+    owners: dict[str, tuple[nn.Module, str]]
+    layers: list[tuple[LoraLayer, list[str]]] = field(default_factory=list)
+    replaced: dict[str, Tensor] = field(default_factory=dict)
+    base_ties: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+
+def read_adapter_config(folder: Path) -> LoraConfig:
+    """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
+    if not (folder / CONFIG).is_file():
+        hint = checkpoint_hint(folder, "ebft merge-lora {}") or "Give the folder of a saved LoRA adapter."
+        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
+    config = adapter.read_adapter_config(folder)
+    refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
+    if not isinstance(config, LoraConfig):
+        raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
+    initial = config.init_lora_weights
+    if isinstance(initial, str) and initial.lower().startswith(_REWRITE_BASE):
+        raise ModelError(
+            f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
+            "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    # PEFT moves or adds such options between releases; an absent one is not set.
+    used = [name for name in _NOT_MERGED if getattr(config, name, None)]
+    if used:
+        raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
+    return config
+
+
+def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
+    """The adapter's weights. Raises ModelError if they are damaged or not in safetensors format."""
+    refuse_pickles(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
+    adapter.check_tensors(path)
+    return load_file(path)
+
+
+def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a transformers configuration, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]) -> Adapter:
+    """The adapter on `base`, a model on the meta device, whose embeddings are resized to those of the adapter.
+
+    Raises ModelError if a weight of the adapter belongs to no part of the model or has another shape, or if the adapter
+    has no weights for a part that it should change.
+    """
+    weights = _without_copies(weights)
+    vocab_size = _fit_vocabulary(base, weights)
+    modules = {id(module): name for name, module in base.named_modules()}
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    owners = {name: _owner(base, name) for name in parameters}
+    ties = _ties(base, parameters)
+    config.init_lora_weights = True  # the initial values are replaced
+    config.inference_mode = True
+    try:
+        with warnings.catch_warnings():
+            # That merging tied weights "can lead to complications", which _end_ties avoids.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # That the base model is another one than in training, which the user has chosen.
+            warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
+            warnings.filterwarnings("ignore", message=adapter.UNMATCHED_RANK)
+            model = get_peft_model(base, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ModelError(f"The adapter does not fit the base model: {error}") from error
+    adapter = Adapter(model, vocab_size, owners, base_ties=ties, ties=dict(ties))
+    _allocate(model, weights)
+    _load(model, weights)
+    for name, (module, attribute) in owners.items():
+        if not (own := getattr(module, attribute)).is_meta:
+            adapter.replaced[name] = own.data
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            prefix = modules[id(module.original_module)]
+            for name, value in module.modules_to_save["default"].state_dict().items():
+                adapter.replaced[f"{prefix}.{name}"] = value
+        elif isinstance(module, AuxiliaryTrainingWrapper | MultiheadAttention):
+            raise ModelError(f"The adapter uses {type(module).__name__} of PEFT, which merge-lora does not support.")
+        elif isinstance(module, LoraLayer):
+            adapter.layers.append((module, _changed(module, modules[id(module.get_base_layer())])))
+    _end_ties(adapter, config)
+    _check_loaded(adapter)
+    return adapter
+
+
+def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], adapter: Adapter) -> None:
+    """Replace the `values` of a layer's parameters `names` by what PEFT's `merge` makes of them."""
+    for name in names:
+        module, attribute = adapter.owners[name]
+        setattr(module, attribute, nn.Parameter(values[name], requires_grad=False))
+    try:
+        layer.merge()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"PEFT cannot merge the adapter into {names[0]}: {error}") from error
+    for name in names:
+        module, attribute = adapter.owners[name]
+        values[name] = getattr(module, attribute).data
+        setattr(module, attribute, nn.Parameter(torch.empty_like(values[name], device="meta"), requires_grad=False))
+    layer.merged_adapters.clear()
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _ties(base: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """The names of parameters that are the same object as another one, the input embedding if it is among them."""
+    embedding = base.get_input_embeddings()
+    first: dict[int, str] = {}
+    for name in sorted(parameters, key=lambda name: _owner(base, name)[0] is not embedding):
+        first.setdefault(id(parameters[name]), name)
+    return {name: first[id(parameter)] for name, parameter in parameters.items() if first[id(parameter)] != name}
+
+
+def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without the second copy that PEFT saves of embeddings that were resized and trained fully."""
+
+    def is_copy(name: str) -> bool:
+        trained = weights.get(name.replace(".modules_to_save.", "."))
+        return ".modules_to_save." in name and trained is not None and torch.equal(trained, weights[name])
+
+    return {name: value for name, value in weights.items() if not is_copy(name)}
+
+
+def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
+    """Resize the embeddings to those saved with the adapter, which has them if tokens were added before training.
+
+    Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
+    """
+    rows = saved_rows(base, {name: weight.shape[0] for name, weight in weights.items() if weight.dim()})
+    if rows is not None and rows != base.get_input_embeddings().num_embeddings:
+        present, missing = saved_layers(base, weights)
+        if missing:
+            raise ModelError(f"{not_whole('The adapter', rows, present, missing)}.")
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    return base.get_input_embeddings().num_embeddings
+
+
+def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
+    """Give the adapter's parameters memory, filled with NaN, in float32, as PEFT keeps adapters of 16-bit models, too.
+
+    So are base parameters that are saved with the adapter, such as trained biases and resized embeddings.
+    """
+    saved = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in weights}
+    allocated: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            name = f"{path}.{attribute}"
+            if ".lora_" in name or ".modules_to_save." in name or id(parameter) in saved:
+                if id(parameter) not in allocated:
+                    empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                setattr(module, attribute, allocated[id(parameter)])
+
+
+def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
+    try:
+        result = set_peft_model_state_dict(model, weights)
+    except KeyError as error:
+        raise ModelError(f"The adapter has no weight {error}, although its {CONFIG} requires it.") from error
+    except (RuntimeError, ValueError) as error:  # shapes
+        raise ModelError(f"The adapter does not fit the base model: {error}") from error
+    if result.unexpected_keys:
+        raise ModelError(
+            f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
+            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base-model)."
+        )
+
+
+def _check_loaded(adapter: Adapter) -> None:
+    """Raise ModelError for parameters that still contain the NaN that they were allocated with."""
+    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
+    for layer, names in adapter.layers:
+        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
+            missing += names
+    if missing:
+        raise ModelError(f"The adapter has no weights, or NaN, for {_some(missing)}.")
+
+
+def _changed(layer: LoraLayer, prefix: str) -> list[str]:
+    if isinstance(layer, ParamWrapper):
+        return [f"{prefix}.{layer.parameter_name}"]
+    if not any(layer.lora_bias.values()):
+        return [f"{prefix}.weight"]
+    if getattr(layer.get_base_layer(), "bias", None) is None:
+        raise ModelError(
+            f"The adapter was trained with lora_bias: true, but {prefix} has no bias in the base model, to which that "
+            "of the adapter could be added. Use the adapter without merging it, or train it without lora_bias."
+        )
+    return [f"{prefix}.weight", f"{prefix}.bias"]
+
+
+def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
+    """Remove the ties of weights that differ after merging, because only one of them is changed.
+
+    Weights of embeddings that were resized without being trained are the same for both, and with `ensure_weight_tying`
+    PEFT trains one change for both, which is merged once.
+    """
+    layers = {name: layer for layer, names in adapter.layers for name in names}
+    for name, source in list(adapter.ties.items()):
+        if config.ensure_weight_tying and _one_change(layers.get(name), layers.get(source)):
+            adapter.layers = [(layer, names) for layer, names in adapter.layers if name not in names]
+            adapter.replaced.pop(name, None)
+        elif {name, source} & layers.keys() or not _same(adapter, name, source):
+            del adapter.ties[name]
+
+
+def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
+    """Whether the layer of an output layer repeats that of the embedding, transposed, or is not saved."""
+    if output is None or embedding is None:
+        return True
+    pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
+    own = [(linear["default"].weight, factor["default"].T) for linear, factor in pairs]
+    return all(one.isnan().all() or torch.equal(one, other) for one, other in own)
+
+
+def _same(adapter: Adapter, name: str, source: str) -> bool:
+    one, other = adapter.replaced.get(name), adapter.replaced.get(source)
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+WITHOUT = "Or merge into the weights without quantisation, with adapter=lora load_in_4bit=false load_in_8bit=false."
+
+
+class BitsAndBytesRounding:
+    """Quantises and dequantises the linear layers of `model` that transformers loads in 4 or 8 bits.
+
+    An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
+    is the one that was trained. `dtype` is the one that the weights were loaded in. Raises ModelError if bitsandbytes
+    does not run on this machine.
+    """
+
+    def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
+        self._bits, self._dtype = bits, dtype
+        self._functional = _bitsandbytes()
+        kept = get_keys_to_not_convert(model)
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
+        self(torch.ones(64, 64))  # fails now where the operators do not exist
+
+    def covers(self, name: str) -> bool:
+        """Whether a parameter of the model is quantised."""
+        return name in self._names
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The weight after quantisation, in its own dtype."""
+        loaded = weight.to(self._dtype)
+        try:
+            return (self._in_4_bits(loaded) if self._bits == 4 else self._in_8_bits(loaded)).to(weight.dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ModelError(f"bitsandbytes cannot quantise weights on this machine: {error} {WITHOUT}") from error
+
+    def _in_4_bits(self, weight: Tensor) -> Tensor:
+        quantised, state = self._functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        return self._functional.dequantize_4bit(quantised, state)
+
+    def _in_8_bits(self, weight: Tensor) -> Tensor:
+        quantised, scale, _ = self._functional.int8_vectorwise_quant(weight.half())
+        return self._functional.int8_vectorwise_dequant(quantised, scale)
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
+
+
+def _bitsandbytes() -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(
+            "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
+            f"pip install 'ebft[qlora]'. {WITHOUT}"
+        )
+    from bitsandbytes import functional
+
+    return functional

@@ -1,0 +1,269 @@
+"""Reading the safetensors checkpoint of a model without loading it: names, shapes, dtypes, and single weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor
+
+from ebft.catalog import is_gguf
+from ebft.data.locate import lasting_name, locate
+from ebft.errors import ModelError
+from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of a model in a folder: for each file, its weights on the meta device, in the order of the file."""
+
+    folder: Path
+    files: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Checkpoint:
+        """Read the headers of the checkpoint in `folder`. Raises ModelError if it is not in safetensors format."""
+        refuse_pickles(folder)
+        files = weight_files(folder)
+        if not files:
+            raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
+        return cls(folder, {str(file.relative_to(folder)): read_header(file) for file in files})
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name, on the meta device."""
+        return {key: weight for weights in self.files.values() for key, weight in weights.items()}
+
+    def file_of(self) -> dict[str, str]:
+        """The file of each weight."""
+        return {key: name for name, weights in self.files.items() for key in weights}
+
+
+class Reader:
+    """Reads single weights; a context manager that closes the files."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder, self._file_of = checkpoint.folder, checkpoint.file_of()
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def __call__(self, key: str) -> Tensor:
+        name = self._file_of[key]
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name].get_tensor(key)
+
+
+def base_folder(name: str, revision: str | None = None) -> Path:
+    """The folder of the model `name` (a folder, a fetched model or a Hub id), without downloading pickled weights."""
+    if is_gguf(name):
+        raise ModelError(
+            f"{name} is a GGUF file, but weights are merged in safetensors format. Convert it once with "
+            f"`ebft fetch {name} --output DIR`, and merge with --base-model DIR."
+        )
+    if locate(name, "model", "base_model") is not None:
+        return Path(lasting_name(name))
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, ignore_patterns=[*PICKLED, "*.gguf", "*.msgpack", "*.h5"])
+        )
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
+
+
+PROGRESS = "merge_progress.json"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ShardFolder:
+    """A folder that a checkpoint is written to, shard by shard.
+
+    `identity` describes everything that the result depends on. If the folder contains an unfinished checkpoint of the
+    same identity, its finished shards are kept. Raises ModelError if it contains anything else.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, object]) -> None:
+        self.folder = folder
+        self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._finished: dict[str, str] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            present = [path.name for path in folder.iterdir()]
+        except OSError as error:
+            raise ModelError(f"{folder} cannot be created ({error.strerror}). Choose another folder.") from error
+        if PROGRESS in present:
+            self._finished = self._recorded()
+            for temporary in folder.glob("*.tmp"):
+                temporary.unlink()
+        elif present:
+            raise ModelError(f"{folder} is not empty. Remove it, or choose another folder with --output.")
+        else:
+            self._record()
+
+    def has(self, name: str) -> bool:
+        """Whether a shard is complete, which is verified by its checksum."""
+        path = self.folder / name
+        return name in self._finished and path.is_file() and checksum(path) == self._finished[name]
+
+    def write(self, name: str, layout: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a shard with the weights of `layout` (`write_tensors`), and record it."""
+        temporary = self.folder / f"{name}.tmp"
+        write_tensors(temporary, layout, weights)
+        self._finished[name] = checksum(temporary)
+        _publish(temporary, self.folder / name)
+        self._record()
+
+    def finish(self) -> None:
+        """Remove the record: the checkpoint is complete."""
+        (self.folder / PROGRESS).unlink()
+
+    def _recorded(self) -> dict[str, str]:
+        try:
+            record = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+            identity, shards = record["identity"], dict(record["shards"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{self.folder / PROGRESS} cannot be read ({error!r}). Remove {self.folder}.") from error
+        if identity != self._identity:
+            raise ModelError(
+                f"{self.folder} contains an unfinished merge of another adapter, base model or shard size. Remove it, "
+                "or choose another folder with --output."
+            )
+        return shards
+
+    def _record(self) -> None:
+        write_text(self.folder / PROGRESS, json.dumps({"identity": self._identity, "shards": self._finished}, indent=2))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file such that it is either complete or not there."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _publish(temporary, path)
+
+
+def write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_size: int) -> None:
+    """Write the index of a checkpoint of several shards, which transformers finds them by."""
+    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_text(folder / INDEX, json.dumps(content, indent=2) + "\n")
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def split(weights: Mapping[str, Tensor], max_size: int) -> Iterator[list[str]]:
+    """Divide weights, in order, into shards of at most `max_size` bytes; a larger weight has its own shard."""
+    shard, size = [], 0
+    for key, weight in weights.items():
+        if shard and size + weight.nbytes > max_size:
+            yield shard
+            shard, size = [], 0
+        shard.append(key)
+        size += weight.nbytes
+    if shard:
+        yield shard
+
+
+def shard_names(count: int) -> list[str]:
+    """The file names of `count` shards, as transformers names them."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def parse_size(text: str) -> int:
+    """The number of bytes of a size such as 5GB or 500MiB. Raises ModelError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
+    unit = match and (match[2] if match[2].endswith("B") or not match[2] else f"{match[2]}B")
+    if not match or unit not in _UNITS or not (size := int(float(match[1]) * _UNITS[unit])):
+        raise ModelError(f"--max-shard-size: invalid value {text!r}; expected a size such as 5GB or 500MB.")
+    return size
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file with the tensors of `layout`, which may be on the meta device, by their names.
+
+    `tensors` yields the same names once each, in any order, with values of the same dtype and shape.
+    Raises ModelError if it does not, or if safetensors has no name for a dtype.
+    """
+    # Wide dtypes first, so that each tensor is aligned, as safetensors does it.
+    names = sorted(layout, key=lambda name: (-layout[name].itemsize, name))
+    places, end = {}, 0
+    for name in names:
+        places[name] = (end, end := end + layout[name].nbytes)
+    header = _header({name: _entry(name, layout[name], places[name]) for name in names})
+    written = set()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        start = file.tell()
+        for name, tensor in tensors:
+            expected = layout.get(name)
+            if expected is None or name in written:
+                raise ModelError(f"{path}: {name} is not a weight of this file, or is written twice.")
+            if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+                raise ModelError(
+                    f"{path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected {expected.dtype} of "
+                    f"shape {tuple(expected.shape)}."
+                )
+            file.seek(start + places[name][0])
+            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            written.add(name)
+        if missing := layout.keys() - written:
+            raise ModelError(f"{path}: weights are missing: {', '.join(sorted(missing)[:3])}")
+
+
+def _entry(name: str, tensor: Tensor, place: tuple[int, int]) -> dict[str, object]:
+    if tensor.dtype not in _NAMES:
+        raise ModelError(f"{name} has the dtype {tensor.dtype}, which cannot be written in safetensors format.")
+    return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(place)}
+
+
+def _header(entries: dict[str, dict[str, object]]) -> bytes:
+    """The header, padded to a multiple of 8 bytes, with the framework that transformers expects."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

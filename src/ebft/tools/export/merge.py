@@ -1,0 +1,384 @@
+"""Merging a LoRA adapter into its base model, one shard at a time.
+
+At any time, the adapter, the weights of one part (usually one weight), and what they are computed from are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from ebft.catalog import MARK
+from ebft.errors import ModelError
+from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.over_transformers import WeightGroup, convert_weights, revert_weights, weight_groups
+from ebft.tools.export.adapter import (
+    WEIGHTS,
+    Adapter,
+    BitsAndBytesRounding,
+    attach,
+    empty_model,
+    merge_into,
+    read_adapter_config,
+    read_adapter_weights,
+)
+from ebft.tools.export.checkpoint import (
+    PICKLED,
+    Checkpoint,
+    Reader,
+    ShardFolder,
+    base_folder,
+    checksum,
+    parse_size,
+    shard_names,
+    split,
+    write_index,
+    write_text,
+)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_NOT_COPIED = (
+    "*.safetensors",
+    "*.index.json",
+    *PICKLED,
+    "*.gguf",
+    "*.msgpack",
+    "*.h5",
+    "*.onnx",
+    "README.md",
+    MARK,
+    ".*",
+)
+
+
+@dataclass(frozen=True)
+class MergeSource:
+    """An adapter and the base model that it was trained on, both folders or Hub ids.
+
+    `tokenizer`: folder whose tokenizer files replace those of the base model. `bits` (4 or 8): the base weights were
+    quantised by bitsandbytes in training, loaded in `dtype`.
+    """
+
+    adapter: Path
+    base: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    tokenizer: Path | None = None
+    bits: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """The folder of a merged model, the size of its weights in bytes, and numbers of shards."""
+
+    folder: Path
+    total_size: int
+    largest_shard: int  # bytes
+    shards: int
+    resumed: int  # shards that a previous, interrupted merge had written
+    untied: bool
+
+
+def merge_adapter(
+    source: MergeSource,
+    to: Path,
+    max_shard_size: str | None = None,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> MergeResult:
+    """Write the base model with the adapter merged into its weights to the folder `to`.
+
+    The result is that of PEFT's `merge_and_unload`, except that weights that are tied in the base model, and of which
+    the adapter changes one, are written separately: PEFT changes both. The shards are those of the base model unless
+    `max_shard_size` (such as "5GB") is given. If a merge was interrupted, a second call continues it. `on_shard` is
+    called with the number of finished shards and of all shards. Raises ModelError if the adapter or the base model
+    cannot be merged.
+    """
+    size = None if max_shard_size is None else parse_size(max_shard_size)
+    config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
+    base = base_folder(source.base, source.revision)
+    base_config = _base_config(base, source)
+    checkpoint = Checkpoint.of(base)
+    plain = empty_model(base_config, source.trust_remote_code)
+    rounding = None if source.bits is None else BitsAndBytesRounding(plain, source.bits, source.dtype)
+    adapter = attach(empty_model(base_config, source.trust_remote_code), config, weights)
+    del weights
+    merge = Merge(plain, adapter, checkpoint.weights, rounding)
+    shards = _layout(merge, checkpoint, size)
+    folder = ShardFolder(to, _identity(source, checkpoint, shards))
+    resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
+    sizes = _sizes(merge, shards)
+    _copy_other_files(base, source.tokenizer, to)
+    _copy_generation_config(source.adapter, to)
+    if len(shards) > 1:
+        write_index(to, shards, sum(sizes))
+    _write_config(base_config, adapter, merge, to)
+    folder.finish()
+    return MergeResult(to, sum(sizes), max(sizes), len(shards), resumed, merge.unties)
+
+
+def _base_config(base: Path, source: MergeSource) -> Any:
+    try:
+        found = AutoConfig.from_pretrained(base, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{base}: its config.json cannot be read: {error}") from error
+    if (quantised := getattr(found, "quantization_config", None)) is not None:  # absent in most models
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelError(
+            f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
+            "original model, which they were quantised from (--base-model)."
+        )
+    return found
+
+
+def _layout(merge: Merge, checkpoint: Checkpoint, max_size: int | None) -> dict[str, list[str]]:
+    """The weights of each shard. A weight that the base model does not have follows the one it was tied to."""
+    weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
+    added = {source: [] for part in merge.parts for source in part.copies.values()}
+    for part in merge.parts:
+        for name, source in part.copies.items():
+            added[source].append(name)
+    files = []
+    for own in checkpoint.files.values():
+        files.append([])
+        for key in own:
+            files[-1] += [key, *added.pop(key, [])]
+    for names in added.values():  # the checkpoint has another name for the weight that it was tied to
+        files[-1] += names
+    if max_size is not None:
+        files = list(split({key: weights[key] for keys in files for key in keys}, max_size))
+    return dict(zip(shard_names(len(files)), files))
+
+
+def _sizes(merge: Merge, shards: dict[str, list[str]]) -> list[int]:
+    weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
+    return [sum(weights[key].nbytes for key in keys) for keys in shards.values()]
+
+
+def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, list[str]]) -> dict[str, Any]:
+    """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
+    files = {name: (checkpoint.folder / name).resolve().stat() for name in checkpoint.files}
+    return {
+        "adapter": [checksum(source.adapter / name) for name in ("adapter_config.json", WEIGHTS)],
+        "base": [str(checkpoint.folder), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
+        "bits": [source.bits, str(source.dtype)],
+        "shards": shards,
+    }
+
+
+def _write_shards(
+    merge: Merge,
+    checkpoint: Checkpoint,
+    shards: dict[str, list[str]],
+    folder: ShardFolder,
+    on_shard: Callable[[int, int], None] | None,
+) -> int:
+    part_of = {key: part for part in merge.parts for key in part.outputs}
+    resumed = 0
+    for number, (name, keys) in enumerate(shards.items(), start=1):
+        if folder.has(name):
+            resumed += 1
+        else:
+            layout = {key: part_of[key].outputs[key] for key in keys}
+            folder.write(name, layout, _merged(merge, checkpoint, part_of, keys))
+        if on_shard is not None:
+            on_shard(number, len(shards))
+    return resumed
+
+
+def _merged(
+    merge: Merge, checkpoint: Checkpoint, part_of: Mapping[str, Part], keys: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The merged weights `keys`. Those of one part are in memory at a time, and the pages that they are read from."""
+    waiting = set(keys)
+    for key in keys:
+        if key in waiting:
+            with Reader(checkpoint) as read:
+                values = merge.compute(part_of[key], read)
+            yield from ((own, values[own]) for own in values if own in waiting)
+            waiting -= values.keys()
+            del values
+
+
+def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
+    for path in base.iterdir():
+        if path.is_file() and path.name != "config.json" and not any(map(path.match, _NOT_COPIED)):
+            shutil.copyfile(path, to / path.name)
+    if tokenizer is None or not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        return
+    for name in TOKENIZER_FILES:
+        (to / name).unlink(missing_ok=True)  # a file that only the base model's tokenizer has would change the other
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, to / name)
+
+
+def _copy_generation_config(adapter: Path, to: Path) -> None:
+    """Replace that of the base model with the one of the adapter, which ends replies at the end of a turn."""
+    if (adapter / GENERATION_CONFIG).is_file():
+        shutil.copyfile(adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
+
+
+def _write_config(config: Any, adapter: Adapter, merge: Merge, to: Path) -> None:
+    if merge.unties:
+        config.tie_word_embeddings = False
+    config.get_text_config().vocab_size = adapter.vocab_size
+    write_text(to / "config.json", json.dumps(json.loads(config.to_json_string()), indent=2) + "\n")
+
+
+class Rounding(Protocol):
+    """What happened to weights of the model before the adapter was trained on them, such as quantisation."""
+
+    def covers(self, name: str) -> bool: ...
+
+    def __call__(self, weight: Tensor) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class Part:
+    """Weights that are written together; `outputs` are on the meta device, by their names in the checkpoint."""
+
+    groups: list[WeightGroup]
+    layers: list[tuple[LoraLayer, list[str]]] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)  # weights that the checkpoint does not have: {name: source}
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """The weights to read."""
+        return [key for group in self.groups for key in group.keys]
+
+    @property
+    def names(self) -> list[str]:
+        """Their names in the model."""
+        return [name for group in self.groups for name in group.names]
+
+
+class Merge:
+    """The merge of an adapter into the weights of a checkpoint, one part at a time.
+
+    `model` is the base model on the meta device, without adapter. Raises ModelError if the checkpoint has no weight
+    that the adapter changes, or if transformers cannot convert weights back to those of the checkpoint.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, adapter: Adapter, weights: Mapping[str, Tensor], rounding: Rounding | None = None
+    ) -> None:
+        self._model, self._adapter, self._rounding = model, adapter, rounding
+        self.parts = self._joined(weight_groups(model, weights))
+        for part in self.parts:
+            self._plan(part, weights)
+        self.unties = any(part.copies for part in self.parts)
+
+    @torch.no_grad()
+    def compute(self, part: Part, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The merged weights of a part, by their names in the checkpoint."""
+        weights = {key: read(key) for key in part.keys}
+        if not self._is_changed(part):
+            return weights
+        values, dtypes = self._base_values(part, weights)
+        for name, value in values.items():
+            if name in self._adapter.replaced:
+                values[name] = self._adapter.replaced[name].to(dtypes[name], copy=True)
+            elif self._rounding is not None and self._rounding.covers(name):
+                values[name] = self._rounding(value)
+        for layer, names in part.layers:
+            merge_into(layer, names, values, self._adapter)
+        for name, source in self._adapter.ties.items():
+            if name in values:
+                values[name] = values[source].clone()
+        return self._reverted(part, values)
+
+    def _base_values(
+        self, part: Part, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+        """The weights of the model, by name, and their dtypes in the checkpoint."""
+        values: dict[str, Tensor] = {}
+        for group in part.groups:
+            values |= convert_weights(self._model, group, weights)
+        values |= {name: values[source].clone() for name, source in part.copies.items()}
+        return values, {name: value.dtype for name, value in values.items()}
+
+    def _reverted(self, part: Part, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: values[name] for name in part.copies}
+        for group in part.groups:
+            found |= revert_weights(self._model, group, values)
+        return found
+
+    def _plan(self, part: Part, weights: Mapping[str, Tensor]) -> None:
+        """Compute the part's outputs on the meta device, which shows whether the conversion can be reverted."""
+        own = {key: weights[key] for key in part.keys}
+        if not self._is_changed(part):
+            part.outputs = own
+            return
+        values, dtypes = self._base_values(part, own)
+        for name in values.keys() & self._adapter.replaced.keys():
+            values[name] = self._adapter.replaced[name].to(device="meta", dtype=dtypes[name])
+        part.outputs = self._reverted(part, values)
+        if part.outputs.keys() != {*own, *part.copies}:
+            raise ModelError(
+                f"transformers {'converts ' + ', '.join(own)} when it loads the model, and does not convert the result "
+                f"back to the same names but to {', '.join(part.outputs)}, so these weights cannot be merged one shard "
+                "at a time. Merge with PEFT's merge_and_unload."
+            )
+
+    def _is_changed(self, part: Part) -> bool:
+        names = part.names
+        is_rounded = self._rounding is not None and any(map(self._rounding.covers, names))
+        return bool(part.layers or part.copies or is_rounded or self._adapter.replaced.keys() & names)
+
+    def _joined(self, groups: list[WeightGroup]) -> list[Part]:
+        """Join groups that depend on each other, and add weights that are no longer tied."""
+        parts = [Part([group]) for group in groups]
+        part_of = {name: part for part in parts for name in part.names}
+        changed = [names for _, names in self._adapter.layers]
+        for name, source in self._adapter.base_ties.items():
+            if name in self._adapter.ties and name in part_of:
+                changed.append([name, source])
+            elif name not in self._adapter.ties and name not in part_of and source in part_of:
+                part_of[source].copies[name] = source
+                part_of[name] = part_of[source]
+        self._check_present(part_of, [*sum(changed, []), *self._adapter.replaced])
+        for names in changed:
+            _join(part_of, names)
+        for layer, names in self._adapter.layers:
+            part_of[names[0]].layers.append((layer, names))
+        without = [part for part in parts if not part.names]  # in the checkpoint, but not in the model
+        return [*dict.fromkeys(part_of.values()), *without]
+
+    def _check_present(self, part_of: Mapping[str, Part], names: Iterable[str]) -> None:
+        missing = [name for name in names if name not in part_of and name not in self._adapter.ties]
+        if missing:
+            raise ModelError(
+                f"The base model's checkpoint has no weight for {missing[0]}, which the adapter changes, so it is not "
+                "the model that the adapter was trained on. Give that model (--base-model)."
+            )
+
+
+def _join(part_of: dict[str, Part], names: list[str]) -> None:
+    kept = part_of[names[0]]
+    for name in names[1:]:
+        other = part_of[name]
+        if other is not kept:
+            kept.groups += other.groups
+            kept.copies |= other.copies
+            for moved in (*other.names, *other.copies):
+                part_of[moved] = kept

@@ -1,0 +1,194 @@
+"""A trained model, its tokenizer and its base model, from a config or from a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel
+from pydantic import ValidationError
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ebft.config.options import EBFTSection, RewardOptions
+from ebft.config.section import option_names
+from ebft.data.locate import base_name, lasting_name
+from ebft.errors import EBFTError, ModelError
+from ebft.models.adapter import load_saved_adapter, read_adapter_config
+from ebft.models.keys import ModelSettings
+from ebft.models.load import load_base_model
+from ebft.models.tokenizer import load_tokenizer
+from ebft.models.weights import pickles, refuse_pickles
+from ebft.monitor.run_state import run_of_model
+from ebft.run.checkpoints import checkpoint_hint
+from ebft.tools.evaluation.models import ADAPTER_FILE, placed
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
+
+OPTION = "--base-model"
+
+
+@dataclass
+class Loaded:
+    """A trained model in eval mode, with its tokenizer; the base model is loaded when it is first needed.
+
+    `reward`: options of `FeatureMatchingReward`, and where they are from; `template`: extra arguments of the chat
+    template.
+    """
+
+    name: str
+    tuned: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    load_base: Callable[[], PreTrainedModel]
+    reward: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] | None = None
+    reward_origin: str = "defaults"
+
+    @property
+    def reward_settings(self) -> str:
+        """The options of the reward and their origin, in one line."""
+        values = asdict(RewardOptions(**self.reward))
+        del values["feature_device"]
+        if not values["use_whitening"]:
+            del values["whitening_space"]
+        return f"{', '.join(f'{name}: {value}' for name, value in values.items())} ({self.reward_origin})"
+
+    @cached_property
+    def shares_base(self) -> bool:
+        """Whether the model with its adapter disabled is exactly the base model."""
+        if not isinstance(self.tuned, PeftModel):
+            return False
+        config = self.tuned.active_peft_config
+        is_plain = isinstance(config, LoraConfig) and config.init_lora_weights in (True, False, "gaussian")
+        return is_plain and config.bias == "none"  # trained biases are a part of the base model
+
+    @cached_property
+    def base(self) -> PreTrainedModel:
+        """The base model on its own, in eval mode."""
+        return placed(self.load_base()).eval().requires_grad_(False)
+
+    @contextmanager
+    def model(self, base: bool) -> Iterator[nn.Module]:
+        """The trained model, or with `base` the base model, which is the same one without adapter where possible."""
+        if base and self.shares_base:
+            with self.tuned.disable_adapter():
+                yield self.tuned
+        else:
+            yield self.base if base else self.tuned
+
+
+def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
+    """The trained model in the `output_dir` of a config, or in `folder`. Raises ModelError if there is none."""
+    folder = folder or Path(config.output_dir)
+    if not _is_model(folder):
+        train = checkpoint_hint(folder, "ebft inference {}") or "Train the config first: ebft train CONFIG"
+        raise ModelError(f"output_dir: {folder} contains no trained model. {train}")
+    tokenizer = load_tokenizer(config)
+    return Loaded(
+        str(folder),
+        _open(config, folder, tokenizer),
+        tokenizer,
+        lambda: load_base_model(config, tokenizer),
+        {name: getattr(config.ebft, name) for name in option_names(RewardOptions)},
+        config.chat_template_kwargs,
+        "from the config",
+    )
+
+
+def model_in_folder(name: str, base: str | None = None) -> Loaded:
+    """The model or adapter in a folder, or of `ebft fetch`.
+
+    `base` replaces the base model that the adapter, or the card of a full model, names. The options of the reward are
+    those of the run that trained the model, if its run.json is there. Raises ModelError for a folder without a model.
+    """
+    folder = Path(lasting_name(name))
+    if not _is_model(folder):
+        hint = checkpoint_hint(folder, "ebft inference {}")
+        raise ModelError(f"{name} is neither a config file nor a folder with a model or an adapter. {hint}".rstrip())
+    refuse_pickles(folder)
+    is_adapter = (folder / ADAPTER_FILE).is_file()
+    base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    settings = _settings(base if is_adapter else str(folder), str(folder) if has_tokenizer else None)
+    tokenizer = load_tokenizer(settings)
+
+    def load_base() -> PreTrainedModel:
+        if base is None:
+            raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
+        return load_base_model(_settings(base, None), tokenizer)
+
+    return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_reward_of(folder))
+
+
+def _reward_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+    """The options of the reward, extra arguments of the chat template, and origin of both, for a model in a folder."""
+    found = run_of_model(folder)
+    if found is None:
+        return (
+            {},
+            None,
+            f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings",
+        )
+    path, config = found
+    given, trl = config.get("ebft") or {}, config.get("trl") or {}
+    try:
+        section = EBFTSection.model_validate(
+            {name: given[name] for name in option_names(RewardOptions) if name in given}
+        )
+        template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
+    except (ValidationError, AttributeError, TypeError) as error:
+        return {}, None, f"defaults: the settings in {path} cannot be read ({error.__class__.__name__})"
+    return {name: getattr(section, name) for name in option_names(RewardOptions)}, template, f"from {path}"
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / ADAPTER_FILE).is_file() or (
+        (folder / "config.json").is_file() and (any(folder.glob("*.safetensors")) or bool(pickles(folder)))
+    )
+
+
+def _settings(base: str, tokenizer: str | None) -> ModelSettings:
+    return ModelSettings(base_model=base, tokenizer_config=tokenizer)
+
+
+def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The model in `folder`; an adapter is attached to the base model of the settings."""
+    if (folder / ADAPTER_FILE).is_file():
+        try:
+            refuse_pickles(folder)
+            model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder), len(tokenizer))
+        except EBFTError as error:
+            raise ModelError(f"The adapter in {folder} cannot be loaded on {settings.base_model}: {error}") from error
+    else:
+        own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
+        model = load_base_model(settings.model_copy(update=own), tokenizer)
+    return placed(model).eval().requires_grad_(False)
+
+
+def _base_of_adapter(folder: Path) -> str:
+    found = read_adapter_config(folder).base_model_name_or_path
+    if not found:
+        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
+    return found
+
+
+def _base_of_model(folder: Path) -> str | None:
+    """The base model that a full model's checkpoint or card names."""
+    if (folder / "ebft_run.json").is_file():
+        saved = json.loads((folder / "ebft_run.json").read_text(encoding="utf-8"))
+        base, file = saved.get("base_model"), saved.get("gguf_file")
+        return base if base is None or file is None else base_name(base, file)
+    if not (folder / "README.md").is_file():
+        return None
+    try:
+        found = ModelCard.load(folder / "README.md").data.base_model
+    except ValueError:  # no YAML header
+        return None
+    return found[0] if isinstance(found, list) else found

@@ -1,0 +1,236 @@
+"""Generation of replies with transformers' `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, set_seed
+
+from ebft.data.conversation import Renderer
+from ebft.data.messages import Message, as_texts
+from ebft.errors import ConfigError, DataError, ModelError
+from ebft.models.causal_lm import unwrap_adapter
+from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.tools.inference.models import Loaded
+
+_CHARACTERS = 32  # per position, of the part of a long text that is tokenised first
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How replies are sampled. What is None is taken from the generation config of the model; temperature 0 is greedy.
+
+    `seed` is set before every reply, so that the same prompt gives the same reply.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def generation_config(self, model: nn.Module) -> GenerationConfig:
+        """The generation config of a model with these options."""
+        found = copy.deepcopy(unwrap_adapter(model).generation_config)
+        found.max_length = None
+        found.max_new_tokens = self.max_new_tokens
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.temperature == 0:
+            found.do_sample, found.temperature, found.top_p, found.top_k = False, None, None, None
+        elif given:
+            found.do_sample = True
+            found.update(**given)
+        return found
+
+
+class Sampler:
+    """Samples replies to prompts, a text or messages, from a trained model or its base model."""
+
+    def __init__(self, loaded: Loaded, options: SamplingOptions) -> None:
+        self.loaded, self.options = loaded, options
+        self.renderer = Renderer(loaded.tokenizer, loaded.template)
+
+    @property
+    def positions(self) -> int | None:
+        """The positions of the model; None if it has no limit."""
+        return getattr(unwrap_adapter(self.loaded.tuned).config.get_text_config(), "max_position_embeddings", None)
+
+    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+        """Ids of a prompt. Raises DataError if it cannot be rendered, or if its first part is far too long."""
+        if self.positions is not None and len(str(prompt)) > _CHARACTERS * self.positions:
+            is_text = isinstance(prompt, str)
+            text = prompt if is_text else self.renderer.template(as_texts(prompt), add_generation_prompt=True)
+            self.check_length(text, "prompt")
+        return self.renderer.prompt_ids(prompt)
+
+    def check_length(self, text: str, what: str) -> None:
+        """Raise DataError if the first part of a text has twice as many tokens as there are positions.
+
+        A text of some hundred thousand characters without words takes minutes to tokenise.
+        """
+        part = text[: _CHARACTERS * (self.positions or 0)]
+        if len(part) < len(text) and self.positions:
+            length = len(self.loaded.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+            if length > 2 * self.positions:
+                raise DataError(
+                    f"The {what} has more than {length} tokens, but the model has {self.positions} positions. Use a "
+                    f"shorter {what}."
+                )
+
+    def reply_ids(
+        self,
+        prompt: str | list[Message],
+        base: bool = False,
+        samples: int = 1,
+        streamer: Any = None,
+        on_token: Callable[[], None] | None = None,
+    ) -> list[list[int]]:
+        """The token ids of `samples` replies, each with the token that ended it, if one did.
+
+        `on_token` is called after each token and may raise an exception, which stops the generation. Raises DataError
+        if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model computes NaN.
+        """
+        ids = self.prompt_ids(prompt)
+        with self.loaded.model(base) as model, torch.no_grad():
+            causal_lm = unwrap_adapter(model)
+            ends = sorted(end_token_ids(model, self.renderer))
+            config = self.options.generation_config(model)
+            config.max_new_tokens = min(config.max_new_tokens, _room(self.positions, len(ids)))
+            config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
+            if samples > 1:
+                config.num_return_sequences, config.do_sample = samples, True
+            if self.options.seed is not None:
+                set_seed(self.options.seed)
+            inputs = torch.tensor([ids], device=causal_lm.device)
+            output = causal_lm.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                generation_config=config,
+                logits_processor=[_RefusesNaN("The base model" if base else self.loaded.name)],
+                streamer=streamer,
+                stopping_criteria=None if on_token is None else [_calls(on_token)],
+            )
+        return [_cut(row[len(ids) :].tolist(), ends) for row in output]
+
+    def text(self, ids: list[int]) -> str:
+        """A reply as text, without special tokens."""
+        return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class _RefusesNaN(LogitsProcessor):
+    """Raises ModelError for logits that are NaN: greedy search takes token 0 then, without an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise ModelError(
+                f"{self._name} computes NaN, as after training that diverged. Use an earlier checkpoint, or train "
+                "again with a lower learning_rate."
+            )
+        return scores
+
+
+def _calls(on_token: Callable[[], None]) -> Callable[..., torch.Tensor]:
+    """A stopping criterion of transformers that never stops a sequence, and calls a function after each token."""
+
+    def criterion(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        on_token()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return criterion
+
+
+def _room(limit: int | None, length: int) -> int:
+    if limit is None:
+        return 2**31
+    if length >= limit:
+        raise DataError(f"The prompt has {length} tokens, but the model has {limit} positions. Use a shorter prompt.")
+    return limit - length
+
+
+def _cut(ids: list[int], ends: list[int]) -> list[int]:
+    """The ids up to and including the first end token; what follows is padding."""
+    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: end + 1]
+
+
+MOST_SAMPLES = 256  # which are generated as one batch
+
+
+@dataclass(frozen=True)
+class ScoredReplies:
+    """Samples of one prompt, with their rewards and the terms of the rewards."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    rewards: list[float]
+    alignment: list[float]  # in the space of the reward: whitened with use_whitening
+    diversity: list[float]
+    cfm: float
+
+
+class Scorer:
+    """Samples replies and scores them with `FeatureMatchingReward`, whose feature network is the base model."""
+
+    def __init__(self, sampler: Sampler, samples: int) -> None:
+        if not 1 <= samples <= MOST_SAMPLES:
+            raise ConfigError(f"samples: invalid value {samples!r:.100}; expected an integer from 1 to {MOST_SAMPLES}.")
+        if samples > 1 and sampler.options.temperature == 0:
+            raise ConfigError("temperature: 0 gives equal samples, whose rewards are equal too. Set samples: 1.")
+        self._sampler, self._samples = sampler, samples
+
+    @cached_property
+    def reward(self) -> FeatureMatchingReward:
+        """The reward, with the feature settings of the config, or their defaults."""
+        loaded = self._sampler.loaded
+        model = loaded.tuned if loaded.shares_base else loaded.base
+        options = {**loaded.reward, "feature_device": None}  # the model is where the feature network is
+        return FeatureMatchingReward(
+            model, loaded.tokenizer, self._samples, chat_template_kwargs=loaded.template, copy=False, **options
+        )
+
+    def __call__(
+        self,
+        prompt: str | list[Message],
+        reference: str,
+        base: bool = False,
+        on_token: Callable[[], None] | None = None,
+    ) -> ScoredReplies:
+        """Sample replies to a prompt and score them against a reference text; see `Sampler.reply_ids`."""
+        n = self._samples
+        self._check_length(prompt, reference)
+        ids = self._sampler.reply_ids(prompt, base, n, on_token=on_token)
+        rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
+        match = self.reward.last
+        return ScoredReplies(
+            [self._sampler.text(reply) for reply in ids],
+            ids,
+            rewards,
+            match.alignment.flatten().tolist(),
+            match.diversity.flatten().tolist(),
+            match.cfm.item(),
+        )
+
+    def _check_length(self, prompt: str | list[Message], reference: str) -> None:
+        """Raise DataError if the feature network has fewer positions than the prompt and the reference have tokens."""
+        positions = self._sampler.positions
+        if positions is None:
+            return
+        self._sampler.prompt_ids(prompt)
+        self._sampler.check_length(reference, "reference")
+        row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
+        length = len(row.prompt_ids) + len(row.reference_ids)
+        if length > positions:
+            raise DataError(
+                f"The prompt and the reference have {length} tokens, but the model has {positions} positions. Use "
+                "shorter ones."
+            )

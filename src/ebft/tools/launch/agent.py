@@ -1,0 +1,356 @@
+"""Running a launcher in this process, which passes signals on to the processes it started and ends with their status.
+
+Launchers give their processes 30 seconds to end after a signal, which is not enough for a step and a checkpoint, and
+end with a traceback of their own. Here, the launcher runs in a thread, in which torch installs no signal handlers, and
+the main thread sends each signal to the processes and waits for as long as they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+from ebft.errors import ConfigError, LaunchError, cause
+from ebft.printed import say
+from ebft.processes import (
+    COMMAND,
+    FAILED,
+    FOLDER,
+    PARENT,
+    SIGNALS,
+    TRACEBACK,
+    passed_on,
+    received_signals,
+    typed_command,
+)
+from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
+
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_KILLING = 3  # so many times Ctrl-C kills processes that do not end
+_STARTUP = 10.0  # seconds after a signal in which processes that are starting still report their ids
+_SAME_TIME = 5  # seconds between a process that is killed and the errors of others that follow from it
+_POLL = 0.1  # seconds
+_LOGGERS = ("torch.distributed", "torch.multiprocessing", "accelerate")
+
+
+def launch(plan: Plan, words: Sequence[str]) -> int:
+    """Run `ebft WORDS` in the processes of the plan on this machine; returns their exit status, 128 + n for a signal n.
+
+    Raises LaunchError if they cannot be started or one was killed, ConfigError for options that the launcher does not
+    accept, KeyboardInterrupt if a signal arrives before they have started.
+    """
+    start = _prepared(plan.launcher, launcher_arguments(plan, words))
+    with (
+        _launch_folder() as folder,
+        _variables(environment(plan) | {FOLDER: str(folder), PARENT: str(os.getpid())}),
+        _quiet(),
+    ):
+        command = typed_command(["ebft", *words, *plan.options.words()])
+        (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
+        with received_signals() as received:
+            ended = _run(start, folder, received)
+        return _status(ended, folder, bool(received))
+
+
+def _prepared(launcher: str, arguments: list[str]) -> Callable[[], None]:
+    """The call of the launcher with its parsed arguments."""
+    parsed = parsed_arguments(launcher, arguments)
+    if launcher == ACCELERATE:
+        from accelerate.commands.launch import launch_command as run
+    else:
+        from torch.distributed.run import run
+    return lambda: run(parsed)
+
+
+def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
+    """Run the launcher in a thread, and send what is in `received` to its processes; returns its exception, if any."""
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            start()
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, name="launcher", daemon=True)
+    thread.start()
+    sent: dict[int, int] = {}
+    first_signal = None
+    while thread.is_alive():
+        thread.join(_POLL)
+        if not received:
+            continue
+        first_signal = first_signal or time.monotonic()
+        _forward(received, folder, sent)
+        if not sent and time.monotonic() - first_signal > _STARTUP:  # for example, it still waits for other machines
+            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+    return ended[0] if ended else None
+
+
+def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
+    """Send each process the signals that it has not been sent yet; `sent` counts them by process."""
+    for path in folder.glob("*.pid"):
+        text = path.read_text()
+        if not text.isdigit():  # it is being written
+            continue
+        pid = int(text)
+        new = received[sent.get(pid, 0) :]
+        sent[pid] = len(received)
+        for number in new:
+            kills = received.count(signal.SIGINT) >= _KILLING
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if kills else passed_on(number))
+
+
+def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
+    """The exit status of the processes, from how the launcher ended; prints the traceback that one of them left."""
+    if error is None:
+        return 0
+    if isinstance(error, CalledProcessError):  # of accelerate, for one process
+        code, who = error.returncode, "The process"
+    else:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        if not isinstance(error, ChildFailedError):
+            raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
+        rank, code = _first_failure(error.failures, folder)
+        who = f"The process of rank {rank}"
+    if code < 0:
+        return _of_signal(-code, who, was_signalled)
+    if (folder / TRACEBACK).exists():
+        say(f"\n{who} failed:\n{(folder / TRACEBACK).read_text(encoding='utf-8')}", err=True)
+    elif not (folder / FAILED).exists() and code not in _INTERRUPTED:
+        raise LaunchError(f"{who} ended with exit status {code}.", status=code)
+    return code
+
+
+def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]:
+    """The rank and exit status that the others follow from: of a killed process, or else the first that has reported.
+
+    The launcher stops all processes when one ends, also the first that reported, if another ended before it: then the
+    status is that of the other, which failed for the same reason.
+    """
+    earliest = min(failure.timestamp for failure in failures.values())
+    for rank, failure in failures.items():
+        ends_itself = failure.exitcode >= 0 or -failure.exitcode in SIGNALS
+        if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
+            return rank, failure.exitcode
+    with contextlib.suppress(OSError, ValueError):
+        rank = int((folder / FAILED).read_text())
+        if rank in failures:
+            ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
+            return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
+    rank, failure = max(failures.items(), key=lambda item: item[1].exitcode > 0)  # one that was not stopped, if any
+    return rank, failure.exitcode
+
+
+def _of_signal(number: int, who: str, was_signalled: bool) -> int:
+    """The exit status for a process that a signal ended; an error if the signal was not passed on from here."""
+    if not (was_signalled and number in (*SIGNALS, signal.SIGKILL)):
+        reason = ", for example because memory ran out" if number == signal.SIGKILL else ""
+        raise LaunchError(f"{who} was killed by {signal.Signals(number).name}{reason}.", status=128 + number)
+    return 128 + number
+
+
+@contextlib.contextmanager
+def _launch_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ebft-launch-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Context manager in which the environment, also that of new processes, has these variables."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager in which launchers log nothing: the processes report their errors, and this command the rest."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+NEUTRAL = Path(__file__).with_name("accelerate.yaml")
+THREADS = "OMP_NUM_THREADS"
+MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
+PROGRAM = "ebft.tools.cli"  # the module that each process runs
+_LOCAL = "127.0.0.1"
+
+
+def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
+    """The arguments of the plan's launcher that start `ebft WORDS` in each process."""
+    return [*own_options(plan), *plan.options.passed_on, "--module", PROGRAM, *words]
+
+
+def own_options(plan: Plan) -> list[str]:
+    """The options of the plan's launcher that follow from the options of `ebft train`."""
+    return (_accelerate if plan.launcher == ACCELERATE else _torchrun)(plan)
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Variables for the launcher: on CPU, the threads of a process, so that all together use each core once."""
+    if plan.gpus or THREADS in os.environ:
+        return {}
+    return {THREADS: str(max(1, (os.cpu_count() or 1) // plan.per_machine))}
+
+
+def command_line(plan: Plan, words: Sequence[str]) -> str:
+    """The command for a shell that starts the same processes."""
+    if plan.launcher in (None, RAY):
+        own = shlex.join([sys.executable, "-m", "ebft.tools.cli", *words])
+        return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
+    variables = [f"{name}={value}" for name, value in environment(plan).items()]
+    return " ".join(
+        [*variables, shlex.join([sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)])]
+    )
+
+
+def _accelerate(plan: Plan) -> list[str]:
+    options = plan.options
+    own_file = any(word.partition("=")[0] in ("--config_file", "--config-file") for word in options.passed_on)
+    words = [] if own_file else ["--config_file", str(NEUTRAL)]
+    words += ["--num_processes", str(plan.processes), "--num_machines", str(options.machines)]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    if plan.processes > 1:
+        words.append("--multi_gpu")  # the only way of accelerate's launcher to start processes without MPI, also on CPU
+    if options.machines > 1:
+        words += ["--machine_rank", str(options.machine_rank), "--same_network"]
+        words += ["--main_process_ip", options.main_process_ip]
+        return [*words, "--main_process_port", str(options.main_process_port or PORT)]
+    return [*words, "--main_process_port", str(options.main_process_port or 0)]  # 0: a free one
+
+
+def _torchrun(plan: Plan) -> list[str]:
+    options = plan.options
+    words = ["--nproc-per-node", str(plan.per_machine)]
+    if options.machines > 1:
+        words += ["--nnodes", str(options.machines), "--node-rank", str(options.machine_rank)]
+        words += ["--master-addr", options.main_process_ip]
+        return [*words, "--master-port", str(options.main_process_port or PORT)]
+    if options.main_process_port is not None:
+        return [*words, "--master-addr", _LOCAL, "--master-port", str(options.main_process_port)]
+    return [*words, "--standalone", "--local-addr", _LOCAL]  # with a free port
+
+
+_PROCESSES, _MACHINES, _RANK = "use --num-processes before --", "use --num-machines", "use --machine-rank"
+_ADDRESS, _PORT = "use --main-process-ip", "use --main-process-port"
+_PYTHON = "training runs as a module of this Python"
+# Options of the launchers that `ebft train` sets, or that would replace keys of the config, and what sets them.
+_OURS = {
+    ACCELERATE: {
+        "num_processes": _PROCESSES,
+        "num_machines": _MACHINES,
+        "machine_rank": _RANK,
+        "main_process_ip": _ADDRESS,
+        "main_process_port": _PORT,
+        "mixed_precision": "set bf16 or fp16 in the config",
+        "dynamo_backend": "set torch_compile in the config",
+        "use_deepspeed": "set deepspeed in the config",
+        "use_fsdp": "set fsdp in the config",
+        "no_python": _PYTHON,
+    },
+    "torchrun": {
+        "nproc_per_node": _PROCESSES,
+        "nnodes": _MACHINES,
+        "node_rank": _RANK,
+        "master_addr": _ADDRESS,
+        "master_port": _PORT,
+        "no_python": _PYTHON,
+        "run_path": _PYTHON,
+    },
+}
+_MAY_REPEAT = ("config_file", "module", "training_script", "training_script_args")
+
+
+class _Recording(Namespace):
+    """Arguments that remember which of them a parser has changed."""
+
+    def __init__(self, defaults: Namespace) -> None:
+        vars(self).update(vars(defaults), were_set=set())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not vars(self).get(name):  # argparse sets defaults that are text again
+            self.were_set.add(name)
+        super().__setattr__(name, value)
+
+
+def parsed_arguments(launcher: str, arguments: Sequence[str], into: Namespace | None = None) -> Namespace:
+    """The arguments, read by the launcher's parser. Raises ConfigError if it does not accept them."""
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(written), contextlib.redirect_stdout(written):
+            return _parser(launcher).parse_args(arguments, into)
+    except SystemExit as error:  # of argparse, which has written its usage and the problem, or its help
+        if not error.code:
+            raise ConfigError(
+                f"Options after --: {launcher} would print its help instead of starting processes. For its options, "
+                f"run python -m {MODULES[launcher]} --help."
+            ) from None
+        problem = written.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"Options after --: {launcher} does not accept them: {problem}.") from None
+
+
+def check_passed_on(plan: Plan) -> None:
+    """Raise ConfigError for words after -- that are no options of the plan's launcher, or that `ebft train` sets."""
+    own = _read(plan, own_options(plan)).were_set
+    passed_on = _read(plan, plan.options.passed_on)
+    if (passed_on.training_script, passed_on.training_script_args) != (PROGRAM, []):
+        raise ConfigError(
+            f"Options after --: {passed_on.training_script!r:.100} is not an option of {plan.launcher}, or the value "
+            "of one. Remove it; overrides of the config are written before --."
+        )
+    ours = _OURS[plan.launcher] | {name: "remove it" for name in own if name not in _OURS[plan.launcher]}
+    for name in sorted(passed_on.were_set):
+        if name in ours and name not in _MAY_REPEAT:
+            raise ConfigError(
+                f"Options after --: ebft train sets --{name} of {plan.launcher} itself, so it cannot be passed on: "
+                f"{ours[name]}."
+            )
+
+
+def _read(plan: Plan, options: Sequence[str]) -> _Recording:
+    """The options by their names in the parser, in which all spellings are one."""
+    program = ["--module", PROGRAM]
+    found = _Recording(parsed_arguments(plan.launcher, program))
+    parsed_arguments(plan.launcher, [*options, *program], found)
+    return found
+
+
+def _parser(launcher: str) -> ArgumentParser:
+    if launcher == ACCELERATE:
+        from accelerate.commands.launch import launch_command_parser
+
+        return launch_command_parser()
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()

@@ -1,0 +1,244 @@
+"""Running Ray Train from `ebft train`: connecting to Ray, starting the workers, passing on signals, one error."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, LaunchError, cause
+from ebft.printed import say
+from ebft.processes import passed_on, received_signals
+from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster
+from ebft.tools.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
+
+DEBUG = "EBFT_DEBUG"
+FOLDER = "ray"  # in output_dir: what Ray stores about the run
+# Read by Ray when it is imported or started; values that the user has set are kept.
+_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of the config are those of the command
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which turns output that packages capture into log messages
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for the next check, by default up to 2 seconds
+}
+# For a Ray that is started here.
+_LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1, on every system
+    "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing collects them
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine does not announce that it is taken away
+}
+_BARS = ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
+_OBJECT_STORE = 100 * 2**20  # bytes; nothing but the config passes through it
+_POLL = 0.1  # seconds
+_REACHABLE = 10.0  # seconds in which a cluster accepts a connection
+_PROMPT = 30.0  # seconds in which the control actor answers
+_KILLED = 128 + signal.SIGKILL
+
+
+def train_with_ray(
+    config: RunConfig, values: dict[str, Any], command: list[str], evaluate: str | None
+) -> tuple[Outcome, Any]:
+    """Train in Ray workers with the config that `values` describe; returns the `Outcome` and the Result of Ray.
+
+    Raises LaunchError if the workers cannot be started, fail or are killed, KeyboardInterrupt if a signal arrives
+    before they have started.
+    """
+    with connected(config):
+        import ray
+
+        resources = worker_resources(config, ray.cluster_resources())
+        control = ray.remote(num_cpus=0)(Control).remote()
+        task = Task(values, command, evaluate, os.getcwd(), control)
+        trainer = _trainer(config, resources, lambda: train_in_worker(task))
+        with received_signals() as received:
+            return _fit(trainer, control, received)
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig) -> Iterator[None]:
+    """Connect to the cluster at RAY_ADDRESS or start a local Ray, and stop or leave it again.
+
+    A connection that exists already is used, and kept. Raises LaunchError if there is no cluster at that address.
+    """
+    os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    if uses_cluster():
+        check_reachable(os.environ[RAY_ADDRESS])
+    else:
+        # A token of this run alone: otherwise Ray creates one in the home folder, for all clusters.
+        local = _LOCAL | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+        os.environ |= {name: os.environ.get(name, value) for name, value in local.items()}
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        _connect(config)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the cluster at {RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
+        hint = " If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if uses_cluster() else ""
+        raise LaunchError(f"use_ray: cannot connect to {where}: {cause(error)}.{hint}") from error
+    except SystemExit:  # of Ray's handler of SIGTERM
+        raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: RunConfig) -> None:
+    import ray
+
+    setup = {"worker_process_setup_hook": SETUP}
+    if uses_cluster():
+        ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
+        return
+    ray.init(
+        address="local",
+        num_cpus=_cpus(config),
+        object_store_memory=_OBJECT_STORE,
+        include_dashboard=False,
+        runtime_env=setup,
+        logging_level="error",
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Raise LaunchError if nothing listens at `address`, HOST:PORT, for which Ray would try several minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):  # for example "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHABLE).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"{RAY_ADDRESS}={address}: no cluster can be reached ({cause(error)}). Start one with ray start --head, "
+            f"correct the address, or unset {RAY_ADDRESS} to use a local Ray."
+        ) from error
+
+
+def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str, float]:
+    """The resources of a worker. Raises ConfigError if a local Ray, which does not grow, has too few of them."""
+    resources = config.resources_per_worker
+    if resources is None:
+        resources = {"GPU": 1.0} if available.get("GPU") else {"CPU": 1.0}
+    missing = {
+        name: amount * config.ray_num_workers
+        for name, amount in resources.items()
+        if amount * config.ray_num_workers > available.get(name, 0)
+    }
+    if not missing:
+        return resources
+    needed = ", ".join(
+        f"{name}: {amount:g} (available: {available.get(name, 0):g})" for name, amount in missing.items()
+    )
+    if not uses_cluster():
+        raise ConfigError(
+            f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce ray_num_workers or "
+            "resources_per_worker, or set RAY_ADDRESS to a cluster."
+        )
+    say(f"The cluster has too few resources so far, and training waits for them: {needed}.", err=True)
+    return resources
+
+
+def _cpus(config: RunConfig) -> int:
+    """The CPUs of a local Ray: those of the machine, or more, so that any number of processes can be tested."""
+    each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
+    return max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers))
+
+
+def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> Any:
+    from ray.train import FailureConfig, LoggingConfig, ScalingConfig
+    from ray.train import RunConfig as RayRunConfig
+    from ray.train.torch import TorchTrainer
+
+    variables = dict.fromkeys(_BARS, "1")  # workers have no terminal
+    if DEBUG in os.environ:
+        variables[DEBUG] = os.environ[DEBUG]
+    if not resources.get("GPU"):
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs visible to workers without one
+    return TorchTrainer(
+        function,
+        scaling_config=ScalingConfig(
+            num_workers=config.ray_num_workers, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
+        ),
+        run_config=RayRunConfig(
+            name=config.ray_run_name,
+            storage_path=str(Path(config.output_dir).absolute() / FOLDER),
+            failure_config=FailureConfig(max_failures=config.ray_max_failures),
+            worker_runtime_env={"env_vars": variables},
+            logging_config=LoggingConfig(log_level="CRITICAL"),  # errors are printed here, once
+        ),
+    )
+
+
+def _fit(trainer: Any, control: Any, received: list[int]) -> Any:
+    """Run the trainer in a thread, in which Ray installs no signal handlers, and pass signals on to the workers."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(trainer.fit())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, name="ray", daemon=True)
+    thread.start()
+    seen = 0
+    while thread.is_alive():
+        thread.join(_POLL)
+        for number in received[seen:]:
+            _forward(number, control, is_first=seen == 0)
+            seen += 1
+    if isinstance(ended[0], BaseException):
+        _raise(ended[0], control)
+    return ended[0].return_value, ended[0]
+
+
+def _forward(number: int, control: Any, is_first: bool) -> None:
+    """Pass a signal on to the workers. Raises KeyboardInterrupt if there are none yet, or on the second Ctrl-C."""
+    import ray
+
+    if is_first:
+        if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
+            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+        say(
+            "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
+            err=True,
+        )
+    elif number == signal.SIGINT:
+        raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
+
+
+def _raise(error: BaseException, control: Any) -> None:
+    """Raise the LaunchError for an exception of Ray Train: a killed worker, or else the first error of any worker."""
+    import ray
+    from ray.train import WorkerGroupError
+
+    failures = ray.get(control.failures.remote(), timeout=_PROMPT)
+    failed = {failure.rank for failure in failures}
+    killed = sorted(set(error.worker_failures) - failed) if isinstance(error, WorkerGroupError) else []
+    if killed:  # the errors of the others follow from it
+        rank = killed[0]
+        raise LaunchError(
+            f"The Ray worker of rank {rank} was killed, for example because memory ran out: "
+            f"{cause(error.worker_failures[rank])}",
+            status=_KILLED,
+        ) from error
+    if not failures:
+        raise LaunchError(f"Ray Train failed: {cause(error)}") from error
+    first = failures[0]
+    if not first.message or os.environ.get(DEBUG):
+        say(f"\nThe Ray worker of rank {first.rank} failed:\n{first.traceback}", err=True)
+    raise LaunchError(first.message or f"The Ray worker of rank {first.rank} failed.", status=first.status) from error

@@ -1,0 +1,172 @@
+"""What a worker of Ray Train does: training as a process of any launcher does, with reports to Ray and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train.collective import broadcast_from_rank_zero
+from transformers import TrainerCallback
+
+from ebft.config.schema import RunConfig
+from ebft.config.user_code import place_of, what_happened
+from ebft.errors import EBFTError, LaunchError
+from ebft.printed import say
+from ebft.processes import join_ray
+from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
+from ebft.run.output import wait_until_free
+from ebft.run.own_files import final_step
+from ebft.run.stopping import StopOnSignal, TrainingInterrupted
+from ebft.run.training import TrainResult, train_until
+from ebft.tools.launch.ray_control import Attempt, Failure, Outcome, Task
+
+POINTER = "ebft.json"  # the only file of the checkpoint that Ray stores; it names the folder of the model
+_KILLED_WITHIN = 60.0  # seconds that Ray may need to kill the processes of an earlier attempt
+_WRONG_INPUT, _FAILED = 2, 1  # exit statuses
+_SIGNALLED = 128
+
+
+class StopOnDriver(StopOnSignal):
+    """Stops a run on the signals that the command `ebft train` received, and reports its logs to Ray."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.command)
+        self._control = task.control
+        threading.Thread(target=self._wait, name="signals", daemon=True).start()
+
+    def _wait(self) -> None:
+        with suppress(Exception):  # of Ray, which ends before this thread
+            self.request(ray.get(self._control.wait_for_signal.remote()))
+
+    def follow(self, trainer: Any) -> None:
+        super().follow(trainer)
+        trainer.add_callback(ReportToRay(self._control))
+
+
+class ReportToRay(TrainerCallback):
+    """Reports the last value of each metric to Ray at each log, on all workers, which Ray requires."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+        self._metrics: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            ray.get(self._control.note_begun.remote())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._metrics |= plain(logs or {}) | {"step": state.global_step}
+        ray.train.report(dict(self._metrics))
+
+
+def train_noting_errors(task: Task) -> Outcome:
+    """Train in this worker; errors are noted by the control actor, and raised for Ray Train."""
+    rank = ray.train.get_context().get_world_rank()
+    try:
+        return _trained(task, rank)
+    except TrainingInterrupted as stopped:  # after the same step on all workers, or while rank 0 pushes to the Hub
+        ray.train.report({})  # all report as often, or the others would wait
+        return Outcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
+    except BaseException as error:
+        failure = _failure(error, rank)
+        ray.get(task.control.fail.remote(failure))
+        raise RuntimeError(failure.message or failure.traceback) from None  # errors of users may not be serializable
+
+
+def _trained(task: Task, rank: int) -> Outcome:
+    join_ray()
+    _enter(task.folder)
+    config = RunConfig.from_dict(task.values)
+    attempt, changes = broadcast_from_rank_zero(_begin(task, config) if rank == 0 else None)
+    if attempt.earlier and rank == 0:
+        say(f"Attempt {attempt.earlier + 1} of {config.ray_max_failures + 1}, after: {attempt.reason}", err=True)
+    if attempt.signal is not None:
+        raise TrainingInterrupted(_stopped_before(config, task, attempt), attempt.signal)
+    result = train_until(config.model_copy(update=changes), StopOnDriver(task))
+    _report_result(result, rank)
+    return Outcome(0, learned=result.describe_outcome(task.evaluate))
+
+
+def _begin(task: Task, config: RunConfig) -> tuple[Attempt, dict[str, Any]]:
+    """Start an attempt, when the lock of an earlier one is free; returns the keys with other values in a restart."""
+    attempt = ray.get(task.control.begin.remote())
+    if attempt.earlier:
+        wait_until_free(Path(config.output_dir), _KILLED_WITHIN)
+    return attempt, changes_on_restart(config) if attempt.has_begun else {}
+
+
+def changes_on_restart(config: RunConfig) -> dict[str, Any]:
+    """The keys with other values when a run restarts that has begun: it continues from its own newest checkpoint.
+
+    Until there is one, it starts again from the checkpoint that the config names.
+    """
+    named = config.resume_from_checkpoint
+    if named is not None and _step_reached(config) < step_of(Path(named)):
+        return {}
+    return {"resume_from_checkpoint": None, "auto_resume_from_checkpoints": True}
+
+
+def _step_reached(config: RunConfig) -> int:
+    """The step of the newest checkpoint or final model in the output folder; -1 if there is none."""
+    output_dir = Path(config.output_dir)
+    newest, final = newest_checkpoint(output_dir), final_step(output_dir)
+    return max(-1 if newest is None else step_of(newest), -1 if final is None else final)
+
+
+def _stopped_before(config: RunConfig, task: Task, attempt: Attempt) -> str:
+    if not attempt.has_begun:
+        return "Interrupted before training started; nothing was saved."
+    return how_to_resume(config, max(0, _step_reached(config)), config.resume_from_checkpoint, task.command)
+
+
+def _enter(folder: str) -> None:
+    """Use the working folder of the command, so that relative paths in the config mean the same."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise LaunchError(
+            f"use_ray: the working folder {folder} is not on this machine of the cluster ({error.strerror}). All "
+            "workers need the same files: use a file system that they share."
+        ) from None
+
+
+def _report_result(result: TrainResult, rank: int) -> None:
+    """Report the last metrics, with a checkpoint that names the model's folder: Ray keeps no others."""
+    metrics = plain(result.metrics) | {"step": result.trainer.state.global_step}
+    with _pointer(result.output_dir) as folder:
+        checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
+        ray.train.report(metrics, checkpoint=checkpoint)
+
+
+@contextmanager
+def _pointer(output_dir: str) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, POINTER).write_text(json.dumps({"output_dir": os.path.abspath(output_dir)}) + "\n")
+        yield folder
+
+
+def plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics with Python numbers in place of scalars of torch and numpy, which Ray does not accept."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+
+
+def _failure(error: BaseException, rank: int) -> Failure:
+    """The failure with the message that `ebft train` prints for this error in one process, or the traceback."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, EBFTError):
+        status = error.status if isinstance(error, LaunchError) else _WRONG_INPUT
+        return Failure(rank, status, str(error), text)
+    if isinstance(error, SystemExit):
+        message = f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
+        return Failure(rank, _WRONG_INPUT, message, text)
+    if isinstance(error, Exception) and place_of(error):
+        return Failure(rank, _WRONG_INPUT, f"{what_happened(error)}.", text)
+    return Failure(rank, _FAILED, "", text)

@@ -1,0 +1,403 @@
+"""The file of `ebft train --sweep`: lists of values, whose combinations are runs.
+
+A mapping of keys to lists is a grid: every combination of one value per key. A list of mappings names the combinations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Column, Table
+
+from ebft.config.load import YAMLError, load_config, parse_yaml, problem
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, EBFTError, shortened
+from ebft.files import check_regular, write_text
+from ebft.monitor.run_files import read_object
+from ebft.monitor.run_state import read_run
+from ebft.processes import PARENT, passed_on, received_signals
+from ebft.secrets import without_secrets
+from ebft.tools.launch.plan import LaunchOptions
+
+_OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
+MOST_RUNS = 1000  # of a sweep, unless --max-runs is given
+_LONGEST = 120  # characters of a name, which is the name of a folder
+_SPACE = re.compile(r"\s")
+_OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The values of one run by their keys, and its name, which is that of its folder."""
+
+    name: str
+    values: dict[str, Any]
+
+    def overrides(self) -> list[str]:
+        """The values as overrides of the config."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+
+
+def read_sweep(path: Path, most: int = MOST_RUNS) -> list[Combination]:
+    """The combinations of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
+    found = _read(path)
+    if isinstance(found, dict) and found:
+        combinations = list(_grid(path, found, most))
+    elif isinstance(found, list) and found:
+        _check_number(path, len(found), most)
+        combinations = [_explicit(path, place, entry) for place, entry in enumerate(found)]
+    else:
+        raise ConfigError(
+            f"{path}: expected a mapping of keys to lists of values, or a list of mappings, one per run; got "
+            f"{found!r:.60}."
+        )
+    counts = Counter(map(_canonical, combinations))
+    for values in combinations:
+        if counts[_canonical(values)] > 1:
+            raise ConfigError(f"{path}: the combination {_name(values)} occurs more than once. Remove one of them.")
+    names = Counter(map(_name, combinations))
+    return [
+        Combination(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in combinations
+    ]
+
+
+def _read(path: Path) -> Any:
+    try:
+        check_regular(path, ConfigError, f"Sweep file {path}")
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read sweep file {path} ({error.strerror}). Give the path to a YAML file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Sweep file {path} is not valid UTF-8 ({error.reason}).") from None
+    except YAMLError as error:
+        line, words = problem(error)
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: invalid YAML: {shortened(words)}.") from None
+
+
+def _check_number(path: Path, runs: int, most: int) -> None:
+    if runs > most:
+        raise ConfigError(
+            f"{path} describes {runs:,} runs, more than {most:,}. Remove keys or values, or allow them with --max-runs "
+            f"{runs}."
+        )
+
+
+def _grid(path: Path, lists: dict[Any, Any], most: int) -> Iterator[dict[str, Any]]:
+    for key, values in lists.items():
+        _check_key(path, key)
+        if isinstance(values, dict):
+            raise ConfigError(f"{path}: {key}: write the keys of a section with dots, for example {key}.NAME: [...].")
+        if not isinstance(values, list):
+            raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}. Use [{values!s:.60}].")
+        if not values:
+            raise ConfigError(f"{path}: {key}: the list is empty. Give at least one value, or remove the key.")
+        _check_values(path, {key: values})
+    _check_number(path, math.prod(map(len, lists.values())), most)
+    for values in itertools.product(*lists.values()):
+        yield dict(zip(lists, values))
+
+
+def _explicit(path: Path, place: int, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict) or not entry:
+        raise ConfigError(f"{path}: entry {place + 1}: expected a mapping of keys to values, got {entry!r:.60}.")
+    for key in entry:
+        _check_key(path, key)
+    _check_values(path, entry)
+    return entry
+
+
+def _check_key(path: Path, key: Any) -> None:
+    if not isinstance(key, str) or not all(key.split(".")) or "=" in key:
+        raise ConfigError(f"{path}: {key!r:.60} is not a config key.")
+    if _SPACE.search(key):
+        raise ConfigError(f"{path}: {key!r:.60} is not a config key, because it contains a space. Remove the space.")
+    if key in _OWN:
+        raise ConfigError(
+            f"{path}: {key} cannot be swept: each run has a folder in output_dir, and resumes from its own checkpoints."
+        )
+
+
+def _check_values(path: Path, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:  # of the YAML tags !!binary and !!set, for example
+            raise ConfigError(
+                f"{path}: {key}: {value!r:.60} cannot be the value of a key ({error}). Use numbers, text, true, false, "
+                "null, lists or mappings, without a YAML tag such as !!binary or !!set."
+            ) from None
+
+
+def _canonical(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _name(values: dict[str, Any]) -> str:
+    name = ",".join(f"{key}={_shown(value)}" for key, value in values.items())
+    return name if len(name) <= _LONGEST else name[:_LONGEST].rstrip(",=") + _mark(values)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, int | float):
+        return text
+    return _OTHERS.sub("-", text).strip("-.") or "empty"
+
+
+def _mark(values: dict[str, Any]) -> str:
+    """A suffix for names that are not unique, or shortened."""
+    return "-" + hashlib.sha256(_canonical(values).encode()).hexdigest()[:8]
+
+
+RESULTS = "sweep.json"
+EVALUATION = "evaluation.json"
+# Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
+_MEASURE = ("rl", "ebft", "trl", "evaluation")
+_METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
+_RESUMING = {"auto_resume_from_checkpoints": None}  # differs between the commands of a run
+_POLL = 0.1  # seconds
+_FAILED = 1
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep: `state` is "not started", "finished", "failed" or "stopped".
+
+    `metrics` and their `intervals` are those of `ebft evaluate`, empty if that failed; `measured` identifies the model
+    and the settings that they belong to.
+    """
+
+    name: str
+    values: dict[str, Any]
+    output_dir: str
+    state: str = "not started"
+    exit_status: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    measured: str = ""
+
+
+class Sweep:
+    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`, checked before the first one starts.
+
+    `check` raises an EBFTError if a config cannot be trained with these launch options.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        combinations: Sequence[Combination],
+        options: LaunchOptions,
+        check: Callable[[Sequence[str]], RunConfig],
+    ) -> None:
+        self.config, self.overrides, self.options = config, list(overrides), options
+        self._combinations = {combination.name: combination for combination in combinations}
+        _check_overrides(overrides, combinations)
+        configs = [
+            _checked(check, combination.name, [*overrides, *combination.overrides()]) for combination in combinations
+        ]
+        self.folder = Path(configs[0].output_dir)
+        self.runs = [SweepRun(one.name, one.values, str(self.folder / one.name)) for one in combinations]
+        for run in self.runs:
+            self._check_held_out(run)
+
+    def words(self, run: SweepRun) -> list[str]:
+        """The words of the command that trains a run."""
+        resumes = "false" if self._has_other_rows(run) or self._has_other_settings(run) else "true"
+        own = [f"output_dir={json.dumps(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
+        return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
+
+    def is_finished(self, run: SweepRun) -> bool:
+        """Whether the run has ended before with the same config, and its model is there."""
+        found = read_run(Path(run.output_dir))
+        if found.get("state") != "finished" or self._has_other_rows(run):
+            return False
+        from ebft.run.own_files import final_step
+        from ebft.run.reporting import description
+
+        config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
+        now = json.loads(json.dumps(description(config)["config"]))
+        before = found.get("config")
+        is_same = isinstance(before, dict) and now | _RESUMING == before | _RESUMING
+        return is_same and final_step(Path(run.output_dir)) is not None
+
+    def _has_other_rows(self, run: SweepRun) -> bool:
+        """Whether the files of `datasets` have changed since the run began, so that it must not be resumed."""
+        recorded = read_run(Path(run.output_dir)).get("data_digests")
+        if recorded is None:
+            return False
+        from ebft.run.reporting import data_digests  # imports datasets
+
+        now = data_digests(load_config(self.config, self._overrides(run)))
+        return len(now) == len(recorded) and any(None not in (a, b) and a != b for a, b in zip(now, recorded))
+
+    def _has_other_settings(self, run: SweepRun) -> bool:
+        """Whether the config has changed since the newest checkpoint of the run, which must then not be resumed."""
+        if not any(Path(run.output_dir).glob("checkpoint-*")):
+            return False
+        from ebft.run.changes import has_other_settings  # imports transformers, which is not needed by a new sweep
+        from ebft.run.checkpoints import newest_checkpoint
+
+        newest = newest_checkpoint(Path(run.output_dir))
+        return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)
+
+    def train_all(self, say: Callable[[str], None]) -> int:
+        """Train and evaluate all runs, and store the results; returns the exit status.
+
+        It is 0 if every run is finished and evaluated, 1 if not, and 128 + n after signal n, which ends the sweep.
+        """
+        earlier = self._earlier()
+        with received_signals() as received:
+            for place, run in enumerate(self.runs):
+                if received:
+                    break
+                say(f"\n[{place + 1}/{len(self.runs)}] {run.name}")
+                self._train(run, received, say)
+                if run.state == "finished" and not received:
+                    self._evaluate(run, earlier.get(run.name, {}), received)
+                self._save()
+        if received:
+            return 128 + passed_on(received[0])
+        return 0 if all(run.state == "finished" and run.metrics for run in self.runs) else _FAILED
+
+    def table(self) -> Table:
+        """The swept values, state and held-out metrics of all runs."""
+        keys = list(dict.fromkeys(key for run in self.runs for key in run.values))
+        found = {name for run in self.runs for name in run.metrics}
+        others = sorted(name for name in found if name.endswith("pass@1") and not name.startswith("alignment"))
+        metrics = [*(name for name in _METRICS if name in found), *others]
+        table = Table(
+            *keys,
+            Column("state", no_wrap=True),
+            *metrics,
+            title="Held-out results",
+            caption=f"All metrics: {self.folder / RESULTS}",
+        )
+        for run in self.runs:
+            values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
+            state = run.state if run.state != "failed" else f"failed (exit status {run.exit_status})"
+            state += ", not evaluated" if run.state == "finished" and not run.metrics else ""
+            numbers = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in metrics]
+            table.add_row(*values, state, *numbers)
+        return table
+
+    def _overrides(self, run: SweepRun) -> list[str]:
+        return [*self.overrides, *self._combinations[run.name].overrides()]
+
+    def _measuring(self, run: SweepRun) -> list[str]:
+        """The overrides for the evaluation of a run: without swept values that would change what is measured."""
+        swept = self._combinations[run.name].overrides()
+        return [*self.overrides, *(word for word in swept if word.partition("=")[0].split(".")[0] not in _MEASURE)]
+
+    def _check_held_out(self, run: SweepRun) -> None:
+        try:
+            config = load_config(self.config, self._measuring(run))
+        except ConfigError as error:
+            raise ConfigError(f"The config that the run {run.name} is evaluated with is invalid: {error}") from None
+        if not config.test_datasets and not config.val_set_size:
+            raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
+
+    def _train(self, run: SweepRun, received: list[int], say: Callable[[str], None]) -> None:
+        if self.is_finished(run):
+            say(f"Already finished in {run.output_dir}.")
+            run.state, run.exit_status = "finished", 0
+            return
+        run.exit_status = _command(self.words(run), received)
+        run.state = "finished" if run.exit_status == 0 else "stopped" if received else "failed"
+
+    def _evaluate(self, run: SweepRun, earlier: dict[str, Any], received: list[int]) -> None:
+        """Evaluate the run, unless `earlier` has the metrics of the same model with the same settings."""
+        measuring, output = self._measuring(run), Path(run.output_dir) / EVALUATION
+        run.measured = _identity(load_config(self.config, measuring), Path(run.output_dir))
+        if earlier.get("measured") == run.measured and earlier.get("metrics"):
+            run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
+            return
+        options = ["--model", run.output_dir, "--output", str(output)]
+        output.unlink(missing_ok=True)
+        if _command(["evaluate", str(self.config), *measuring, *options], received, quiet=True) == 0:
+            result = json.loads(output.read_text(encoding="utf-8"))["models"][0]
+            run.metrics, run.intervals = result["metrics"], result["intervals"]
+
+    def _earlier(self) -> dict[str, dict[str, Any]]:
+        """The runs that an earlier sweep has stored, by name."""
+        try:
+            runs = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))["runs"]
+            return {run["name"]: run for run in runs}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _save(self) -> None:
+        runs = [asdict(run) for run in self.runs]
+        content = {"config": str(self.config), "overrides": self.overrides, "runs": runs}
+        path = self.folder / RESULTS
+        if path.is_file() and path.stat().st_size and "runs" not in (read_object(path) or {}):
+            raise ConfigError(f"{path} is not the result of a sweep, and is kept. Change output_dir.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / RESULTS, json.dumps(without_secrets(content), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{self.folder / RESULTS} cannot be written ({error.strerror}).") from error
+
+
+def _checked(check: Callable[[Sequence[str]], RunConfig], name: str, overrides: Sequence[str]) -> RunConfig:
+    try:
+        return check(overrides)
+    except EBFTError as error:
+        raise ConfigError(f"The run {name} of the sweep: {error}") from None
+
+
+def _check_overrides(overrides: Sequence[str], combinations: Sequence[Combination]) -> None:
+    swept = {key for combination in combinations for key in combination.values}
+    for word in overrides:
+        key = word.partition("=")[0].strip()
+        if key in swept:
+            raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
+
+
+def _identity(config: RunConfig, folder: Path) -> str:
+    """What an evaluation depends on: its settings, the held-out rows, the base model, and the trained model.
+
+    The rows are known by the contents of their files, the models by the sizes and times of their files.
+    """
+    from ebft.data.locate import lasting_name
+    from ebft.data.sources import content_digest  # imports datasets
+
+    settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    rows = [content_digest(entry) for entry in config.test_datasets or config.datasets]
+    base = Path(lasting_name(config.base_model))
+    files = [*sorted(folder.glob("ebft_final.json")), *(sorted(base.iterdir()) if base.is_dir() else ())]
+    changed = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    return hashlib.sha256(json.dumps([settings, rows, changed]).encode()).hexdigest()
+
+
+def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:
+    """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ebft.tools.cli", *words],
+        env={**os.environ, PARENT: str(os.getpid())},
+        stdout=output,
+        start_new_session=True,
+    )
+    sent = 0
+    while process.poll() is None:
+        for number in received[sent:]:
+            process.send_signal(passed_on(number))
+        sent = len(received)
+        time.sleep(_POLL)
+    code = process.returncode
+    return 128 - code if code < 0 else code

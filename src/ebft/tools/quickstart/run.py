@@ -1,0 +1,174 @@
+"""What each kind of quickstart hands to the part that they share: one fine-tuning run that is ready to start."""
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError
+from ebft.printed import safe_console
+
+CONFIGS = (Path(__file__).parents[1] / "examples" / "quickstart").resolve()  # a link to the examples, in a clone
+_MADE = ("data", "init", "base", "ebft", "samples.txt", "summary.json", "curves.png")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config file with overrides, and how it is measured.
+
+    `groups` is the number of groups of held-out documents, `earlier` the configs of runs that made the base model.
+    """
+
+    config_file: Path
+    overrides: list[str]
+    groups: int
+    earlier: dict[str, RunConfig] = field(default_factory=dict)
+
+
+def own_copy(config_file: Path, output: Path) -> Path:
+    """A copy of a config of the package next to the results, for commands that the user repeats and changes.
+
+    A copy that was changed is renamed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    copy = output / config_file.name
+    if copy.is_file() and copy.read_bytes() != config_file.read_bytes():
+        copy.replace(copy.with_name(f"{copy.name}.changed"))
+    return Path(shutil.copy(config_file, output / config_file.name))
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError if `output` has files with the names of those that a quickstart writes, but of others."""
+    configs = [path.name for path in CONFIGS.glob("*.yaml")]
+    if any((output / name).is_file() for name in (*configs, "data/made_from.json")):
+        return  # of a quickstart
+    found = [name for name in _MADE if (output / name).exists()]
+    if found:
+        raise ConfigError(
+            f"--output {output} contains {', '.join(found)}, which would be replaced. Choose another folder."
+        )
+
+
+def command_line(command: str, config_file: Path, overrides: list[str]) -> str:
+    """The `ebft` command that does what this script does in its own process."""
+    return shlex.join(["ebft", command, os.path.relpath(config_file), *overrides])
+
+
+def show_command(config_file: Path, overrides: list[str]) -> None:
+    """Print the command that is equivalent to a phase."""
+    console.print("[dim]the same as:[/]", command_line("train", config_file, overrides), style="bold", highlight=False)
+
+
+console = safe_console(soft_wrap=True)
+
+
+class Phases:
+    """Headings with running numbers, and the seconds that each phase took."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, heading: str) -> Iterator[None]:
+        """Print the heading, and keep the time that the block takes under `name`."""
+        console.print(f"\n[bold cyan]{len(self.seconds) + 1}/{self.count}  {heading}")
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 1)
+        console.print(f"[dim]{self.seconds[name]:.1f} s")
+
+
+def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
+    """Call `make`, which fills `folder`, unless an earlier run finished it from the same `made_from`, and say so."""
+    stamp, mark = folder / "made_from.json", fingerprint(made_from)
+    if _is_made(stamp, mark):
+        console.print(f"[green]Made by an earlier run, and used again: {folder}")
+        return
+    stamp.unlink(missing_ok=True)
+    make()
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    stamp.write_text(json.dumps({"made_from": mark, "files": sizes}))  # last: what was interrupted is made again
+
+
+def _is_made(stamp: Path, mark: str) -> bool:
+    """Whether a folder was made from what `mark` stands for, and all of its files are there."""
+    try:
+        made = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        return False
+    paths = {stamp.parent / name: size for name, size in made["files"].items()}
+    return made["made_from"] == mark and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
+
+
+def fingerprint(value: Any) -> str:
+    """A short text that changes with any part of a JSON-like value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that are not in tiny_base.yaml and tiny.yaml, and the overrides that change those."""
+
+    max_files: int | None
+    vocab_size: int
+    shape: dict[str, int]
+    groups: int  # of held-out windows
+    base_overrides: list[str] = field(default_factory=list)
+    ebft_overrides: list[str] = field(default_factory=list)
+
+
+def _shape(width: int, layers: int) -> dict[str, int]:
+    """Sizes of a Llama with heads of 32 numbers."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": width * 8 // 3,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 32,
+    }
+
+
+SCALES = {
+    "full": Scale(max_files=None, vocab_size=4096, shape=_shape(128, 4), groups=24),
+    "test": Scale(
+        max_files=60,
+        vocab_size=512,
+        shape=_shape(32, 4),
+        groups=2,
+        base_overrides=["max_steps=3", "sequence_len=64", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1"],
+        ebft_overrides=["max_steps=2", "sequence_len=64", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1"],
+    ),
+}
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed memory instead of returning it to the operating system, if training runs on CPU.
+
+    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
+    the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
+    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
+    process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take
+    precedence; with other C libraries, or an accelerator, there is no effect.
+    """
+    chosen = any(f"MALLOC_{name}_" in os.environ for name in ("MMAP_MAX", "TRIM_THRESHOLD", "MMAP_THRESHOLD"))
+    if chosen or platform.libc_ver()[0] != "glibc" or torch.accelerator.is_available():
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)  # no allocation in a mapping of its own
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap

@@ -1,0 +1,214 @@
+"""Pushes to the Hub: the files of the model and, if wanted, those of checkpoints, and nothing else of a run.
+
+The lists are in `monitor/run_files.py`. Each push is one commit, and all of them are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from transformers import Trainer
+
+from ebft.errors import cause
+from ebft.files import CHECKSUMS, RUN_FILE, STAGING, clean_staging
+from ebft.monitor.run_files import CARD, LEFT_OUT, MODEL_FILES
+
+# Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
+_PATHS = {
+    "base_model_name_or_path",
+    "_name_or_path",
+    "name_or_path",
+    "best_model_checkpoint",
+    "base_model",
+    "gguf_file",
+}
+_OF_RUN = _PATHS | {"chat_template", "nemo_gym_config_paths"}
+
+
+def pushed_files(folder: Path, names: Iterable[str] | None = None, tokenizer: Any = None) -> list[Path]:
+    """The files of the model in `folder` that are pushed: of `names`, or of all files."""
+    listed = [*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values()]
+    found = sorted(path.name for path in folder.iterdir()) if names is None else sorted(names)
+    wanted = [name for name in found if "/" not in name and any(fnmatch(name, pattern) for pattern in listed)]
+    return [folder / name for name in wanted if (folder / name).is_file()]
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that are pushed: those that resuming reads."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
+
+
+def commit(
+    repo_id: str,
+    files: dict[str, Path],
+    message: str,
+    card: str | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+) -> Any:
+    """Push `files`, by their paths in the repository, and the model card."""
+    operations = [CommitOperationAdd(name, _public(path)) for name, path in files.items()]
+    if card is not None:
+        operations.append(CommitOperationAdd(CARD, card.encode()))
+    return HfApi().create_commit(repo_id, operations, commit_message=message, token=token, revision=revision)
+
+
+def _public(path: Path) -> str | bytes:
+    """The path of a file to push, or its contents without the names of folders of this machine."""
+    if path.suffix != ".json" or path.name == "tokenizer.json":
+        return str(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return str(path)
+    if not isinstance(content, dict):
+        return str(path)
+    if path.name == CHECKSUMS:
+        kept = {name: value for name, value in content.items() if Path(name).name not in LEFT_OUT}
+        return (json.dumps(kept, indent=2) + "\n").encode()
+    public = _without_folders(content, _OF_RUN if path.name == RUN_FILE else _PATHS)
+    return str(path) if public == content else (json.dumps(public, indent=2) + "\n").encode()
+
+
+def _without_folders(value: Any, keys: set[str], is_path: bool = False) -> Any:
+    """A JSON value with the last part of each local path below one of `keys`."""
+    if isinstance(value, dict):
+        return {key: _without_folders(inner, keys, key in keys) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner, keys, is_path) for inner in value]
+    return Path(value).name if is_path and _is_local(value) else value
+
+
+def _is_local(value: Any) -> bool:
+    return isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value))
+
+
+class PushesModel(Trainer):
+    """Trainer that pushes the files of the model only, to a repository that is private unless asked otherwise.
+
+    `card`: returns the model card; if unset, none is pushed. `is_saving`: whether a checkpoint is being saved. A push
+    of a checkpoint runs in the background, and a failed one gives a warning.
+    """
+
+    card: Callable[[], str] | None = None
+    is_saving = False
+    _pushing: Future | None = None
+    _to_push: Sequence[Path] = ()  # checkpoints that were saved while another push was running, or whose push failed
+    _pushed: Path | None = None
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether checkpoints are being pushed, or have to be, so that their files are still needed."""
+        return bool(self._to_push) or self._is_busy
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._pushing is not None and not self._pushing.done()
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.args.hub_private_repo is None:
+            self.args.hub_private_repo = True
+        super().init_hf_repo(token)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a card into the output folder if it is asked for; TRL's trainers replace it at each checkpoint."""
+        if not self.is_saving:
+            super().create_model_card(*args, **kwargs)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
+        """Save and push the model and its tokenizer; returns what the Hub answers, or a Future unless `blocking`."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token)
+        folder = Path(self.args.output_dir) / STAGING / "push"
+        self.save_model(str(folder), _internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        files = {path.name: path for path in pushed_files(folder, tokenizer=self.processing_class)}
+        job = self._start(files, commit_message, token, revision)
+        if not blocking:
+            return job
+        answer = job.result()
+        clean_staging(Path(self.args.output_dir))
+        return answer
+
+    def push_checkpoint(self, folder: Path) -> None:
+        """Push the model of a saved checkpoint, and its other files if `hub_strategy` includes them.
+
+        While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each of them. A
+        checkpoint in parts has no files of a model.
+        """
+        strategy = str(self.args.hub_strategy.value)
+        if not self.is_world_process_zero() or strategy == "end":
+            return
+        self._to_push = [*(self._to_push if strategy == "all_checkpoints" else ()), folder]
+        if not self._is_busy:
+            self._push_next()
+
+    def push_remaining(self) -> None:
+        """Push the checkpoints that were left for later, at the end of training; each is tried once."""
+        self._finish_current_push()
+        left, self._to_push = self._to_push, ()
+        for folder in left if str(self.args.hub_strategy.value) != "every_save" else ():  # the model is pushed soon
+            self._to_push = [folder]
+            self._push_next()
+            self._finish_current_push()
+            self._to_push = ()
+
+    def _push_next(self) -> None:
+        """Start to push the first checkpoint that was left, unless it was deleted."""
+        self._finish_current_push()
+        (folder, *others), strategy = self._to_push, str(self.args.hub_strategy.value)
+        self._to_push, self._pushed = others, folder
+        if not folder.is_dir():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        found = {path.name: path for path in pushed_files(folder, tokenizer=self.processing_class)}
+        files = found if any(path.suffix in (".safetensors", ".bin") for path in found.values()) else {}
+        if strategy != "every_save":
+            target = "last-checkpoint" if strategy == "checkpoint" else folder.name
+            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in checkpoint_files(folder)}
+        if files:
+            step = folder.name.rpartition("-")[2]
+            self._pushing = self._start(files, f"Training in progress, step {step}")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: `push_checkpoint` pushes the checkpoint when it is in its folder."""
+
+    def _start(
+        self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None
+    ) -> Future:
+        card = None if self.card is None else self.card()
+        token, revision = token or self.args.hub_token, revision or self.args.hub_revision
+        return HfApi().run_as_future(commit, self.hub_model_id, files, message, card, token, revision)
+
+    def _finish_current_push(self) -> None:
+        """Wait for the push that is running, if any; one that failed gives a warning."""
+        job, self._pushing = self._pushing, None
+        if job is None:
+            return
+        try:
+            job.result()
+        except Exception as error:  # the client's transport errors have no common public base class
+            warnings.warn(
+                f"{self._pushed or 'The model'} was not pushed to {self.hub_model_id} ({cause(error)}). It is saved "
+                "here; the next save and the end of training are pushed too.",
+                stacklevel=2,
+            )
+            if self._pushed is not None and str(self.args.hub_strategy.value) != "every_save":
+                self._to_push = [self._pushed, *self._to_push]
