@@ -116,7 +116,8 @@ def test_packages_of_extras_are_imported_when_they_are_used():
 import importlib, pkgutil, sys, ebft
 sys.modules.update(dict.fromkeys({optional}))
 for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
-    named = ("ebft.tools.dashboard.tui", "ebft.tools.launch.ray_worker", "ebft.examples")  # imported where the package is, or never
+    # Imported where the package is, or never.
+    named = ("ebft.tools.dashboard.tui", "ebft.tools.launch.ray_worker", "ebft.examples")
     if not found.name.startswith(named) and "__main__" not in found.name:
         importlib.import_module(found.name)
 """
@@ -133,7 +134,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_strided_mode_and_plain_fine_tuning_need_no_trl():
-    code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.strided, ebft.sft.trainer; import ebft.methods.strided"
+    code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.sft.trainer, ebft.methods.strided"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

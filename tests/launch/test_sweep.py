@@ -13,7 +13,7 @@ import pytest
 
 from ebft.errors import ConfigError
 from ebft.run.reporting import data_digests, description
-from ebft.tools.launch import sweep
+from ebft.tools.launch import sweep as module
 from ebft.tools.launch.plan import LaunchOptions
 from ebft.tools.launch.sweep import RESULTS, SweepRun, _command, read_sweep
 from tests.cli.conftest import ebft, plain
@@ -137,7 +137,7 @@ def in_process(ebft, monkeypatch):
         print(result.stderr)
         return result.exit_code
 
-    monkeypatch.setattr(sweep, "_command", run)
+    monkeypatch.setattr(module, "_command", run)
     return done
 
 
@@ -203,8 +203,8 @@ def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, 
 def test_the_evaluation_measures_all_runs_alike(run_file, tmp_path):
     """Swept seeds are those of the run, so that nothing it trained on is measured; sections are the config's."""
     (tmp_path / "sweep.yaml").write_text("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]")
-    check = lambda words: sweep.load_config(run_file, words)
-    sweep = sweep.Sweep(run_file, ["max_steps=1"], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+    check = lambda words: module.load_config(run_file, words)
+    sweep = module.Sweep(run_file, ["max_steps=1"], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
     assert sweep._measuring(sweep.runs[0]) == ["max_steps=1", "seed=3"]
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
 
@@ -216,9 +216,9 @@ def test_a_signal_ends_the_sweep(run_file, tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         return 143
 
-    monkeypatch.setattr(sweep, "_command", stopped)
-    check = lambda words: sweep.load_config(run_file, words)
-    sweep = sweep.Sweep(run_file, [], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+    monkeypatch.setattr(module, "_command", stopped)
+    check = lambda words: module.load_config(run_file, words)
+    sweep = module.Sweep(run_file, [], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
     assert sweep.train_all(lambda line: None) == 143
     assert [run.state for run in sweep.runs] == ["stopped", "not started"]
 
@@ -244,12 +244,12 @@ def test_a_command_knows_its_parent(tmp_path, monkeypatch):
 @pytest.fixture
 def sweep(run_file, tmp_path):
     (tmp_path / "sweep.yaml").write_text("seed: [1]")
-    return sweep.Sweep(
+    return module.Sweep(
         run_file,
         [],
         read_sweep(tmp_path / "sweep.yaml"),
         LaunchOptions(),
-        lambda words: sweep.load_config(run_file, words),
+        lambda words: module.load_config(run_file, words),
     )
 
 
@@ -259,7 +259,7 @@ def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, t
     words = [f"base_model={model}", f"output_dir={tmp_path / 'out'}"]
 
     def identity():
-        return sweep._identity(sweep.load_config(run_file, words), tmp_path / "out")
+        return module._identity(module.load_config(run_file, words), tmp_path / "out")
 
     first = identity()
     assert identity() == first
@@ -274,7 +274,7 @@ def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, t
 def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tmp_path):
     (run,) = sweep.runs
     folder = Path(run.output_dir)
-    config = sweep.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
+    config = module.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
     folder.mkdir(parents=True)
     recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
     (folder / "run.json").write_text(json.dumps(recorded))
@@ -286,7 +286,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tm
 
 
 def test_a_run_is_stored_without_secrets(tmp_path):
-    sweep = object.__new__(sweep.Sweep)
+    sweep = object.__new__(module.Sweep)
     sweep.config, sweep.overrides, sweep.folder = tmp_path / "run.yaml", [], tmp_path
     sweep.runs = [SweepRun("a", {"hub_token": "hf_secret"}, "a")]
     sweep._save()

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ebft.data.lengths import SectionReport
 from ebft.methods.views import Block, Part, RowView, Token
-from ebft.tools.preview import legend, show_reports, show_row
+from ebft.tools.preview import legend, page, show_reports, show_row
 
 EVIL = "<script>alert('&\"')</script>"
 VIEW = RowView(

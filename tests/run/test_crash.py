@@ -11,7 +11,7 @@ import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
 from ebft.sft.trainer import SFTTrainer
-from ebft.trainer import complete_checkpoints
+from ebft.trainer import checkpoints
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
 
 pytestmark = pytest.mark.slow
@@ -40,8 +40,8 @@ def as_resumed(step, wanted):
 MOMENTS = {
     "between the update and its save": before(ebft.trainer.OverTrainer, "_save_checkpoint", 5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
-    "before the rename": before(complete_checkpoints, "publish", 5),
-    "in the rotation": before(complete_checkpoints, "discard", 3),
+    "before the rename": before(checkpoints, "publish", 5),
+    "in the rotation": before(checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
     "before the final save": before(ebft.run.output, "save_final_weights", 1),
     "between the files of the final save": before(ebft.run.output, "publish_files", 1),

@@ -20,7 +20,7 @@ from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
 from ebft.run.training import make_output_dir
-from ebft.trainer import complete_checkpoints
+from ebft.trainer import checkpoints
 from tests.run.crash import before, config_of, kill, result, run, run_processes, without_summary
 
 
@@ -214,7 +214,7 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     whole = result(out), json.loads((out / "trainer_state.json").read_text())["best_global_step"]
     shutil.rmtree(out)
     config = config_of("sft", inputs, out, **keys)
-    assert run(config, before(complete_checkpoints, "publish", 6)).code == -9
+    assert run(config, before(checkpoints, "publish", 6)).code == -9
     assert run(config).code == 0
     state = json.loads((out / "trainer_state.json").read_text())
     assert (result(out), state["best_global_step"]) == whole
@@ -272,7 +272,7 @@ def test_rotation_deletes_the_lowest_steps_of_the_run_only(out):
     (out / "checkpoint-1").mkdir()
     others = {path.name for path in out.iterdir()} - {f"checkpoint-{step}" for step in (7, 8, 9, 10)}
     for limit, best, kept in ((4, None, {7, 8, 9, 10}), (3, 7, {7, 9, 10}), (1, 7, {7, 10}), (1, 10, {10})):
-        complete_checkpoints.rotate(out / "checkpoint-10", limit, best and f"elsewhere/checkpoint-{best}")
+        checkpoints.rotate(out / "checkpoint-10", limit, best and f"elsewhere/checkpoint-{best}")
         left = {path.name for path in out.iterdir()} - {"_saving"}
         assert left == others | {f"checkpoint-{step}" for step in kept}
 
@@ -280,9 +280,9 @@ def test_rotation_deletes_the_lowest_steps_of_the_run_only(out):
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(out, monkeypatch):
     for step in (1, 2):
         checkpoint(out, step)
-    monkeypatch.setattr(complete_checkpoints, "discard", lambda folder: no_space())
+    monkeypatch.setattr(checkpoints, "discard", lambda folder: no_space())
     with pytest.warns(UserWarning, match="save_total_limit: .*checkpoint-1 cannot be deleted"):
-        complete_checkpoints.rotate(out / "checkpoint-2", 1, None)
+        checkpoints.rotate(out / "checkpoint-2", 1, None)
 
 
 WITHOUT_CHECKPOINTS = {

@@ -18,7 +18,7 @@ from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 from ebft.models.sharding import reshard
 from ebft.prefix.forward import take_programs
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.rollouts import server
+from ebft.structured.rollouts import server as server_module
 from ebft.structured.rollouts.adapters import AdapterSync
 from ebft.structured.rollouts.server import ServerRollouts
 from ebft.structured.rollouts.turns import Sampling
@@ -72,8 +72,8 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     model = lora(chat_model(TOKENIZER))
     client = Server()
     client.close = lambda: None
-    server.VLLMClient = lambda *args, **kwargs: client
-    server.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
+    server_module.VLLMClient = lambda *args, **kwargs: client
+    server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
     server = ServerRollouts(
         args,

@@ -1,4 +1,4 @@
-"""Config keys for evaluation: when training evaluates on held-out data, and what `ebft evaluate` measures."""
+"""Config keys of evaluation, during training and by `ebft evaluate`, and of training through Ray."""
 
 from typing import Annotated, Literal
 
@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from ebft.config.options import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE
 from ebft.config.section import NotBlank, Section
+from ebft.errors import ConfigError
 
 Strategy = Literal["no", "steps", "epoch"]
 Steps = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
@@ -52,6 +53,20 @@ class EvaluationSection(Section):
         description="Include per-document values in the JSON: the sum of each metric, and the number of tokens, blocks "
         "or prompts it is over.",
     )
+
+    def counts(self, samples: int) -> tuple[int, list[int]]:
+        """The number of samples of a group, of which a run has `samples`, and the values of k for pass@k.
+
+        Raises ConfigError if a k exceeds the number of samples.
+        """
+        samples = self.samples or max(2, samples)
+        pass_at = sorted(set(self.pass_at or [1, samples]))
+        if pass_at[-1] > samples:
+            raise ConfigError(
+                f"evaluation.pass_at: pass@{pass_at[-1]} requires at least as many samples, got {samples}. Increase "
+                "evaluation.samples, or reduce evaluation.pass_at."
+            )
+        return samples, pass_at
 
 
 class EvaluationKeys(Section):

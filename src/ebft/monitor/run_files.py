@@ -388,3 +388,8 @@ def rollout_files(folder: Path) -> list[Path]:
 def _part(path: Path) -> int:
     number = path.name.rpartition(".")[2]
     return int(number) if number.isdigit() else 0
+
+
+def is_report(path: Path) -> bool:
+    """Whether `path` is a report, or does not exist."""
+    return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])

@@ -98,9 +98,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     if problem is not None:
         raise ConfigError(problem)
     if config.evaluation.pass_at:
-        from ebft.tools.evaluation.task import Settings  # imports torch
-
-        Settings.of(config)  # raises
+        config.evaluation.counts(config.method.sampling(config).samples)  # raises
     check_types(config)
     _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))

@@ -27,12 +27,12 @@ from ebft.monitor.run_files import (
     REPORT,
     RUN,
     START,
+    is_report,
     parse,
     read_object,
     rollout_files,
 )
 from ebft.run.same_run import RUN_FILE
-from ebft.tools.dashboard.report import is_report
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
 _CHECKPOINT = re.compile(r"checkpoint-\d+")

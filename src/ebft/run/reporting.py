@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import platform
@@ -25,9 +26,9 @@ from ebft.errors import ConfigError, SaveError, cause
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import REPORT, RunFiles, State
 from ebft.secrets import without_secrets, without_secrets_in_text
-from ebft.tools.dashboard.report import write_report
 from ebft.trainer.pushing import commit, pushed_files
 
+_REPORT = "ebft.tools.dashboard.report"  # by name: runs need no tools
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
 
 
@@ -58,7 +59,8 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
     if not files.end(state, error) and (Path(config.output_dir) / REPORT).is_file():
         return
     try:
-        write_report(Path(config.output_dir))
+        if find_spec("ebft.tools") is not None:
+            importlib.import_module(_REPORT).write_report(Path(config.output_dir))
     except Exception as failure:  # the report must not change how the run ends
         warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
 

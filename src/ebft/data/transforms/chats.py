@@ -1,6 +1,19 @@
-"""Chats: `{messages}` -> `{input_ids, labels, prompt_length, turn_spans}`, with every assistant turn as labels.
+"""Transforms of chats, `{messages}`, rendered with the chat template.
 
-Keys of the dataset select other turns and ends of turns. Another name of `ebft_strided_chat.transform`.
+For strided mode and SFT, `{input_ids, labels, prompt_length, turn_spans}`:
+- `chat_template`, `ebft_strided_chat`: every assistant turn is trained on, or those that keys of the dataset select;
+  `_last_turn` the last one; `_all_turns` makes one row per answer, each with its full history.
+- `ebft_opencode_strided`, `alpaca_chat`: rows with a prompt and a completion, as a user turn and its answer.
+- `ebft_reasoning_strided`: with the thinking in the last turn.
+
+For structured mode and `rl: grpo`, `{prompt, ground_truth}`, with an assistant turn as the reference:
+- `ebft_chat_multiturn`: the first answer, with the rest of the chat as `remaining_turns`; `_last_turn` the last one;
+  `_all_turns` one row per answer. A chat without an answer is a prompt without a reference.
+- `ebft_opencode`, `alpaca_chat_prompts`: rows with a prompt and a completion.
+- `ebft_reasoning`: replies that contain thinking, in tags (`ebft.data.tokens.TAGS`) or as `reasoning_content`: the
+  whole reply, `_answer_only` without it, `_split_thinking` with the thinking of earlier turns separated.
+
+`ebft.mask_thinking_ce` removes the labels of thinking blocks.
 """
 
 from functools import partial
@@ -14,15 +27,15 @@ from ebft.data.transforms.chat import chat_transform
 from ebft.data.transforms.labels import turn_labels
 from ebft.data.transforms.rows import first_present, prompt_and_completion, text_of
 
-__all__ = ["transform"]
-
-
 _BEGINNING = "messages up to an answer"  # key of a row
 
 
 def ebft_strided_chat(cfg, dataset, **kwargs):
     """Transform for chats; the references are all assistant turns, or those that the dataset selects."""
     return chat_transform(cfg, dataset, partial(chat_of, entry=dataset), labels=turn_labels(cfg, dataset))
+
+
+chat_template = ebft_strided_chat
 
 
 def ebft_strided_chat_last_turn(cfg, dataset, **kwargs):

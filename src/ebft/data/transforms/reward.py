@@ -1,9 +1,13 @@
-"""Pairs of replies for reward models: `{input, chosen, rejected}` -> `{chosen_ids, rejected_ids}`.
+"""Transforms for reward models.
 
-`bradley_terry_chat_template` renders both conversations with the tokenizer's chat template. `chosen` and `rejected` are texts, the
-replies to the user message `input` after an optional `system` message; or lists of messages, whole conversations or
-what follows the messages in `prompt`. `margin` is the number by which the score of the chosen reply should exceed that
-of the rejected one.
+- `bradley_terry.chat_template`: pairs of replies, `{input, chosen, rejected}` -> `{chosen_ids, rejected_ids}`, rendered
+  with the tokenizer's chat template. `chosen` and `rejected` are texts, the replies to the user message `input` after
+  an optional `system` message; or lists of messages, whole conversations or what follows the messages in `prompt`.
+  `margin` is the number by which the score of the chosen reply should exceed that of the rejected one.
+- `stepwise_supervised`: steps, `{prompt, completions, labels}` -> `{input_ids, labels}`. The prompt is followed by the
+  steps, each with the separator after it. The label of a step, its class, is that of the last token of its separator;
+  all other tokens have the label -100. Prompt, steps and separators are tokenised separately, so the position of a
+  label does not depend on the text around it.
 """
 
 from typing import Any

@@ -1,9 +1,18 @@
-"""Raw text for strided mode: `{text}` -> `{input_ids, attention_mask, labels}`, with every token as a label.
+"""Transforms of text without a chat template, to `{input_ids, labels, prompt_length}`.
 
-The text is the column given by the entry's `field`, else `text`, else `content`, else `question` followed by `answer`
-if the row has one, else `prompt` and `answer` (the columns of the paper authors' datasets of raw code and pairs).
-Special tokens are those that the tokenizer adds (such as BOS). Documents longer than `sequence_len` are later cut into
-consecutive windows, so no text is lost; only the first window starts with BOS.
+- `ebft_pretrain`: raw text with every token as a label, from the entry's `field`, else `text`, else `content`, else
+  `question` followed by `answer` if the row has one, else `prompt` and `answer` (the columns of the paper authors'
+  datasets of raw code and pairs). Special tokens are those that the tokenizer adds (such as BOS). Documents longer than
+  `sequence_len` are later cut into consecutive windows, so no text is lost; only the first window starts with BOS.
+- `completion`: the same with EOS at the end of each document, for SFT.
+- `ebft_strided_structured`: a prompt and a completion (columns of `rows.PAIRS`), with nothing inserted between them.
+- `alpaca`: `{instruction, input, output}` with the prompt text of Stanford Alpaca.
+- `user_defined`: prompts written out in a format of the config.
+- `input_output`: `{segments}`, each `{text, label}`; those with `label: true` are trained on. Each is tokenised on its
+  own, and no special tokens are added, so that the segments contain all of them.
+
+Those of pairs have a twin `_prompts` that returns `{prompt, ground_truth}`, both as text, for structured mode and
+`rl: grpo`: the same tokens.
 """
 
 from functools import partial
@@ -43,7 +52,7 @@ def ebft_pretrain(cfg, dataset, **kwargs):
 
 def completion(cfg, dataset, **kwargs):
     """Transform for a column of raw text, including the end of the text."""
-    raw_fn, map_kwargs = transform(cfg, dataset=dataset)
+    raw_fn, map_kwargs = ebft_pretrain(cfg, dataset=dataset)
 
     def transform_fn(example, tokenizer=None):
         row = raw_fn(example, tokenizer=tokenizer)

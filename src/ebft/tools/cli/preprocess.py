@@ -97,7 +97,7 @@ def command(
 def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
     """Show the first rows in the terminal, and write them to an HTML file; `is_new`: they were prepared now."""
     from ebft.methods.views import first_rows, generation_prompt
-    from ebft.tools.preview import legend, show_reports, show_row
+    from ebft.tools.preview import legend, page, show_reports, show_row
 
     train = config.method.arrange(config, rows.train)
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))

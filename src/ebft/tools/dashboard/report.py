@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ebft.monitor.run_files import EVALUATION, REPORT, START, read_object
+from ebft.monitor.run_files import EVALUATION, REPORT, START, is_report, read_object
 from ebft.monitor.run_state import settings_in_effect
 from ebft.tools.dashboard.curves import NOT_COMPARABLE, evaluation_changes, is_number
 from ebft.tools.dashboard.live import LiveRun, clock, local_time
@@ -43,11 +43,6 @@ def write_report(folder: Path, evaluation: Path | None = None) -> Path:
     return path
 
 
-def is_report(path: Path) -> bool:
-    """Whether `path` is a report, or does not exist."""
-    return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])
-
-
 def report(folder: Path, evaluation: Path | None = None) -> str:
     """The page as text."""
     live = LiveRun(folder)
@@ -59,12 +54,11 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     plots = "".join(figure(curve) for curve in live.curves())
     before, after = first_and_last(folder, _SAMPLES)
     first = "First rollouts" if after else "Rollouts"
-    samples = (samples(first, before), samples("Last rollouts", after))
     parts = [
         _summary(live),
         _section("Curves", f'<div class="plots">{plots}</div>' if plots else ""),
         _section("Health messages", health(live)),
-        _section("Samples", "".join(samples)),
+        _section("Samples", samples(first, before) + samples("Last rollouts", after)),
         _section("Config", table(settings_in_effect(live.run), "Options that differ from their defaults.")),
         _section("Environment", table(_environment(live), "")),
         _section("Evaluation", evaluation(live, evaluation or folder / EVALUATION)),

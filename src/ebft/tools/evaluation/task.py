@@ -100,13 +100,7 @@ class Settings:
     def of(cls, config: RunConfig) -> Settings:
         """Return the settings of a config; raises ConfigError if a k of pass@k exceeds the number of samples."""
         wanted, of_run = config.evaluation, config.method.sampling(config)
-        samples = wanted.samples or max(2, of_run.samples)
-        pass_at = sorted(set(wanted.pass_at or [1, samples]))
-        if pass_at[-1] > samples:
-            raise ConfigError(
-                f"evaluation.pass_at: pass@{pass_at[-1]} requires at least as many samples, got {samples}. Increase "
-                "evaluation.samples, or reduce evaluation.pass_at."
-            )
+        samples, pass_at = wanted.counts(of_run.samples)
         adaptive = of_run.by_reference is not None and wanted.max_new_tokens is None
         return cls(
             samples=samples,

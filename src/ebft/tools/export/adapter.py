@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.models import adapter
+from ebft.models import adapter as saved
+from ebft.models.adapter import UNMATCHED_RANK, check_tensors
 from ebft.models.files import refuse_classifier
 from ebft.models.resized import not_whole, saved_layers, saved_rows
 from ebft.models.weights import refuse_pickles
@@ -69,7 +70,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if not (folder / CONFIG).is_file():
         hint = checkpoint_hint(folder, "ebft merge-lora {}") or "Give the folder of a saved LoRA adapter."
         raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
-    config = adapter.read_adapter_config(folder)
+    config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
@@ -92,7 +93,7 @@ def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
-    adapter.check_tensors(path)
+    check_tensors(path)
     return load_file(path)
 
 
@@ -122,7 +123,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             # That the base model is another one than in training, which the user has chosen.
             warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
-            warnings.filterwarnings("ignore", message=adapter.UNMATCHED_RANK)
+            warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ModelError(f"The adapter does not fit the base model: {error}") from error

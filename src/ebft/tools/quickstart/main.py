@@ -11,8 +11,16 @@ from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import train
-from ebft.tools.quickstart import measure, report, smollm2, tiny
-from ebft.tools.quickstart.measure import held_out_documents, measure
+from ebft.tools.quickstart import report, smollm2, tiny
+from ebft.tools.quickstart.measure import (
+    choose_prompts,
+    complete,
+    held_out_documents,
+    make_samples,
+    measure,
+    save_samples,
+    side_by_side,
+)
 from ebft.tools.quickstart.run import (
     CONFIGS,
     Phases,
@@ -53,9 +61,9 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         policy = load_base_model(config, tokenizer)
         network = FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
         held_out = held_out_documents(config, tokenizer, run.groups)
-        prompts = measure.choose_prompts(held_out.rows, LONGEST)
+        prompts = choose_prompts(held_out.rows, LONGEST)
         before = measure(policy, network, held_out)
-        written_before = measure.complete(policy, tokenizer, prompts, LONGEST)
+        written_before = complete(policy, tokenizer, prompts, LONGEST)
 
     with phases.phase(method, f"{title} with LoRA"):
         show_command(run.config_file, run.overrides)
@@ -63,14 +71,14 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
         after = measure(result.model, network, held_out)
-        written_after = measure.complete(result.model, tokenizer, prompts, LONGEST)
+        written_after = complete(result.model, tokenizer, prompts, LONGEST)
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out)} documents of held-out files"):
-        shown = measure.make_samples(tokenizer, prompts, written_before, written_after)
+        shown = make_samples(tokenizer, prompts, written_before, written_after)
         for sample in shown:
-            console.print(measure.side_by_side(sample, console.width), "", soft_wrap=False)
+            console.print(side_by_side(sample, console.width), "", soft_wrap=False)
         console.print(report.result_table(before, after))
-        measure.save_samples(shown, output / "samples.txt")
+        save_samples(shown, output / "samples.txt")
         curves = result.trainer.state.log_history
         heading = f"{title}, {model}, seed {seed}"
         report.save_curves(curves, output / "curves.png", heading, config.ebft.use_whitening)
