@@ -2,31 +2,16 @@
 
 import faulthandler
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
-from ebft.tools.cli import config as config_command
-from ebft.tools.cli import doctor as doctor_command
-from ebft.tools.cli import env as env_command
-from ebft.tools.cli import evaluate as evaluate_command
-from ebft.tools.cli import fetch as fetch_command
-from ebft.tools.cli import inference as inference_command
-from ebft.tools.cli import merge as merge_lora_command
-from ebft.tools.cli import merge_sharded as merge_sharded_command
-from ebft.tools.cli import preprocess as preprocess_command
-from ebft.tools.cli import quantize as quantize_command
-from ebft.tools.cli import quickstart as quickstart_command
-from ebft.tools.cli import report as report_command
-from ebft.tools.cli import show as show_command
-from ebft.tools.cli import train as train_command
-from ebft.tools.cli import tui as tui_command
-from ebft.tools.cli import vllm_serve as vllm_serve_command
 from ebft.tools.cli.console import (
     FAILED,
     name_remaining_threads,
@@ -34,6 +19,18 @@ from ebft.tools.cli.console import (
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
+from ebft.tools.cli.config import config
+from ebft.tools.cli.doctor import doctor, env
+from ebft.tools.cli.evaluate import evaluate
+from ebft.tools.cli.fetch import fetch
+from ebft.tools.cli.inference import inference
+from ebft.tools.cli.merge import merge_lora, merge_sharded, quantize
+from ebft.tools.cli.preprocess import preprocess
+from ebft.tools.cli.quickstart import quickstart
+from ebft.tools.cli.show import report, show
+from ebft.tools.cli.train import LaunchingCommand, train
+from ebft.tools.cli.tui import tui
+from ebft.tools.cli.vllm_serve import vllm_serve
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -50,22 +47,28 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-quickstart_command.register(app)
-train_command.register(app)
-preprocess_command.register(app)
-evaluate_command.register(app)
-inference_command.register(app)
-merge_lora_command.register(app)
-merge_sharded_command.register(app)
-quantize_command.register(app)
-show_command.register(app)
-report_command.register(app)
-tui_command.register(app)
-vllm_serve_command.register(app)
-config_command.register(app)
-fetch_command.register(app)
-env_command.register(app)
-doctor_command.register(app)
+# Unknown options are parsed as overrides, whose error message shows the correct syntax.
+_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+_COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
+    (quickstart, "Fine-tune a small model and show the effect.", {}),
+    (train, "Train a model.", {"cls": LaunchingCommand, **_OVERRIDES}),
+    (preprocess, "Prepare and show the rows of a config.", {}),
+    (evaluate, "Evaluate models on held-out data.", {}),
+    (inference, "Sample from a trained model.", {}),
+    (merge_lora, "Merge an adapter into its base model.", {}),
+    (merge_sharded, "Merge a checkpoint that was saved in parts.", {}),
+    (quantize, "Quantise a trained model.", {}),
+    (show, "Show the rollouts of a run.", {}),
+    (report, "Write an HTML report of a run.", {}),
+    (tui, "Follow a run in a terminal dashboard.", {}),
+    (vllm_serve, "Serve a model with vLLM.", _OVERRIDES),
+    (config, "List all config keys, or check a config file.", _OVERRIDES),
+    (fetch, "Download a model, or copy the examples.", {}),
+    (env, "Show versions and machine for a bug report.", {}),
+    (doctor, "Check the installation, and a config before training.", {}),
+)
+for _command, _summary, _settings in _COMMANDS:
+    app.command(_command.__name__.replace("_", "-"), short_help=_summary, **_settings)(_command)
 
 
 @app.callback()

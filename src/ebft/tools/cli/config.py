@@ -16,18 +16,6 @@ from ebft.secrets import REMOVED, value_without_secrets
 from ebft.tools.cli.arguments import complete_config, complete_word, option_listing
 from ebft.tools.cli.console import listing
 
-HELP = """List all config keys with their descriptions, or check a config file.
-
-Examples:
-
-ebft config
-
-ebft config lora
-
-ebft config --check run.yaml learning_rate=1e-5
-
-ebft config --json-schema > ebft.schema.json
-"""
 CHECK_HELP = (
     "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
     "transforms, and whether a block fits in sequence_len. Modules of your own functions (transforms, reward "
@@ -36,16 +24,8 @@ CHECK_HELP = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
-    settings = {"ignore_unknown_options": True}
-    short = "List all config keys, or check a config file."
-    app.command("config", help=HELP, short_help=short, context_settings=settings)(command)
-
-
 @listing
-def command(
+def config(
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -63,7 +43,18 @@ def command(
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
 ) -> None:
-    """Print the keys, their JSON schema, or the settings of a checked file that differ from the defaults."""
+    """List all config keys with their descriptions, or check a config file.
+
+    Examples:
+
+    ebft config
+
+    ebft config lora
+
+    ebft config --check run.yaml learning_rate=1e-5
+
+    ebft config --json-schema > ebft.schema.json
+    """
     if json_schema:
         if check is not None or words:
             raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")

@@ -13,31 +13,12 @@ from ebft.tools.cli.arguments import Overrides, complete_config
 from ebft.tools.cli.console import listing
 from ebft.tools.doctor.check import Attempt, Check
 
-HELP = """Check the installation, and whether a config can be trained on this machine.
-
-With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one training
-step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1 if there is
-an error.
-
-Examples:
-
-ebft doctor
-
-ebft doctor run.yaml
-
-ebft doctor run.yaml micro_batch_size=4 --no-step
-"""
 FOUND_ERRORS = 1
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("doctor", help=HELP, short_help="Check the installation, and a config before training.")(command)
-
-
 @listing
-def command(
+def doctor(
     config: Annotated[
         Path | None,
         typer.Argument(
@@ -50,7 +31,20 @@ def command(
     overrides: Overrides = None,
     step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
 ) -> None:
-    """Print one line for each check."""
+    """Check the installation, and whether a config can be trained on this machine.
+
+    With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one training
+    step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1 if there is
+    an error.
+
+    Examples:
+
+    ebft doctor
+
+    ebft doctor run.yaml
+
+    ebft doctor run.yaml micro_batch_size=4 --no-step
+    """
     from ebft.tools.doctor.environment import check_installation
 
     report = _Report()

@@ -11,27 +11,10 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import Overrides, complete_config
 from ebft.tools.cli.console import listing
 
-HELP = """Show the versions, the machine and the environment variables for a bug report.
-
-Values of tokens, keys and passwords are not shown.
-
-Examples:
-
-ebft env
-
-ebft env run.yaml
-
-ebft env --json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("env", help=HELP, short_help="Show versions and machine for a bug report.")(command)
 
 
 @listing
-def command(
+def env(
     config: Annotated[
         Path | None,
         typer.Argument(
@@ -44,7 +27,18 @@ def command(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the environment."""
+    """Show the versions, the machine and the environment variables for a bug report.
+
+    Values of tokens, keys and passwords are not shown.
+
+    Examples:
+
+    ebft env
+
+    ebft env run.yaml
+
+    ebft env --json
+    """
     python = None if config is None else load_config(config, overrides or []).vllm.python
     from ebft.tools.doctor.environment import as_text, environment  # imports torch
 

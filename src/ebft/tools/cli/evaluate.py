@@ -12,26 +12,10 @@ from ebft.printed import safe_console, say
 from ebft.tools.cli.arguments import ConfigFile, Overrides, complete_model
 from ebft.tools.cli.console import polite
 
-HELP = """Evaluate and compare models on the held-out data of a config.
-
-All models are evaluated on the same documents, with the same random numbers, in the feature space of the config's
-base_model.
-
-Examples:
-
-ebft evaluate run.yaml --model outputs/run --model outputs/sft --output result.json
-
-ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("evaluate", help=HELP, short_help="Evaluate models on held-out data.")(command)
 
 
 @polite
-def command(
+def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     model: Annotated[
@@ -63,7 +47,17 @@ def command(
         typer.Option("--plot", metavar="FILE.png", help="Plot curves and histograms to this file.", show_default=False),
     ] = None,
 ) -> None:
-    """Load the config, evaluate the models, print the table, and write the requested files."""
+    """Evaluate and compare models on the held-out data of a config.
+
+    All models are evaluated on the same documents, with the same random numbers, in the feature space of the config's
+    base_model.
+
+    Examples:
+
+    ebft evaluate run.yaml --model outputs/run --model outputs/sft --output result.json
+
+    ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
+    """
     run_config = load_config(config, overrides or [])
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]

@@ -14,22 +14,6 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import FormerTo, complete_fetched, renamed
 from ebft.tools.cli.console import listing
 
-HELP = """Download a pretrained model, or copy example configs or configs of DeepSpeed.
-
-Without a name, list what is available.
-
-Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
-
-Examples:
-
-ebft fetch smollm2-135m
-
-ebft fetch examples
-
-ebft fetch deepspeed_configs
-
-ebft fetch models/some-model.gguf --output models/some-model
-"""
 EXAMPLES = "examples"
 SMALL = "smollm2-135m"
 # The config and the overrides that `ebft fetch examples` suggests: they need no access to the Hub, and fit a CPU.
@@ -41,13 +25,8 @@ OWN_TEXT = (
 COPIED = {EXAMPLES: "example configs to start from", FETCH: "DeepSpeed configs"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("fetch", help=HELP, short_help="Download a model, or copy the examples.")(command)
-
-
 @listing
-def command(
+def fetch(
     name: Annotated[
         str | None,
         typer.Argument(
@@ -80,7 +59,22 @@ def command(
     former_to: FormerTo = None,
     dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
-    """Fetch, and print the path."""
+    """Download a pretrained model, or copy example configs or configs of DeepSpeed.
+
+    Without a name, list what is available.
+
+    Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
+
+    Examples:
+
+    ebft fetch smollm2-135m
+
+    ebft fetch examples
+
+    ebft fetch deepspeed_configs
+
+    ebft fetch models/some-model.gguf --output models/some-model
+    """
     output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
     if folder is not None and output is not None:
         raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one of them.")

@@ -10,30 +10,12 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import BaseModel, ConfigOrFolder, LoraModelDir, Overrides, read_source
 from ebft.tools.cli.console import listing
 
-HELP = """Sample from a trained model, its adapter on or off.
-
-Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal. The
-model answers in its chat format if its tokenizer has a chat template.
-
-Examples:
-
-ebft inference run.yaml
-
-ebft inference outputs/run --prompt "What is a monad?" --compare
-
-ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
-"""
 
 FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("inference", help=HELP, short_help="Sample from a trained model.")(command)
-
-
 @listing
-def command(
+def inference(
     source: ConfigOrFolder,
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
@@ -82,7 +64,19 @@ def command(
     host: Annotated[str, typer.Option("--host", help="Address of the web page.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the web page; 0: a free one.")] = 7860,
 ) -> None:
-    """Load the model, and answer prompts."""
+    """Sample from a trained model, its adapter on or off.
+
+    Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal. The
+    model answers in its chat format if its tokenizer has a chat template.
+
+    Examples:
+
+    ebft inference run.yaml
+
+    ebft inference outputs/run --prompt "What is a monad?" --compare
+
+    ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
+    """
     config, folder = read_source(source, overrides, lora_model_dir)
     if config is not None and base_model is not None:
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")

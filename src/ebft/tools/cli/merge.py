@@ -17,26 +17,10 @@ from ebft.tools.cli.arguments import (
 )
 from ebft.tools.cli.console import polite
 
-HELP = """Merge a LoRA adapter into the weights of its base model.
-
-The weights are read, merged and written one at a time, so the memory needed is that of the adapter and about twice the
-largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
-
-Examples:
-
-ebft merge-lora run.yaml
-
-ebft merge-lora outputs/run --output merged --max-shard-size 2GB
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("merge-lora", help=HELP, short_help="Merge an adapter into its base model.")(command)
 
 
 @polite
-def command(
+def merge_lora(
     source: ConfigOrFolder,
     overrides: Overrides = None,
     output: Annotated[
@@ -61,7 +45,17 @@ def command(
     lora_model_dir: LoraModelDir = None,
     former_to: FormerTo = None,
 ) -> None:
-    """Find adapter and base model, merge, and print the folder and the peak memory."""
+    """Merge a LoRA adapter into the weights of its base model.
+
+    The weights are read, merged and written one at a time, so the memory needed is that of the adapter and about twice the
+    largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
+
+    Examples:
+
+    ebft merge-lora run.yaml
+
+    ebft merge-lora outputs/run --output merged --max-shard-size 2GB
+    """
     output = renamed(output, former_to, "--output", "--to")
     config, folder = read_source(source, overrides, lora_model_dir)
     from rich.console import Console

@@ -8,26 +8,10 @@ import typer
 from ebft.printed import say
 from ebft.tools.cli.console import polite
 
-HELP = """Merge a checkpoint that FSDP2 has saved in parts into one model.
-
-For checkpoints of runs with fsdp_config.state_dict_type: SHARDED_STATE_DICT. The result has the same files as a
-checkpoint that was saved whole, and can be loaded with from_pretrained. The whole model must fit in memory.
-
-Examples:
-
-ebft merge-sharded outputs/run/checkpoint-100
-
-ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("merge-sharded", help=HELP, short_help="Merge a checkpoint that was saved in parts.")(command)
 
 
 @polite
-def command(
+def merge_sharded(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder.", show_default=False)],
     output: Annotated[
         Path | None,
@@ -51,7 +35,17 @@ def command(
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file of weights, such as 5GB.")
     ] = "50GB",
 ) -> None:
-    """Merge, and print the folder."""
+    """Merge a checkpoint that FSDP2 has saved in parts into one model.
+
+    For checkpoints of runs with fsdp_config.state_dict_type: SHARDED_STATE_DICT. The result has the same files as a
+    checkpoint that was saved whole, and can be loaded with from_pretrained. The whole model must fit in memory.
+
+    Examples:
+
+    ebft merge-sharded outputs/run/checkpoint-100
+
+    ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
+    """
     from ebft.tools.export.sharded import merge_sharded
     from ebft.tools.export.sources import as_mib  # what follows imports torch
 

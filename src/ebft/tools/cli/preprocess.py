@@ -16,28 +16,10 @@ from ebft.tools.cli.arguments import ConfigFile, Overrides, renamed
 from ebft.tools.cli.console import listing
 
 DEFAULT_FOLDER = "last_run_prepared"
-HELP = f"""Prepare the rows of a config and store them, for use by `ebft train`.
-
-Rows are loaded, transformed and tokenised, and stored in dataset_prepared_path (default: {DEFAULT_FOLDER}). Training
-with the same dataset_prepared_path uses them if data, transforms, tokenizer and settings are the same.
-
-Examples:
-
-ebft preprocess run.yaml dataset_prepared_path=prepared
-
-ebft preprocess run.yaml --debug
-
-ebft preprocess run.yaml --count 20 --html rows.html
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("preprocess", help=HELP, short_help="Prepare and show the rows of a config.")(command)
 
 
 @listing
-def command(
+def preprocess(
     config: ConfigFile,
     overrides: Overrides = None,
     debug: Annotated[
@@ -115,3 +97,18 @@ def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool,
             console.print(*show_row(title, view), sep="\n")
     if html is not None:
         say(f"Rows written to {html}")
+
+
+preprocess.__doc__ = f"""Prepare the rows of a config and store them, for use by `ebft train`.
+
+Rows are loaded, transformed and tokenised, and stored in dataset_prepared_path (default: {DEFAULT_FOLDER}). Training
+with the same dataset_prepared_path uses them if data, transforms, tokenizer and settings are the same.
+
+Examples:
+
+ebft preprocess run.yaml dataset_prepared_path=prepared
+
+ebft preprocess run.yaml --debug
+
+ebft preprocess run.yaml --count 20 --html rows.html
+"""

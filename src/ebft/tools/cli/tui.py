@@ -14,31 +14,25 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import RunFolder
 from ebft.tools.cli.console import polite
 
-HELP = """Follow a run in a terminal dashboard, from the files in its output folder.
-
-The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
-not affect it. Requires the package textual: pip install 'ebft[tui]'.
-
-Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
-
-Examples:
-
-ebft tui outputs/run
-
-ebft train run.yaml --tui
-"""
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("tui", help=HELP, short_help="Follow a run in a terminal dashboard.")(command)
-
-
 @polite
-def command(folder: RunFolder) -> None:
-    """Run the dashboard."""
+def tui(folder: RunFolder) -> None:
+    """Follow a run in a terminal dashboard, from the files in its output folder.
+
+    The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
+    not affect it. Requires the package textual: pip install 'ebft[tui]'.
+
+    Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
+
+    Examples:
+
+    ebft tui outputs/run
+
+    ebft train run.yaml --tui
+    """
     check_terminal("ebft tui")
     check_run(folder)
     from ebft.tools.dashboard.tui import Dashboard

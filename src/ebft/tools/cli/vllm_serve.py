@@ -16,16 +16,6 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import ConfigFile, Overrides
 from ebft.tools.cli.console import polite, say_error
 
-HELP = """Serve the model of a config with vLLM, for training in structured mode.
-
-Examples:
-
-ebft vllm-serve run.yaml
-
-ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
-
-CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
-"""
 LOG = "vllm.log"
 SERVER_FAILED = 1
 # The server reads the keys of vLLM whether training, with the same config, uses it or not.
@@ -40,22 +30,24 @@ class Stopped(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    # Unknown options are parsed as overrides, whose error message shows the correct syntax.
-    settings = {"ignore_unknown_options": True}
-    app.command("vllm-serve", help=HELP, short_help="Serve a model with vLLM.", context_settings=settings)(command)
-
-
 @polite
-def command(
+def vllm_serve(
     config: ConfigFile,
     overrides: Overrides = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help=f"Also print the output of the server, which is written to {LOG}.")
     ] = False,
 ) -> None:
-    """Start the server, print its address when it is ready, and wait until it ends or a signal arrives."""
+    """Serve the model of a config with vLLM, for training in structured mode.
+
+    Examples:
+
+    ebft vllm-serve run.yaml
+
+    ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
+
+    CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_IN_TRAINING)
         run_config = load_config(config, overrides or [])
