@@ -12,6 +12,7 @@ import typer
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
+from ebft.tools.cli.config import config
 from ebft.tools.cli.console import (
     FAILED,
     name_remaining_threads,
@@ -19,7 +20,6 @@ from ebft.tools.cli.console import (
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
-from ebft.tools.cli.config import config
 from ebft.tools.cli.doctor import doctor, env
 from ebft.tools.cli.evaluate import evaluate
 from ebft.tools.cli.fetch import fetch

@@ -1,5 +1,6 @@
-"""`ebft doctor [CONFIG] [key=value ...]`."""
+"""`ebft doctor [CONFIG] [key=value ...]` and `ebft env [CONFIG] [key=value ...]`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -33,9 +34,9 @@ def doctor(
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
 
-    With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one training
-    step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1 if there is
-    an error.
+    With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one
+    training step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1
+    if there is an error.
 
     Examples:
 
@@ -77,3 +78,36 @@ class _Report:
     def _print(self, check: Check) -> None:
         level = Text(f"{check.level:<8}", style=_STYLES[check.level])
         self._console.print(Text.assemble(level, f"{check.name}: ", without_secrets_in_text(check.message)))
+
+
+@listing
+def env(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="The YAML config file; adds the interpreter of vLLM (vllm.python).",
+            show_default=False,
+            autocompletion=complete_config,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the versions, the machine and the environment variables for a bug report.
+
+    Values of tokens, keys and passwords are not shown.
+
+    Examples:
+
+    ebft env
+
+    ebft env run.yaml
+
+    ebft env --json
+    """
+    python = None if config is None else load_config(config, overrides or []).vllm.python
+    from ebft.tools.doctor.environment import as_text, environment  # imports torch
+
+    found = environment(python)
+    say(json.dumps(found, indent=2) if as_json else as_text(found))

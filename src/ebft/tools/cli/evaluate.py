@@ -13,7 +13,6 @@ from ebft.tools.cli.arguments import ConfigFile, Overrides, complete_model
 from ebft.tools.cli.console import polite
 
 
-
 @polite
 def evaluate(
     config: ConfigFile,

@@ -63,7 +63,8 @@ def fetch(
 
     Without a name, list what is available.
 
-    Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch smollm2-135m)
+    Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch
+    smollm2-135m)
 
     Examples:
 

@@ -10,7 +10,6 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import BaseModel, ConfigOrFolder, LoraModelDir, Overrides, read_source
 from ebft.tools.cli.console import listing
 
-
 FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
 
 
@@ -66,8 +65,8 @@ def inference(
 ) -> None:
     """Sample from a trained model, its adapter on or off.
 
-    Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal. The
-    model answers in its chat format if its tokenizer has a chat template.
+    Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal.
+    The model answers in its chat format if its tokenizer has a chat template.
 
     Examples:
 

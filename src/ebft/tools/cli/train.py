@@ -21,7 +21,7 @@ from ebft.monitor.run_files import EVALUATION, REPORT, rollout_files
 from ebft.printed import safe_console, say
 from ebft.processes import is_launched, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
-from ebft.tools.cli.arguments import ConfigFile, Overrides, key_overview
+from ebft.tools.cli.arguments import ConfigFile, Overrides
 from ebft.tools.cli.console import is_main_process, polite
 from ebft.tools.cli.tui import train_with_dashboard
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
@@ -198,8 +198,6 @@ def _check_sweep(options: LaunchOptions, tui: bool) -> None:
         raise ConfigError("--sweep runs on one machine. Remove --num-machines, or start its runs one by one.")
     if is_launched():
         raise ConfigError("--sweep launches its runs itself. Start it without a launcher, with --num-processes.")
-
-
 
 
 @polite

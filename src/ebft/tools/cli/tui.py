@@ -6,8 +6,6 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
-import typer
-
 from ebft.errors import RunError
 from ebft.monitor.run_state import check_run
 from ebft.printed import say
