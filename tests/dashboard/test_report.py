@@ -175,7 +175,7 @@ def test_a_report_that_fails_is_a_warning(run_file, tmp_path, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("ebft.run.reporting.write_report", fail)
+    monkeypatch.setattr("ebft.tools.dashboard.report.write_report", fail)
     with pytest.warns(UserWarning, match="The report of the run was not written .a bug"):
         train(quietly(run_file, ["rl=", "max_steps=1"]))
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"

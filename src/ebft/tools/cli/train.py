@@ -168,7 +168,7 @@ def start(plan: Plan, words: Sequence[str]) -> int:
     return launch(plan, words)
 
 
-def sweep(
+def train_sweep(
     file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool, tui: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
@@ -247,7 +247,7 @@ def train(
     check_options(context, words[1:])
     options = options_of(context)
     if sweep is not None:
-        status = sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
+        status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
     if dry_run:

@@ -57,11 +57,11 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     parts = [
         _summary(live),
         _section("Curves", f'<div class="plots">{plots}</div>' if plots else ""),
-        _section("Health messages", health(live)),
-        _section("Samples", samples(first, before) + samples("Last rollouts", after)),
-        _section("Config", table(settings_in_effect(live.run), "Options that differ from their defaults.")),
-        _section("Environment", table(_environment(live), "")),
-        _section("Evaluation", evaluation(live, evaluation or folder / EVALUATION)),
+        _section("Health messages", _health(live)),
+        _section("Samples", _samples(first, before) + _samples("Last rollouts", after)),
+        _section("Config", _table(settings_in_effect(live.run), "Options that differ from their defaults.")),
+        _section("Environment", _table(_environment(live), "")),
+        _section("Evaluation", _evaluation(live, evaluation or folder / EVALUATION)),
     ]
     title, body = html_text(f"ebft: {folder.absolute().name}"), "\n".join(filter(None, parts))
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>'
@@ -117,7 +117,7 @@ def _environment(live: LiveRun) -> dict[str, Any]:
 _COMPLETION_CHARACTERS = 2000
 
 
-def table(values: Any, introduction: str) -> str:
+def _table(values: Any, introduction: str) -> str:
     """A table of names and values; empty if there are none."""
     if not isinstance(values, dict) or not values:
         return ""
@@ -125,7 +125,7 @@ def table(values: Any, introduction: str) -> str:
     return (f"<p>{introduction}</p>" if introduction else "") + f"<table>{rows}</table>"
 
 
-def health(live: LiveRun) -> str:
+def _health(live: LiveRun) -> str:
     """The health messages, oldest first; empty if there are none."""
     found = []
     for message in live.health:
@@ -136,7 +136,7 @@ def health(live: LiveRun) -> str:
     return f"<ul>{''.join(found)}</ul>" if found else ""
 
 
-def samples(title: str, found: list[Sample]) -> str:
+def _samples(title: str, found: list[Sample]) -> str:
     """Samples with their prompts and references; empty if there are none."""
     blocks = []
     for sample in found:
@@ -155,7 +155,7 @@ def samples(title: str, found: list[Sample]) -> str:
     return f"<h3>{title}</h3>{legend}{''.join(blocks)}" if blocks else ""
 
 
-def evaluation(live: LiveRun, path: Path) -> str:
+def _evaluation(live: LiveRun, path: Path) -> str:
     """How held-out metrics changed during training, and the comparison of models in the file of `ebft evaluate`."""
     changes = evaluation_changes(live.metrics)
     parts = []
