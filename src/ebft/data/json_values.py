@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pyarrow as pa
-from datasets import Dataset, Features
-from datasets.features.features import Value, register_feature
+from datasets import Dataset, Features, Value
+from datasets.features.features import register_feature
 
 from ebft.data.tables import map_rows
 
