@@ -101,7 +101,7 @@ def smollm2_dir() -> Path:
     Where it cannot be had, the tests that need it are skipped; in continuous integration that is a failure.
     """
     from ebft.errors import FetchError
-    from ebft.tools.fetch.convert import fetch_model
+    from ebft.tools.fetch import fetch_model
 
     try:
         return fetch_model("smollm2-135m")

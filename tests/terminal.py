@@ -78,7 +78,7 @@ class Terminal:
 
 
 def ebft_command(*arguments):
-    return [sys.executable, "-m", "ebft.tools.cli", *arguments]
+    return [sys.executable, "-m", "ebft", *arguments]
 
 
 def in_terminal(arguments, environment=None):

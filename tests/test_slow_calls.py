@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from ebft import slow_calls
-from ebft.slow_calls import watched
+from ebft.config import user_code
+from ebft.config.user_code import watched
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(slow_calls, "FIRST", 0.1)
-    monkeypatch.setattr(slow_calls, "AGAIN", 0.3)
+    monkeypatch.setattr(user_code, "FIRST", 0.1)
+    monkeypatch.setattr(user_code, "AGAIN", 0.3)
 
 
 def test_a_long_call_is_named_again_and_again(capsys):

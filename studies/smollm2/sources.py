@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from ebft.tools.fetch.wheels import fetch_wheel
+from ebft.tools.fetch import fetch_wheel
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_process(case, tmp_path, tiny_llama_dir):
 
 def run(case, folder):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "ebft.tools.cli", *case.command.split()]
+    command = [sys.executable, "-m", "ebft", *case.command.split()]
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     return subprocess.run(
         command, cwd=folder, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=SECONDS

@@ -183,7 +183,7 @@ def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
 
 def test_warnings_are_one_line(good):
     good.write_text(good.read_text() + "pad_to_sequence_len: true\n")
-    command = [sys.executable, "-m", "ebft.tools.cli", "config", "--check", str(good)]
+    command = [sys.executable, "-m", "ebft", "config", "--check", str(good)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0
     assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1

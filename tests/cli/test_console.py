@@ -23,7 +23,7 @@ def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     rows.write_text(rows.read_text() + '\n{"input": "nothing", "output": ""}')
     lora = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true", "dataset_prepared_path="]
     keys = [*lora, "max_steps=2", "val_set_size=2", "eval_steps=1", "logging_steps=1", f"output_dir={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "ebft.tools.cli", "train", str(run_file), *keys]
+    command = [sys.executable, "-m", "ebft", "train", str(run_file), *keys]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     for written in (done.stdout, done.stderr):
@@ -105,7 +105,7 @@ PIPES = {  # shell redirections, with the exit status of a listing command
 
 
 def in_shell(words, redirection, **options):
-    command = f"set -o pipefail; {sys.executable} -m ebft.tools.cli {shlex.join(words)} {redirection}"
+    command = f"set -o pipefail; {sys.executable} -m ebft {shlex.join(words)} {redirection}"
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT, **options)
 
 

@@ -193,7 +193,7 @@ def test_an_empty_standard_input_and_a_run_without_a_model(folders, config_file,
 @pytest.mark.parametrize("ends", [b"\x03", b"\x04"], ids=["ctrl-c", "ctrl-d"])
 def test_a_session_in_a_terminal(ends, folders):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ebft.tools.cli", "inference", str(folders["adapter"]), *OPTIONS]
+    command = [sys.executable, "-m", "ebft", "inference", str(folders["adapter"]), *OPTIONS]
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, start_new_session=True, preexec_fn=_adopt
     )

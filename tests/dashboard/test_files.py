@@ -13,7 +13,7 @@ from ebft.monitor import run_files
 from ebft.monitor.run_files import JsonTail, Tail, read_all, read_object, rollout_files
 from ebft.monitor.run_state import check_rollouts, check_run, is_alive, state_of
 from ebft.printed import printable
-from ebft.tools.dashboard.text import duration
+from ebft.tools.dashboard.rollouts import duration
 from tests.dashboard.runs import append, write_run
 
 

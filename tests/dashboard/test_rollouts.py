@@ -7,8 +7,15 @@ from transformers import AutoTokenizer
 
 from ebft import train
 from ebft.strided.output import _characters_before
-from ebft.tools.dashboard.rollouts import Sample, all_samples, first_and_last, samples_of, take, without_repetitions
-from ebft.tools.dashboard.text import sample_text
+from ebft.tools.dashboard.rollouts import (
+    Sample,
+    all_samples,
+    first_and_last,
+    sample_text,
+    samples_of,
+    take,
+    without_repetitions,
+)
 from tests.dashboard.runs import append, prompt_entry, strided_entry
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 

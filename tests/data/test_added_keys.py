@@ -7,7 +7,7 @@ from datasets import Dataset, Features, List, Value
 
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
-from ebft.data.json_values import with_own_calls, without_added_keys
+from ebft.data.json_files import with_own_calls, without_added_keys
 from ebft.data.keys import DatasetEntry
 from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source

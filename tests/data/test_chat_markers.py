@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.chat_markers import split_by_template, split_markers
+from ebft.data.rendering import split_by_template, split_markers
 from ebft.errors import ModelError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.structured.conftest import make_chat_tokenizer
@@ -49,7 +49,7 @@ def test_the_markers_of_a_template():
 
 
 def test_a_template_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("ebft.data.chat_markers._SECONDS", 0.2)
+    monkeypatch.setattr("ebft.data.rendering._SECONDS", 0.2)
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ModelError, match=r"chat_template: .* takes more than 0.2 s"):

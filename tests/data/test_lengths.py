@@ -3,6 +3,7 @@
 import pytest
 from datasets import Dataset
 
+from ebft.data.apply import RowCounts
 from ebft.data.lengths import (
     EMPTY,
     NO_REFERENCE,
@@ -14,7 +15,6 @@ from ebft.data.lengths import (
     TOO_LONG,
     TOO_SHORT,
     TRUNCATED,
-    RowCounts,
     cut_and_drop,
     fits_one_block,
     longest_document,

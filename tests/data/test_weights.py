@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ebft.data.load import load_datasets
-from ebft.data.preferences.rows import load_preference_rows
+from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.errors import ConfigError, DataError
 

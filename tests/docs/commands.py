@@ -55,12 +55,12 @@ def commands_in(line: str) -> list[list[str]]:
 
 
 def _arguments(words: list[str]) -> list[str] | None:
-    """What follows `ebft` or `-m ebft.tools.cli`; None for other programs."""
+    """What follows `ebft` or `-m ebft`; None for other programs."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if words[:1] == ["ebft"]:
         return words[1:]
-    return words[words.index("ebft.tools.cli") + 1 :] if "ebft.tools.cli" in words else None
+    return words[words.index("ebft", 1) + 1 :] if "ebft" in words[1:] else None
 
 
 def check_command(arguments: list[str], incomplete: bool = False) -> None:

@@ -97,7 +97,7 @@ def test_programs_define_their_names(page):
         ("ebft evaluate run.yaml --modle x", "NoSuchOption"),
         ("ebft train run.yaml ebft.strid=4", "ebft.strid"),
         ("ebft train run.yaml ebft.stride=four", "ebft.stride"),
-        ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft.tools.cli train run.yaml lr=1", "lr"),
+        ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft train run.yaml lr=1", "lr"),
         ("echo x | ebft inference run.yaml --temprature 1", "NoSuchOption"),
         ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
         ("ebft report", "MissingParameter"),

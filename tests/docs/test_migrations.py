@@ -30,7 +30,7 @@ def chat_model_dir(tmp_path_factory) -> Path:
 
 def run(arguments: list[str], folder: Path, status: int = 0) -> str:
     """What a command prints in `folder`; `ebft` and `python` are those of this environment and checkout."""
-    program = [sys.executable, "-m", "ebft.tools.cli"] if arguments[0] == "ebft" else [sys.executable]
+    program = [sys.executable, "-m", "ebft"] if arguments[0] == "ebft" else [sys.executable]
     paths = f"{ROOT / 'src'}{os.pathsep}{folder}"
     environment = {**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
     command = [*program, *arguments[1:]]

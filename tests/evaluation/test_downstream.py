@@ -7,8 +7,7 @@ from ebft import evaluate, load_config
 from ebft.data.keys import DatasetEntry
 from ebft.errors import ConfigError, DataError
 from ebft.scores import Scores
-from ebft.tools.evaluation.downstream import add_downstream, load_metrics
-from ebft.tools.evaluation.task import HeldOut
+from ebft.tools.evaluation.task import HeldOut, add_downstream, load_metrics
 
 HERE = "tests.evaluation.metrics"
 

@@ -11,7 +11,7 @@ TIMEOUT = 900  # seconds, of which an idle machine needs 30
 
 def run_quickstart(*arguments: str, status: int = 0, **variables: str) -> str:
     """What `ebft quickstart` prints; `variables` of its environment, and the exit status that it must have."""
-    command = [sys.executable, "-m", "ebft.tools.cli", "quickstart", "--scale", "test", *arguments]
+    command = [sys.executable, "-m", "ebft", "quickstart", "--scale", "test", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **variables}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900

@@ -7,8 +7,8 @@ from statistics import stdev
 import pytest
 from rich.console import Console
 
+from ebft.tools.quickstart.main import METRICS, panels_of, result_table
 from ebft.tools.quickstart.measure import changes, means
-from ebft.tools.quickstart.report import METRICS, panels_of, result_table
 from ebft.tools.quickstart.run import make_once
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.tools.fetch.examples import examples_folder
+from ebft.tools.fetch import examples_folder
 
 
 @pytest.fixture

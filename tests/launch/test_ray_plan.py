@@ -165,7 +165,7 @@ def test_a_dry_run_prints_the_workers_and_the_command(ebft, run_file):
     note, command = done.stdout.splitlines()
     assert done.exit_code == 0, done.stderr
     assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
-    assert command == f"{sys.executable} -m ebft.tools.cli train {run_file} ray_num_workers=2"
+    assert command == f"{sys.executable} -m ebft train {run_file} ray_num_workers=2"
 
 
 def test_a_sweep_starts_each_run_with_ray(ebft, run_file, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ebft.monitor import ConsoleMetrics
-from ebft.monitor.console_metrics import format_logs
+from ebft.monitor.metrics import format_logs
 
 LOGS = {
     "loss": 0.25,

@@ -140,5 +140,5 @@ def test_a_reference_adapter_and_resuming(inputs, tmp_path):
 def test_the_command(inputs, tmp_path):
     config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
-    run_module("ebft.tools.cli", 2, "train", str(tmp_path / "run.yaml"))
+    run_module("ebft", 2, "train", str(tmp_path / "run.yaml"))
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

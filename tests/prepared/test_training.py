@@ -39,7 +39,7 @@ def test_one_of_two_processes_stores_the_rows(make, tmp_path):
     config = make("sft", dataset_prepared_path=str(base))
     file = write_config(config, tmp_path / "run.yaml")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "ebft.tools.cli", "train", str(file)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "ebft", "train", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,7 +14,7 @@ import ebft.trainer
 from ebft import train
 from ebft.errors import ConfigError, SaveError
 from ebft.files import CHECKSUMS
-from ebft.run.integrity import check_complete
+from ebft.run.checkpoints import check_complete
 from ebft.run.own_files import final_step
 from ebft.trainer import pushing
 from tests.run.crash import config_of

@@ -151,7 +151,7 @@ def test_the_command(trained, inputs, tmp_path):
     keys = config.model_dump(exclude_unset=True) | {"micro_batch_size": 1, "gradient_accumulation_steps": 1, **PARTS}
     keys |= {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "lr_scheduler": "constant", "adam_epsilon": 1e-4}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
-    run_module("ebft.tools.cli", 2, "train", str(tmp_path / "run.yaml"))
+    run_module("ebft", 2, "train", str(tmp_path / "run.yaml"))
     weights = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in trained("strided", 1)[1].items():
         torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=name)

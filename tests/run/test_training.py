@@ -15,7 +15,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.stopping import TrainingInterrupted
 from ebft.tools.evaluation.models import own_models
-from ebft.tools.fetch.convert import convert_file
+from ebft.tools.fetch import convert_file
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 STRIDED = {

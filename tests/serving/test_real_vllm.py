@@ -79,7 +79,7 @@ def serve(model, tmp_path):
         port = free_port()
         overrides = [f"vllm.python={PYTHON}", f"vllm.port={port}", "vllm.max_model_len=128", *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "ebft.tools.cli", "vllm-serve", path, *overrides]
+        command = [sys.executable, "-m", "ebft", "vllm-serve", path, *overrides]
         began = time.monotonic()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         started.append(process)
@@ -160,7 +160,7 @@ def test_a_model_that_vllm_cannot_load(tmp_path):
     (tmp_path / "nothing").mkdir()
     path = write_config(tmp_path, tmp_path / "nothing")
     overrides = [f"vllm.python={PYTHON}", f"vllm.port={free_port()}"]
-    command = [sys.executable, "-m", "ebft.tools.cli", "vllm-serve", path, *overrides]
+    command = [sys.executable, "-m", "ebft", "vllm-serve", path, *overrides]
     result = subprocess.run(command, capture_output=True, text=True, timeout=READY_WITHIN)
     assert result.returncode == 1 and result.stdout == ""
     assert "vLLM exited before it was ready" in result.stderr and "vllm.log" in result.stderr

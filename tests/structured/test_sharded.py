@@ -91,7 +91,7 @@ def test_the_command_trains_saves_and_resumes(tmp_path, chat_tokenizer):
     path.write_text(yaml.safe_dump(config))
     resume = [f"output_dir={tmp_path / 'again'}", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     for overrides in (["logging_steps=1"], resume):
-        run_module("ebft.tools.cli", 2, "train", str(path), *overrides)
+        run_module("ebft", 2, "train", str(path), *overrides)
     first, again, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again", "base"))
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert any("eval_cfm_loss" in entry for entry in state["log_history"])

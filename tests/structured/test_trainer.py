@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft import AsyncEBFTConfig, EBFTTrainer
 from ebft.errors import NonFiniteLossError, RewardError
-from ebft.monitor.console_metrics import ConsoleMetrics
+from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
 from tests.structured import oracle

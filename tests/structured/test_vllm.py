@@ -88,7 +88,7 @@ def port(base, tmp_path_factory):
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("serve"), base, port)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ebft.tools.cli", "vllm-serve", str(config)],
+        [sys.executable, "-m", "ebft", "vllm-serve", str(config)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
@@ -174,7 +174,7 @@ def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
 
 def test_managed_is_one_command(base, tmp_path):
     config = write_config(tmp_path, base, free_port())
-    command = [sys.executable, "-m", "ebft.tools.cli", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
+    command = [sys.executable, "-m", "ebft", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = set()
     while process.poll() is None:

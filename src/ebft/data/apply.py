@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -11,19 +12,30 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import named_call, state_kept, user_code
-from ebft.data.json_values import without_added_keys
+from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.tables import map_rows
 from ebft.data.transforms import find_transform
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.errors import DataError, EBFTError, cause
 
-if TYPE_CHECKING:
-    from ebft.data.lengths import RowCounts
-
+NAMED = 3  # documents that are named per reason
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
 # Converts a transformed row, given its fields and its location for messages, to columns.
 Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
+
+
+class RowCounts(Counter):
+    """Number of rows by reason, with the first documents of each reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.documents: dict[str, list[int]] = defaultdict(list)
+
+    def note(self, reason: str, documents: list[int]) -> None:
+        """Remember some of the documents of a reason, without counting them."""
+        known = self.documents[reason]
+        known += [document for document in dict.fromkeys(documents) if document not in known][: NAMED - len(known)]
 
 
 class ConfigView(Mapping):

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.json_values import without_missing
+from ebft.data.json_files import without_missing
 from ebft.data.messages import Message, as_texts, is_context
 from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
 from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans

@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
+from ebft.data.apply import RowCounts
 from ebft.data.tables import map_rows, rows_at_once
 from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING
@@ -239,22 +240,6 @@ def _longest(rows: Any) -> int | None:
         prompt = ["prompt_ids"] if "prompt_ids" in columns else []
         return max(most(*prompt, name) for name in ("chosen_ids", "rejected_ids"))
     return None
-
-
-NAMED = 3  # documents that are named per reason
-
-
-class RowCounts(Counter):
-    """Number of rows by reason, with the first documents of each reason."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.documents: dict[str, list[int]] = defaultdict(list)
-
-    def note(self, reason: str, documents: list[int]) -> None:
-        """Remember some of the documents of a reason, without counting them."""
-        known = self.documents[reason]
-        known += [document for document in dict.fromkeys(documents) if document not in known][: NAMED - len(known)]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.apply import RowCounts
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import TOO_LONG, RowCounts, SectionReport, cut_and_drop, report, without_repeated
+from ebft.data.lengths import TOO_LONG, SectionReport, cut_and_drop, report, without_repeated
 from ebft.data.sources import read_source
 from ebft.data.tables import discard, shuffle_rows
 from ebft.data.tokenise import tokenise

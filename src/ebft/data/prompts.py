@@ -9,11 +9,11 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import apply_transform, named
+from ebft.data.apply import RowCounts, apply_transform, named
 from ebft.data.conversation import Renderer, is_reply
-from ebft.data.json_values import Types, stored
+from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
+from ebft.data.lengths import DROPPED, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs

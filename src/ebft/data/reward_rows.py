@@ -14,9 +14,9 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import Check, apply_transform
+from ebft.data.apply import Check, RowCounts, apply_transform
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED, NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED, RowCounts
+from ebft.data.lengths import DROPPED, NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
 from ebft.data.load import LoadedRows, load_sections
 from ebft.data.transforms.names import wanted_rows
 from ebft.data.transforms.rows import IGNORE

@@ -26,8 +26,7 @@ from datasets.data_files import DataFilesList
 from huggingface_hub import snapshot_download
 
 from ebft.data.diagnose import explain, header_problem
-from ebft.data.json_files import read_json
-from ebft.data.json_values import JsonText, as_json
+from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.locate import locate
 from ebft.data.tables import raise_if_full
 from ebft.data.transforms.names import reads_lines

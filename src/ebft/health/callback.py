@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,223 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ebft.errors import NonFiniteLossError
+from ebft.health import rules
 from ebft.health.rules import Log, Sighting
-from ebft.health.table import CONDITIONS, Condition
+
+STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES = "strided", "structured", "grpo", "sft", "preferences"
+EBFT = (STRIDED, STRUCTURED)
+COMPLETIONS = (STRUCTURED, GRPO)
+SAMPLED = (STRIDED, STRUCTURED, GRPO)
+COMPARED = (PREFERENCES,)
+ALL = (STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES)
+# A resumed run continues with the learning rate of its checkpoint.
+_SLOWER = (
+    "start a new run with a smaller learning_rate, for example from the weights of an earlier checkpoint "
+    "(lora_model_dir or base_model); resuming would keep the learning rate"
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One row of the table.
+
+    `when` states `rule` in words; `healthy` is the usual range of the metrics.
+    """
+
+    name: str
+    meaning: str
+    metrics: tuple[str, ...]
+    methods: tuple[str, ...]
+    when: str
+    rule: Callable[[Log], Sighting | None]
+    remedy: str
+    healthy: str
+
+
+CONDITIONS = (
+    Condition(
+        "non-finite values",
+        "A logged metric is NaN or infinite. Training stops before an update with a non-finite loss or gradient.",
+        ("all metrics except rewards/NAME/mean and rewards/NAME/std",),
+        ALL,
+        "any value is NaN or infinite (grad_norm with fp16: three in a row)",
+        rules.non_finite,
+        f"Check the documents of that step for empty or corrupted text, set bf16: true instead of fp16, or {_SLOWER}.",
+        "finite",
+    ),
+    Condition(
+        "samples become identical",
+        "Mode collapse: the rollouts of a prompt or anchor are becoming copies of each other.",
+        ("ebft/diversity",),
+        SAMPLED,
+        "the distance to the diversity of identical samples (2, or 2/n with whitening and n samples) is less than a "
+        "third of what it was at the start",
+        rules.samples_alike,
+        f"Increase ebft.diversity_coef or the temperature and resume from a checkpoint before this step, or {_SLOWER}.",
+        "about as at the start; mean-pooled features without whitening give 1.2 to 1.8 before any training",
+    ),
+    Condition(
+        "entropy collapse",
+        "The policy has become almost deterministic, so samples no longer explore.",
+        ("entropy",),
+        SAMPLED,
+        "below a tenth of its start, or below 0.01",
+        rules.entropy_collapse,
+        "Increase the temperature, sample more completions per prompt, or add a KL term (trl.beta); with strided mode, "
+        f"increase ebft.diversity_coef. Or {_SLOWER}.",
+        "0.05 to 0.5 for chat models on verifiable tasks; 1 to 4 for base models on text",
+    ),
+    Condition(
+        "diversity term dominates",
+        "The penalty for similar samples outweighs the alignment with the reference, and the reward does not recover.",
+        ("ebft/mean_reward",),
+        SAMPLED,
+        "below -0.9 in 20 logs, and not above its start",
+        rules.diversity_dominates,
+        "Reduce ebft.diversity_coef, increase ebft.alignment_coef, or set ebft.use_whitening: true.",
+        "rising; it may start negative",
+    ),
+    Condition(
+        "low alignment",
+        "The features of samples have nothing in common with those of their references.",
+        ("ebft/alignment",),
+        SAMPLED,
+        "below 0.1 in 20 logs",
+        rules.low_alignment,
+        "Try other ebft.feature_layers or another ebft.embed_method, and check that references belong to their "
+        "prompts.",
+        "0.3 to 1.9, rising",
+    ),
+    Condition(
+        "no signal",
+        "Nothing is learned from rewards: those of the samples of a group, or all advantages, are equal, or there is "
+        "no gradient at all.",
+        ("frac_reward_zero_std", "ebft/advantages_std", "grad_norm"),
+        ALL,
+        "frac_reward_zero_std above 0.99 in 20 logs, ebft/advantages_std 0 in 10 logs, or grad_norm 0 in 20 logs",
+        rules.no_signal,
+        "Test the reward function on its own with completions of different quality, increase the temperature or the "
+        "number of samples (trl.num_generations, ebft.n_samples_per_prompt), and use prompts that are neither always "
+        "nor never solved. For SFT, check that labels are not all masked.",
+        "frac_reward_zero_std below 0.8; grad_norm above 0",
+    ),
+    Condition(
+        "reward always zero",
+        "A reward function has returned 0 for every completion.",
+        ("rewards/NAME/mean",),
+        COMPLETIONS,
+        "exactly 0 in the first 20 logs",
+        rules.reward_always_zero,
+        "Call the reward function with known completions, check that the columns it reads are in the dataset, and read "
+        "the completions (trl.log_completions: true).",
+        "above 0.15 within 20 steps",
+    ),
+    Condition(
+        "cross-entropy diverges",
+        "The model assigns less probability to the reference text than at the start: it is being damaged.",
+        ("ebft/ce_loss", "loss (SFT)", "eval_ce_loss"),
+        ALL,
+        "three times the first value (and 3 above it) in 3 logs, or above the start by more than 0.3, 10% and five "
+        "standard errors; held out: above the first evaluation by more than 0.3 and 10%, twice in a row",
+        rules.cross_entropy_diverges,
+        f"With EBFT, increase ebft.ce_coef. Or {_SLOWER} (by a factor of 2 to 10, or with warmup_steps).",
+        "falling",
+    ),
+    Condition(
+        "feature matching diverges",
+        "The features of samples move away from those of the references: the opposite of the objective.",
+        ("ebft/cfm_loss", "eval_cfm_loss"),
+        SAMPLED,
+        "without whitening above 1.5 times the start and five standard errors; above 100; held out: above 1.5 times "
+        "the first evaluation, twice in a row",
+        rules.cfm_diverges,
+        f"Use more samples or larger batches, increase ebft.ce_coef, or {_SLOWER}.",
+        "falling, below 10",
+    ),
+    Condition(
+        "overfitting",
+        "The model fits the training text better and other text worse.",
+        ("eval_ce_loss", "ebft/ce_loss", "loss (SFT)"),
+        ALL,
+        "the held-out cross-entropy rose in three successive evaluations by more than 2%, while that of training fell",
+        rules.overfitting,
+        "Train for fewer steps or epochs, keep the best checkpoint (load_best_model_at_end: true), or start a "
+        "new run with a larger weight_decay or lora_dropout, a smaller lora_r, or more data.",
+        "close to the training cross-entropy",
+    ),
+    Condition(
+        "unstable gradient",
+        "Gradients have grown far beyond those of the start; updates are mostly noise, even if they are clipped.",
+        ("grad_norm",),
+        ALL,
+        "above 10 and above five times its start",
+        rules.unstable_gradient,
+        f"Keep max_grad_norm at 1.0 or below, increase gradient_accumulation_steps, or {_SLOWER}.",
+        "0.1 to 3 for EBFT, up to 10 for SFT",
+    ),
+    Condition(
+        "off-policy drift",
+        "Completions were sampled from weights that differ from the policy being trained.",
+        (
+            "sampling/sampling_logp_difference/mean",
+            "sampling/importance_sampling_ratio/min",
+            "clip_ratio/region_mean",
+        ),
+        COMPLETIONS,
+        "difference above 1, smallest ratio below 0.01 with a difference above 0.1, or more than 30% of the ratios "
+        "clipped",
+        rules.off_policy,
+        "Send weights to the server more often (trl.vllm_sync_interval), reduce trl.prefetch_depth or "
+        "trl.num_iterations, or mask stale samples (trl.off_policy_mask_threshold: 0.5). If the difference is large "
+        f"from the first step, the server serves another model or precision. Or {_SLOWER}.",
+        "difference below 0.1, smallest ratio above 0.1, clipped ratios below 0.1",
+    ),
+    Condition(
+        "far from the reference model",
+        "The policy has moved far from the reference model of the KL term.",
+        ("kl",),
+        COMPLETIONS,
+        "above 2",
+        rules.far_from_reference,
+        f"Increase trl.beta, or {_SLOWER}.",
+        "0 to 0.5",
+    ),
+    Condition(
+        "rejected completions preferred",
+        "The policy has moved towards the rejected completions: labels may be swapped, or updates are too large.",
+        ("rewards/margins",),
+        COMPARED,
+        "below 0, and below its start by more than five standard errors, in 20 logs",
+        rules.rejected_preferred,
+        f"Check with `ebft preprocess --debug` that chosen and rejected are not swapped. Or {_SLOWER}.",
+        "rising; it starts at 0 with a reference model",
+    ),
+    Condition(
+        "truncated completions",
+        "Most completions are cut at the maximum length, so their rewards are those of unfinished texts.",
+        ("completions/clipped_ratio",),
+        COMPLETIONS,
+        "above 0.8",
+        rules.truncation,
+        "Increase trl.max_completion_length (and ebft.gt_length_multiplier with references), set "
+        "trl.generation_kwargs.stop_token_ids for the model's end-of-turn tokens, or exclude truncated completions "
+        "(trl.mask_truncated_completions: true).",
+        "below 0.3",
+    ),
+    Condition(
+        "length is rewarded",
+        "Completions keep growing and longer ones get higher rewards, which suggests that length alone is rewarded.",
+        ("completions/mean_length", "reward"),
+        COMPLETIONS,
+        "lengths above 1.5 times their start, and a correlation above 0.5 between the changes of length and reward "
+        "from log to log (30 to 50 logs)",
+        rules.length_rewarded,
+        "Read completions with high rewards (trl.log_completions: true), make the reward independent of length, or "
+        "limit trl.max_completion_length.",
+        "depends on the task",
+    ),
+)
+
 
 FILE = "health.jsonl"
 _SAVED_AS = "Health"  # among the `stateful_callbacks` of trainer_state.json
@@ -22,7 +239,7 @@ _NON_FINITE = CONDITIONS[0]
 class HealthCallback(TrainerCallback):
     """Warns when the logged metrics show that a run fails, and writes `health.jsonl` in the output folder.
 
-    Each condition of `ebft.health.table` is reported once, on the main process, with the step since which it holds and
+    Each condition of `ebft.health.callback` is reported once, on the main process, with the step since which it holds and
     what to try: as a warning, and as a JSON line with the keys time (ISO 8601, UTC), step, since, name, message and
     remedy. A new run replaces the file of an earlier one; a resumed run continues with the metrics and reports of its
     checkpoint. For any transformers Trainer; `samples` (per prompt or anchor) and `use_whitening`, which determine the

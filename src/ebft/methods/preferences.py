@@ -130,7 +130,7 @@ class PreferenceMethod(Method):
         return self.metrics
 
     def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.preferences.rows import load_preference_rows
+        from ebft.data.preferences import load_preference_rows
 
         return load_preference_rows(config, tokenizer)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.chat_markers import rendered_examples, split_by_template, warn_of_split_markers
+from ebft.data.rendering import rendered_examples, split_by_template, warn_of_split_markers
 from ebft.errors import ModelError, shortened
 from ebft.files import exists, json_object
 from ebft.models.load import find_base_model

@@ -1,8 +1,7 @@
 """Monitoring of training: console output, throughput and the compute budget."""
 
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
-from ebft.monitor.console_metrics import ConsoleMetrics, ProgressBar
-from ebft.monitor.metrics import Throughput
+from ebft.monitor.metrics import ConsoleMetrics, ProgressBar, Throughput
 from ebft.trainer.stopping import StopOnNonFinite
 
 __all__ = [

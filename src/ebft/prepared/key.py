@@ -6,6 +6,7 @@ import ast
 import hashlib
 import inspect
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -18,11 +19,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.axolotl import WITHOUT_EFFECT
 from ebft.config.schema import RunConfig
+from ebft.config.section import Section
 from ebft.data.sources import source_fingerprint
 from ebft.data.transforms.names import built_in, own_transform
 from ebft.files import file_hash
-from ebft.prepared.settings import row_settings
 
 FORMAT = 1  # of the stored folder
 # Entries of tokenizer_config.json about the place that the tokenizer was loaded from.
@@ -168,3 +170,146 @@ def _is_local(name: str) -> bool:
 def _is_installed(path: Path | None) -> bool:
     folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
+
+
+# Reason -> keys that do not determine rows, for all methods.
+_REASONS = {
+    "the tokenizer's files are compared": """
+        base_model gguf_file base_model_config revision_of_model tokenizer_config trust_remote_code chat_template
+        special_tokens.pad_token special_tokens.eos_token special_tokens.bos_token special_tokens.unk_token
+        special_tokens.additional_special_tokens tokens added_tokens_overrides chat_template_jinja
+        model_type tokenizer_type is_llama_derived_model""",
+    "it only affects the model": """
+        torch_dtype device_map load_in_4bit load_in_8bit bf16 fp16 tf32
+        attn_implementation flash_attention flex_attention sdp_attention eager_attention xformers_attention
+        experts_implementation overrides_of_model_config.output_router_logits
+        overrides_of_model_config.router_aux_loss_coef bnb_config_kwargs neftune_noise_alpha
+        resize_token_embeddings_to_32x shrink_embeddings mean_resizing_embeddings
+        unfrozen_parameters peft_use_dora peft_use_rslora peft_layers_to_transform peft_layers_pattern
+        peft_init_lora_weights lora_target_parameters
+        adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save
+        lora_model_dir lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation
+        liger_layer_norm liger_fused_linear_cross_entropy""",
+    "it only affects the optimizer": """
+        learning_rate optimizer optim_args lr_scheduler lr_scheduler_kwargs warmup_steps
+        warmup_ratio weight_decay max_grad_norm
+        adam_beta1 adam_beta2 adam_epsilon
+        cosine_min_lr_ratio lr_groups lr_groups.name lr_groups.modules lr_groups.lr embedding_lr embedding_lr_scale
+        loraplus_lr_ratio loraplus_lr_embedding""",
+    "it only affects how rows are batched and how often": """
+        micro_batch_size gradient_accumulation_steps batch_size eval_batch_size num_epochs max_steps budget.documents
+        budget.generated_tokens budget.flops group_by_length dataloader_num_workers dataloader_pin_memory
+        dataloader_prefetch_factor
+        pad_to_sequence_len eval_sample_packing batch_flattening""",
+    "rows are packed after they are read": "sample_packing",
+    "rows of a stream are not stored": """
+        pretraining_dataset streaming streaming_multipack_buffer_size pretrain_multipack_buffer_size
+        pretrain_multipack_attn pretraining_dataset.path pretraining_dataset.name pretraining_dataset.split
+        pretraining_dataset.text_column pretraining_dataset.type pretraining_dataset.skip
+        pretraining_dataset.data_files pretraining_dataset.ds_type pretraining_dataset.revision
+        pretraining_dataset.trust_remote_code pretraining_dataset.weight""",
+    "it only affects how fast rows are prepared": "dataset_num_proc",
+    "it is the place of prepared rows": "dataset_prepared_path skip_prepare_dataset",
+    "it only affects memory and processes": """
+        gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile
+        torch_compile_backend torch_compile_mode chunked_cross_entropy dp_shard_size dp_replicate_size
+        context_parallel_size
+        tensor_parallel_size expert_parallel_size
+        ddp ddp_find_unused_parameters deepspeed fsdp fsdp_config fsdp_version activation_offloading local_rank
+        fsdp_config.version fsdp_config.state_dict_type fsdp_config.final_state_dict_type
+        fsdp_config.reshard_after_forward fsdp_config.cpu_offload fsdp_config.cpu_ram_efficient_loading
+        fsdp_config.auto_wrap_policy fsdp_config.transformer_layer_cls_to_wrap fsdp_config.min_num_params
+        fsdp_config.activation_checkpointing use_ray ray_num_workers ray_run_name ray_max_failures
+        resources_per_worker""",
+    "it only affects checkpoints and logs": """
+        output_dir save_strategy save_steps saves_per_epoch save_total_limit save_only_model save_safetensors
+        resume_from_checkpoint auto_resume_from_checkpoints logging_steps report_to plugins use_tensorboard use_wandb
+        use_trackio trackio_project_name wandb_project wandb_entity wandb_name wandb_run_id wandb_watch
+        loss_watchdog_threshold loss_watchdog_patience trackio_space_id use_mlflow mlflow_tracking_uri
+        mlflow_experiment_name hf_mlflow_log_artifacts use_comet comet_workspace comet_project_name
+        comet_experiment_key comet_mode comet_online
+        wandb_log_model wandb_mode hub_model_id hub_strategy hub_private_repo profiler_steps debug strict""",
+    "it only affects when and how models are evaluated": """
+        eval_strategy eval_steps eval_on_start early_stopping_patience
+        evals_per_epoch load_best_model_at_end metric_for_best_model
+        greater_is_better evaluation.metrics evaluation.samples evaluation.pass_at evaluation.temperature
+        evaluation.max_new_tokens evaluation.documents evaluation.bootstrap evaluation.confidence
+        evaluation.per_document""",
+    "it only affects rollouts, rewards and losses": """
+        center_rewards_coefficient
+        rl_beta precompute_ref_log_probs dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting
+        kto_desirable_weight kto_undesirable_weight orpo_alpha simpo_gamma cpo_alpha
+        ebft.shared_prefix ebft.disable_dropout ebft.feature_layers ebft.embed_method ebft.use_whitening
+        ebft.whitening_space ebft.alignment_coef ebft.diversity_coef ebft.feature_device ebft.ce_coef
+        ebft.advantage_estimator ebft.rloo_baseline ebft.stride ebft.n_samples_per_prompt ebft.temperature ebft.top_p
+        ebft.rl_coef ebft.rollout_tokens_per_pass ebft.single_pass ebft.merge_rollouts ebft.log_completions
+        ebft.grad_norms_every
+        ebft.adaptive_max_tokens ebft.gt_length_multiplier ebft.gt_length_floor
+        trl.vllm_sync_interval trl.async_prefetch trl.prefetch_depth trl.replay_buffer_size trl.replay_recompute_logps
+        trl.reroll_start_fraction trl.reroll_max_groups trl.reward_num_workers trl.reward_timeout
+        trl.streaming_partial_batch trl.streaming_min_groups trl.skip_zero_advantage_batches trl.use_data_producer
+        trl.log_completions trl.num_completions_to_print trl.reward_funcs trl.reward_weights
+        trl.multi_objective_aggregation trl.beta trl.num_iterations trl.epsilon trl.epsilon_high trl.loss_type
+        trl.scale_rewards trl.mask_truncated_completions trl.vllm_importance_sampling_correction
+        trl.importance_sampling_level trl.vllm_importance_sampling_mode trl.vllm_importance_sampling_cap
+        trl.off_policy_mask_threshold trl.use_bias_correction_kl trl.sync_ref_model trl.ref_model_mixup_alpha
+        trl.ref_model_sync_steps trl.tools trl.environment_factory trl.max_tool_calling_iterations trl.rollout_func
+        trl.num_generations trl.generation_batch_size trl.max_completion_length trl.temperature trl.top_p trl.top_k
+        trl.min_p trl.repetition_penalty trl.generation_kwargs trl.vllm_guided_decoding_regex""",
+    "it only affects servers": """
+        trl.use_vllm trl.vllm_mode trl.vllm_logp_diff_warn trl.vllm_logp_diff_stop trl.vllm_server_host
+        trl.vllm_server_port trl.vllm_server_timeout trl.vllm_lora_sync trl.vllm_enable_sleep_mode
+        vllm.python vllm.env vllm.host vllm.port vllm.device vllm.tensor_parallel_size vllm.data_parallel_size
+        vllm.gpu_memory_utilization vllm.dtype vllm.max_model_len vllm.enable_prefix_caching vllm.enable_reasoning
+        vllm.reasoning_parser vllm.tool_call_parser vllm.enforce_eager vllm.serve_module vllm.worker_extension_cls
+        nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths nemo_gym_head_port nemo_gym_server_timeout
+        nemo_gym_verify_timeout nemo_gym_multi_turn""",
+}
+EXCLUDED: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+EXCLUDED |= dict.fromkeys(WITHOUT_EFFECT, "it has no effect")
+# What else a custom transform must contain for a key to affect its rows: batches end where processes do.
+_OTHER_WORDS = {"dataset_num_proc": ("batched",)}
+
+
+def row_settings(config: RunConfig, transform_sources: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings that determine the rows, by dotted key.
+
+    Custom transforms may read any key of the config: excluded keys whose names occur in one of `transform_sources` are
+    included.
+    """
+    words = {word for source in transform_sources for word in re.findall(r"\w+", source)}
+    settings = dict(flat_settings(config))
+    idle = set(EXCLUDED) | _idle_seeds(config)
+    return {key: value for key, value in settings.items() if key not in idle or _mentions(key, words)}
+
+
+def _mentions(key: str, words: set[str]) -> bool:
+    return not words.isdisjoint({*key.split(".")[-1:], *_OTHER_WORDS.get(key, ())})
+
+
+def _idle_seeds(config: RunConfig) -> set[str]:
+    """The seeds that no row depends on.
+
+    `data_seed` (else `seed`) shuffles; `seed` selects held-out documents and those of the fraction of a `weight`.
+    """
+    selects = bool(config.val_set_size and not config.test_datasets)
+    selects = selects or any(entry.weight is not None and entry.weight % 1 for entry in config.datasets)
+    shuffles = config.shuffle_merged_datasets
+    idle = set() if selects or (shuffles and config.data_seed is None) else {"seed"}
+    return idle if shuffles else idle | {"data_seed"}
+
+
+def flat_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted key; entries of lists are dicts."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.model_dump() if isinstance(value, Section) else value

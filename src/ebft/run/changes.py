@@ -28,8 +28,7 @@ from ebft.models.fingerprint import (
     weights_fingerprint,
 )
 from ebft.models.keys import PrecisionKeys
-from ebft.prepared.key import module_sources
-from ebft.prepared.settings import flat_settings
+from ebft.prepared.key import flat_settings, module_sources
 from ebft.run.checks import imported_names
 from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.run.reporting import versions

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.config import rules
-from ebft.data.json_values import with_own_calls
+from ebft.data.json_files import with_own_calls
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from ebft.data.preferences.rows import load_preference_rows
+from ebft.data.preferences import load_preference_rows
 from ebft.errors import DataError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.preferences.runs import config_of, write_inputs

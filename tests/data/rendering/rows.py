@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ebft.config.schema import RunConfig
 from ebft.data.apply import ConfigView
 from ebft.data.conversation import Renderer
-from ebft.data.preferences.rows import PreferenceRow
+from ebft.data.preferences import PreferenceRow
 from ebft.data.prompts import PromptRow
 from ebft.data.tokenise import tokeniser
 from ebft.data.transforms import find_transform

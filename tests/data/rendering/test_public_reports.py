@@ -12,7 +12,7 @@ import torch
 
 from ebft.config.schema import RunConfig
 from ebft.data.load import load_token_rows
-from ebft.data.preferences.rows import load_preference_rows
+from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompts
 from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError

@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 from datasets import Dataset
 
-from ebft.data.streaming.documents import Documents, Source
-from ebft.data.streaming.rows import SKIPPED, Position, StreamRows
+from ebft.data.stream_documents import Documents, Source
+from ebft.data.stream_rows import SKIPPED, Position, StreamRows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 

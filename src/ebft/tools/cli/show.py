@@ -18,8 +18,7 @@ from ebft.printed import printable_json, safe_console, say
 from ebft.tools.cli.arguments import RunFolder, complete_term
 from ebft.tools.cli.console import listing, polite
 from ebft.tools.dashboard.report import write_report
-from ebft.tools.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions
-from ebft.tools.dashboard.text import sample_text
+from ebft.tools.dashboard.rollouts import REWARD, Sample, all_samples, sample_text, take, without_repetitions
 
 COUNT, COUNT_INTERACTIVE = 5, 200
 

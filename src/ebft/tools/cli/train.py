@@ -177,7 +177,7 @@ def train_sweep(
     if dry_run:
         for run in runs.runs:
             say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
-            say(shlex.join([sys.executable, "-m", "ebft.tools.cli", *runs.words(run)]))
+            say(shlex.join([sys.executable, "-m", "ebft", *runs.words(run)]))
         return 0
     status = runs.train_all(lambda line: say(line, err=True))
     safe_console(soft_wrap=False).print(runs.table())

@@ -8,7 +8,7 @@ from rich.style import Style
 from rich.text import Text
 
 from ebft.tools.dashboard.curves import Curve, Range, Series, range_text
-from ebft.tools.dashboard.text import html_text
+from ebft.tools.dashboard.rollouts import html_text
 
 COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 HEALTHY = "on #12351f"  # background of the healthy range

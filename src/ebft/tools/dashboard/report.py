@@ -11,8 +11,7 @@ from ebft.monitor.run_state import settings_in_effect
 from ebft.tools.dashboard.curves import NOT_COMPARABLE, evaluation_changes, is_number
 from ebft.tools.dashboard.live import LiveRun, clock, local_time
 from ebft.tools.dashboard.plots import figure
-from ebft.tools.dashboard.rollouts import Sample, first_and_last
-from ebft.tools.dashboard.text import PROMPT_CHARACTERS, duration, heading, html_text
+from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, duration, first_and_last, heading, html_text
 
 _SAMPLES = 4  # before and after
 _CSS = """

@@ -42,7 +42,7 @@ class Training:
                 self._log_start = log.tell()
                 log.flush()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-m", "ebft.tools.cli", "train", *arguments],
+                    [sys.executable, "-u", "-m", "ebft", "train", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -22,8 +22,7 @@ from ebft.printed import printable
 from ebft.tools.dashboard.curves import Curve
 from ebft.tools.dashboard.live import LiveRun, clock
 from ebft.tools.dashboard.plots import plot
-from ebft.tools.dashboard.rollouts import Sample
-from ebft.tools.dashboard.text import duration, value_text
+from ebft.tools.dashboard.rollouts import Sample, duration, value_text
 from ebft.tools.dashboard.training import LeaveDialog, Training
 
 INTERVAL = 1.0  # seconds between two looks at the files

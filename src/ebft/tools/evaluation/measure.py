@@ -33,9 +33,8 @@ from ebft.structured.reward import continuation_features, end_token_ids, pool_se
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
 from ebft.structured.trainer import labelled_reference
-from ebft.tools.evaluation.downstream import add_downstream
 from ebft.tools.evaluation.models import Subject
-from ebft.tools.evaluation.task import Task
+from ebft.tools.evaluation.task import Task, add_downstream
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig

@@ -16,12 +16,11 @@ from ebft.data.lengths import longest_document
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.models.tokenizer import load_tokenizer
 from ebft.scores import Scores
-from ebft.tools.evaluation.downstream import KEY, load_metrics
 from ebft.tools.evaluation.measure import has_reference, measure_prompts, measure_tokens
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import Settings, Task, check_comparable, load_held_out
+from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
 
 
 def evaluate(

@@ -203,7 +203,7 @@ def _quiet() -> Iterator[None]:
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
 THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
-PROGRAM = "ebft.tools.cli"  # the module that each process runs
+PROGRAM = "ebft"  # the module that each process runs
 _LOCAL = "127.0.0.1"
 
 
@@ -227,7 +227,7 @@ def environment(plan: Plan) -> dict[str, str]:
 def command_line(plan: Plan, words: Sequence[str]) -> str:
     """The command for a shell that starts the same processes."""
     if plan.launcher in (None, RAY):
-        own = shlex.join([sys.executable, "-m", "ebft.tools.cli", *words])
+        own = shlex.join([sys.executable, "-m", "ebft", *words])
         return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
     variables = [f"{name}={value}" for name, value in environment(plan).items()]
     return " ".join(

