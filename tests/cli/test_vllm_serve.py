@@ -42,7 +42,7 @@ def serve(tmp_path, monkeypatch):
         command = [
             sys.executable,
             "-m",
-            "ebft.tools.cli",
+            "ebft",
             "vllm-serve",
             "run.yaml",
             f"vllm.port={free_port()}",

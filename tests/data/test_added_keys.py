@@ -6,12 +6,12 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from ebft.config.schema import RunConfig
+from ebft.data.apply import tokenise
 from ebft.data.conversation import Renderer
 from ebft.data.json_files import with_own_calls, without_added_keys
 from ebft.data.keys import DatasetEntry
 from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source
-from ebft.data.tokenise import tokenise
 from tests.structured.conftest import make_chat_tokenizer
 
 TEMPLATE = (

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from ebft.data.apply import RowCounts
+from ebft.data.apply import FEATURES, RowCounts
 from ebft.data.lengths import (
     EMPTY,
     NO_REFERENCE,
@@ -19,7 +19,6 @@ from ebft.data.lengths import (
     fits_one_block,
     longest_document,
 )
-from ebft.data.tokenise import FEATURES
 
 
 def cut(config, *rows):

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 from datasets import Dataset
 
+from ebft.data.apply import tokenise
 from ebft.data.keys import BUILT_IN_TRANSFORMS as BUILT_IN
-from ebft.data.tokenise import tokenise
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 

@@ -60,7 +60,8 @@ def _arguments(words: list[str]) -> list[str] | None:
         words = words[1:]
     if words[:1] == ["ebft"]:
         return words[1:]
-    return words[words.index("ebft", 1) + 1 :] if "ebft" in words[1:] else None
+    module = words.index("-m") + 1 if "-m" in words[:-1] else 0
+    return words[module + 1 :] if module and words[module] == "ebft" else None
 
 
 def check_command(arguments: list[str], incomplete: bool = False) -> None:

@@ -35,7 +35,7 @@ def train(run_file, out, *words):
     command = [
         sys.executable,
         "-m",
-        "ebft.tools.cli",
+        "ebft",
         "train",
         run_file,
         f"output_dir={out}",

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ebft.config.schema import RunConfig
-from ebft.data.tokenise import tokenise
+from ebft.data.apply import tokenise
 from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
 from tests.structured.conftest import make_chat_tokenizer
 

@@ -16,9 +16,8 @@ from datasets import Dataset
 
 from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
-from ebft.data.apply import RowCounts
+from ebft.data.apply import FEATURES, RowCounts
 from ebft.data.tables import map_rows, rows_at_once
-from ebft.data.tokenise import FEATURES
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING
 from ebft.data.transforms.rows import IGNORE
 

@@ -9,12 +9,11 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import RowCounts
+from ebft.data.apply import RowCounts, tokenise
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import TOO_LONG, SectionReport, cut_and_drop, report, without_repeated
 from ebft.data.sources import read_source
 from ebft.data.tables import discard, shuffle_rows
-from ebft.data.tokenise import tokenise
 from ebft.errors import DataError, shortened
 from ebft.printed import say
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.apply import tokeniser
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.stream_documents import Document, Documents, MixedDocuments, Source, State, open_source, problem
 from ebft.data.stream_keys import StreamSettings
-from ebft.data.tokenise import tokeniser
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 

@@ -239,7 +239,7 @@ _NON_FINITE = CONDITIONS[0]
 class HealthCallback(TrainerCallback):
     """Warns when the logged metrics show that a run fails, and writes `health.jsonl` in the output folder.
 
-    Each condition of `ebft.health.callback` is reported once, on the main process, with the step since which it holds and
+    Each of `CONDITIONS` is reported once, on the main process, with the step since which it holds and
     what to try: as a warning, and as a JSON line with the keys time (ISO 8601, UTC), step, since, name, message and
     remedy. A new run replaces the file of an earlier one; a resumed run continues with the metrics and reports of its
     checkpoint. For any transformers Trainer; `samples` (per prompt or anchor) and `use_whitening`, which determine the

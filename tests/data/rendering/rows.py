@@ -6,11 +6,10 @@ from functools import cache
 from typing import NamedTuple
 
 from ebft.config.schema import RunConfig
-from ebft.data.apply import ConfigView
+from ebft.data.apply import ConfigView, tokeniser
 from ebft.data.conversation import Renderer
 from ebft.data.preferences import PreferenceRow
 from ebft.data.prompts import PromptRow
-from ebft.data.tokenise import tokeniser
 from ebft.data.transforms import find_transform
 from tests.data.rendering.expected import Chat, tokenizer_of
 

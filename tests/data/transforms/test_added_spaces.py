@@ -4,8 +4,8 @@ import pytest
 from datasets import Dataset
 
 from ebft.config.schema import RunConfig
+from ebft.data.apply import tokenise
 from ebft.data.conversation import Renderer
-from ebft.data.tokenise import tokenise
 from ebft.errors import DataError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.tokenise import tokenise
+from ebft.data.apply import tokenise
 from ebft.errors import DataError
 
 CHATML = (

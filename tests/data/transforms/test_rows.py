@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 
 from ebft.config.schema import RunConfig
+from ebft.data.apply import tokenise
 from ebft.data.conversation import Renderer
 from ebft.data.preferences import PreferenceRow
-from ebft.data.tokenise import tokenise
 from ebft.data.transforms.rows import continued_ids
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 

@@ -3,8 +3,8 @@
 import pytest
 from datasets import Dataset
 
+from ebft.data.apply import tokenise
 from ebft.data.load import load_datasets
-from ebft.data.tokenise import tokenise
 
 REPLY = "<think>\nTwo and two.\n</think>\n\nFour."
 CHAT = [

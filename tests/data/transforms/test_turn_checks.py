@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.config.schema import RunConfig
-from ebft.data.tokenise import tokenise
+from ebft.data.apply import tokenise
 from ebft.errors import DataError
 from tests.structured.conftest import make_chat_tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ebft.config.schema import RunConfig
-from ebft.data.tokenise import tokenise
+from ebft.data.apply import tokenise
 from ebft.errors import DataError
 from tests.structured.conftest import make_chat_tokenizer
 
