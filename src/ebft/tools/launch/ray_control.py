@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ebft.errors import shortened
 
 SETUP = "ebft.tools.launch.ray_control.set_up_process"  # for Ray, which calls it in each process of the job
+_WORKER = "ebft.tools.launch.ray_worker"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,6 @@ def train_in_worker(task: Task) -> Outcome:
     set_up_process()
     logging.getLogger().setLevel(logging.WARNING)  # Python's default; Ray Train has set INFO, and logs every report
     show_warnings()
-    from ebft.tools.launch.ray_worker import train_noting_errors  # imports transformers, which warns
+    worker = import_module(_WORKER)  # by name, since it imports this module, and transformers, which warns
 
-    return train_noting_errors(task)
+    return worker.train_noting_errors(task)
