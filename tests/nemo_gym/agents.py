@@ -33,21 +33,11 @@ class TwoReplies:
         return {**body, "response": {"output": output}, "reward": reward}
 
     def sample(self, prompt, params):
-        request = {
-            "model": "ebft-policy",
-            "prompt": prompt,
-            "max_tokens": params["max_output_tokens"],
-            "temperature": params["temperature"],
-            "top_p": params["top_p"],
-            "top_k": 0,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
+        request = {"model": "ebft-policy", "prompt": prompt, "max_tokens": params["max_output_tokens"], "top_k": 0}
+        request |= {"temperature": params["temperature"], "top_p": params["top_p"]}
+        request |= {"logprobs": 0, "return_token_ids": True}
         found = self.vllm.answer("/v1/completions", request)
         assert isinstance(found, dict), found
         [choice] = found["choices"]
-        return {
-            "prompt_token_ids": prompt,
-            "generation_token_ids": choice["token_ids"],
-            "generation_log_probs": choice["logprobs"]["token_logprobs"],
-        }
+        names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+        return dict(zip(names, (prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])))

@@ -75,38 +75,30 @@ class Gym:
     def head_answer(self, path):
         if path != "/global_config_dict_yaml":
             return 404, {"detail": "Not Found"}
-        return yaml.safe_dump(
-            {"head_server": {"host": "127.0.0.1", "port": self.head.port}, **self.config}, sort_keys=False
-        )
+        head = {"host": "127.0.0.1", "port": self.head.port}
+        return yaml.safe_dump({"head_server": head, **self.config}, sort_keys=False)
+
+    def serve_at(self, expected, answer):
+        """A server that answers POST requests to one path."""
+
+        def answered(path, body):
+            assert body is None or path == expected, path
+            return (404, {"detail": "Not Found"}) if body is None else answer(body)
+
+        return self.serve(answered)
 
     def resources(self, name, reward):
         """A resources server; `reward(body)` returns the reward of a request to /verify, or a whole answer."""
-
-        def answer(path, body):
-            if body is None:
-                return 404, {"detail": "Not Found"}
-            assert path == "/verify", path
-            found = reward(body)
-            return {**body, "reward": found} if isinstance(found, int | float) else found
-
-        endpoint = self.serve(answer)
+        wrapped = lambda body, found: {**body, "reward": found} if isinstance(found, int | float) else found
+        endpoint = self.serve_at("/verify", lambda body: wrapped(body, reward(body)))
         self.add(name, "resources_servers", endpoint, domain="math")
         return endpoint
 
     def agent(self, name, run, of="tools", model="policy_model"):
         """An agent server of the resources server `of`; `run(body)` returns the answer of a request to /run."""
-
-        def answer(path, body):
-            if body is None:
-                return 404, {"detail": "Not Found"}
-            assert path == "/run", path
-            return run(body)
-
-        endpoint = self.serve(answer)
-        links = {
-            "resources_server": {"type": "resources_servers", "name": of},
-            "model_server": {"type": "responses_api_models", "name": model},
-        }
+        endpoint = self.serve_at("/run", run)
+        links = {"resources_server": {"type": "resources_servers", "name": of}}
+        links |= {"model_server": {"type": "responses_api_models", "name": model}}
         self.add(name, "responses_api_agents", endpoint, **links)
         return endpoint
 
@@ -131,6 +123,15 @@ def gym():
         yield made
     finally:
         made.stop()
+
+
+def config_of(*datasets, **changes):
+    """A config whose replies the servers of NeMo Gym score."""
+    from ebft.config.schema import RunConfig
+
+    own = {"base_model": "unused", "rl": "grpo", "trl": {"reward_funcs": ["nemo_gym_verify"]}}
+    own |= {"nemo_gym_enabled": True, "nemo_gym_auto_start": False, "nemo_gym_datasets": list(datasets)}
+    return RunConfig.from_dict({**own, **changes})
 
 
 def text_in(body):

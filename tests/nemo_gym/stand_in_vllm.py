@@ -76,9 +76,8 @@ class StandInVLLM:
             model = self.model.eval()
         ids, logps = [], []
         while len(ids) < max_tokens and not (ids and ids[-1] in stops):
-            scores = (model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].double() / temperature).log_softmax(
-                -1
-            )
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].double()
+            scores = (logits / temperature).log_softmax(-1)
             ids.append(int(torch.multinomial(scores.exp(), 1)))
             logps.append(float(scores[ids[-1]]))
         return ids, logps

@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from ebft import train
-from ebft.config.schema import RunConfig
-from ebft.errors import RolloutError
+from ebft.errors import ConfigError, RolloutError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.structured.generation import Prefetcher
 from tests.nemo_gym.agents import TOOL, TwoReplies
-from tests.nemo_gym.servers import row
+from tests.nemo_gym.servers import config_of, row
 from tests.nemo_gym.stand_in_vllm import StandInVLLM
 from tests.run.crash import before, run
+from tests.structured.trainers import logged
 
-TEMPERATURE = 0.9
+TRL = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.9, "reward_funcs": ["nemo_gym_env"]}
+TRL |= {"log_completions": True, "use_vllm": True, "vllm_server_timeout": 20}
+KEYS = {"chat_template": "chatml", "adapter": "lora", "lora_r": 4, "lora_alpha": 64, "lora_target_linear": True}
+KEYS |= {"nemo_gym_multi_turn": True, "nemo_gym_server_timeout": 5, "logging_steps": 1, "sequence_len": 64}
+KEYS |= {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 2e-2}
 
 
 @pytest.fixture
@@ -42,75 +46,45 @@ def agent(gym, vllm):
 def make(gym, vllm, write_rows, tiny_llama_dir, tmp_path):
     def config(trl=None, **changes):
         path = write_rows([row(f"say {number}", meta={"x": [None, number]}) for number in range(8)])
-        return RunConfig.from_dict(
-            {
-                "base_model": str(tiny_llama_dir),
-                "rl": "grpo",
-                "chat_template": "chatml",
-                "adapter": "lora",
-                "lora_r": 4,
-                "lora_alpha": 64,
-                "lora_target_linear": True,
-                "trl": {
-                    "num_generations": 4,
-                    "max_completion_length": 6,
-                    "temperature": TEMPERATURE,
-                    "reward_funcs": ["nemo_gym_env"],
-                    "log_completions": True,
-                    "use_vllm": True,
-                    "vllm_server_port": vllm.port,
-                    "vllm_server_timeout": 20,
-                    **(trl or {}),
-                },
-                "nemo_gym_enabled": True,
-                "nemo_gym_auto_start": False,
-                "nemo_gym_multi_turn": True,
-                "nemo_gym_server_timeout": 5,
-                "nemo_gym_head_port": gym.head.port,
-                "nemo_gym_datasets": [{"path": str(path), "server_name": "tools"}],
-                "micro_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "max_steps": 3,
-                "learning_rate": 2e-2,
-                "lr_scheduler": "constant",
-                "save_steps": 1,
-                "logging_steps": 1,
-                "sequence_len": 64,
-                "output_dir": str(tmp_path / "out"),
-                **changes,
-            }
-        )
+        own = {"base_model": str(tiny_llama_dir), "output_dir": str(tmp_path / "out"), "lr_scheduler": "constant"}
+        own |= {"trl": {**TRL, "vllm_server_port": vllm.port, **(trl or {})}, "nemo_gym_head_port": gym.head.port}
+        return config_of({"path": str(path), "server_name": "tools"}, **{**KEYS, **own, "save_steps": 1, **changes})
 
     return config
 
 
-def steps(result):
-    return [entry for entry in result.trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
-def test_every_batch_is_sampled_from_its_version_of_the_policy(agent, make, vllm, ahead):
-    result = train(make({"async_prefetch": ahead}, max_steps=4))
+def test_every_batch_is_sampled_from_its_version_of_the_policy(agent, make, vllm, ahead, tmp_path):
+    steps = {"max_steps": 4} if ahead else {"val_set_size": 1, "eval_steps": 3}
+    trainer = train(make({"async_prefetch": ahead, "scale_rewards": False}, **steps)).trainer
     # The trainer's log-probabilities under the version of each batch are those that the server reported.
-    assert [entry["rollouts/staleness"] for entry in steps(result)] == ([0, 1, 1, 1] if ahead else [0] * 4)
-    assert max(entry["sampling/logp_diff"] for entry in steps(result)) < 1e-4
+    assert logged(trainer, "rollouts/staleness") == ([0, 1, 1, 1] if ahead else [0] * 3)
+    assert max(logged(trainer, "sampling/logp_diff")) < 1e-4
     assert all(Path(folder).name == version for folder, version in agent.seen)
     assert len({version for _, version in agent.seen}) == (3 if ahead else 4)
-    if ahead:  # outdated weights were in use
-        assert steps(result)[-1]["sampling/sampling_logp_difference/max"] > 1e-3
     assert vllm.adapters == {}  # also without the fixed name
     assert all(body["meta"]["x"][0] is None for body in agent.endpoint.requests)
+    if not ahead:
+        assert logged(trainer, "eval_reward")[0] > 0 and len(agent.seen) == 3 * 8 + 4
+        return
+    assert logged(trainer, "sampling/sampling_logp_difference/max")[-1] > 1e-3, "outdated weights were in use"
+    for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines():
+        samples = json.loads(line)["samples"]
+        rewards = [sample["rewards"]["nemo_gym_env"] for sample in samples]
+        assert {round(reward, 5) for reward in rewards} <= {number / 10 for number in range(11)}
+        expected = [reward - sum(rewards) / len(rewards) for reward in rewards]
+        assert [sample["advantage"] for sample in samples] == pytest.approx(expected, abs=1e-5)
+    assert logged(trainer, "rewards/nemo_gym_env/mean")[-1] > 0
+    check_masks(trainer)
 
 
-def test_tokens_of_tools_are_not_trained_on(agent, make):
-    result = train(make(max_steps=1))
-    trainer = result.trainer
-    expected = {}
+def check_masks(trainer):
+    """Tokens of tools are not trained on."""
+    expected, seen = {}, 0
     for rollout in trainer.rollouts:
         first, second = (len(reply) for reply in rollout.replies)
         assert rollout.ids[first : first + len(TOOL)] == TOOL
         expected[tuple(rollout.ids)] = [1] * first + [0] * len(TOOL) + [1] * second
-    seen = 0
     for batch in trainer.generation_batch:
         mask = batch["completion_mask"] * batch["tool_mask"]
         for ids, real, trained in zip(batch["completion_ids"], batch["completion_mask"].bool(), mask):
@@ -121,23 +95,9 @@ def test_tokens_of_tools_are_not_trained_on(agent, make):
     # The loss does not depend on the log-probabilities of given tokens.
     batch = dict(trainer.generation_batch[0])
     batch["advantages"] = torch.ones_like(batch["advantages"])
-    losses = []
-    for shift in (0.0, 3.0):
-        given = (1 - batch["tool_mask"]) * shift
-        changed = batch | {"old_per_token_logps": batch["old_per_token_logps"] + given}
-        losses.append(trainer.compute_loss(trainer.model, changed).item())
+    changed = batch | {"old_per_token_logps": batch["old_per_token_logps"] + 3 * (1 - batch["tool_mask"])}
+    losses = [trainer.compute_loss(trainer.model, given).item() for given in (batch, changed)]
     assert losses[0] == losses[1] != 0
-
-
-def test_advantages_follow_the_rewards_of_the_environment(agent, make, tmp_path):
-    result = train(make({"scale_rewards": False}))
-    for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines():
-        samples = json.loads(line)["samples"]
-        rewards = [sample["rewards"]["nemo_gym_env"] for sample in samples]
-        assert {round(reward, 5) for reward in rewards} <= {number / 10 for number in range(11)}
-        mean = sum(rewards) / len(rewards)
-        assert [sample["advantage"] for sample in samples] == pytest.approx([r - mean for r in rewards], abs=1e-5)
-    assert steps(result)[-1]["rewards/nemo_gym_env/mean"] > 0
 
 
 def test_failed_runs_are_left_out(agent, make):
@@ -150,13 +110,12 @@ def test_failed_runs_are_left_out(agent, make):
 
     agent.before = fails
     with pytest.warns(UserWarning, match="2 of 8 requests to NeMo Gym failed, and their completions are left out"):
-        result = train(make(max_steps=2))
+        result = train(make(max_steps=1))
     failed = [rollout for rollout in result.trainer.rollouts if rollout.reward is None]
     assert len(failed) == 2 and all(sum(rollout.generated) == 0 for rollout in failed)
     masks = [(batch["completion_mask"] * batch["tool_mask"]).sum(1) for batch in result.trainer.generation_batch]
     empty = torch.cat(masks) == 0
-    assert result.metrics["nemo_gym/failed"] == 0.25
-    assert empty.sum() == 2
+    assert result.metrics["nemo_gym/failed"] == 0.25 and empty.sum() == 2
     assert not torch.cat([batch["advantages"] for batch in result.trainer.generation_batch])[empty].any()
 
 
@@ -173,29 +132,25 @@ def test_agents_that_die_end_the_run_and_the_checkpoint_stays(agent, make, tmp_p
     assert result.trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_prefetches_is_resumed(agent, make, tmp_path, vllm):
     config = make({"async_prefetch": True}, auto_resume_from_checkpoints=True)
     assert run(config, before(Prefetcher, "take", 3)).code == -signal.SIGKILL
     assert newest_checkpoint(tmp_path / "out").name == "checkpoint-2"
-    result = train(config)
-    assert [entry["step"] for entry in steps(result)] == [1, 2, 3]
-    assert [entry["rollouts/staleness"] for entry in steps(result)] == [0, 1, 0]
+    trainer = train(config).trainer
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3]
+    assert logged(trainer, "rollouts/staleness") == [0, 1, 0]
 
 
 def test_an_interrupt_does_not_wait_for_running_agents(agent, make):
-    def hangs(body):
-        if len(agent.seen) >= 8:  # the second batch, which is prefetched
-            time.sleep(20)
-
-    agent.before = hangs
+    # The second batch is prefetched.
+    agent.before = lambda body: time.sleep(20) if len(agent.seen) >= 8 else None
     began = time.monotonic()
     train(make({"async_prefetch": True}, max_steps=1))
     assert time.monotonic() - began < 15
 
 
 def test_a_model_server_that_requests_the_base_model_is_an_error_before_training(gym, agent, make):
-    from ebft.errors import ConfigError
-
     gym.model(model="tiny")
     with pytest.raises(ConfigError, match="requests the model 'tiny', which is not trained. Set model: ebft-policy"):
         train(make())
@@ -210,11 +165,6 @@ def test_an_agent_that_samples_from_other_weights_is_noticed(agent, make, vllm):
         train(make({"vllm_logp_diff_stop": 0.02}, learning_rate=0.1, max_steps=6))
 
 
-def test_evaluation_runs_agents_too(agent, make):
-    result = train(make(max_steps=1, val_set_size=1, eval_steps=1))
-    assert result.metrics["eval_reward"] > 0 and len(agent.seen) == 8 + 4
-
-
 def test_a_restarted_vllm_server_gets_both_names_again(agent, make, vllm):
     publish = vllm.v1_load_lora_adapter
 
@@ -225,5 +175,4 @@ def test_a_restarted_vllm_server_gets_both_names_again(agent, make, vllm):
         return found
 
     vllm.v1_load_lora_adapter = load
-    result = train(make(max_steps=2))
-    assert max(entry["sampling/logp_diff"] for entry in steps(result)) < 1e-4
+    assert max(logged(train(make(max_steps=2)).trainer, "sampling/logp_diff")) < 1e-4

@@ -8,89 +8,38 @@ import pytest
 from ebft.config.load import load_config, parse_yaml
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.run.checks import check_runnable
+from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.serving.command import server_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SINGLE = """
-base_model: Qwen/Qwen2.5-0.5B-Instruct
-rl: grpo
-chat_template: tokenizer_default
-trl:
-  use_vllm: false
-  num_generations: 4
-  max_completion_length: 128
-  temperature: 0.9
-  reward_funcs:
-    - axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify
-plugins:
-  - axolotl.integrations.nemo_gym.NemoGymPlugin
-nemo_gym_enabled: true
-nemo_gym_dir: ~/Gym
-nemo_gym_auto_start: false
-nemo_gym_head_port: 11000
-nemo_gym_datasets:
-  - path: resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl
-    server_name: reasoning_gym
-datasets:
-  - path: ~/Gym/resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl
-    type: chat_template
-    field_messages: responses_create_params.input
-    message_field_content: content
-    message_field_role: role
+READ_AS = "type: chat_template, field_messages: responses_create_params.input"
+READ_AS += ", message_field_content: content, message_field_role: role"
+SINGLE = f"""
+{{base_model: Qwen/Qwen2.5-0.5B-Instruct, rl: grpo, chat_template: tokenizer_default,
+trl: {{use_vllm: false, num_generations: 4, max_completion_length: 128, temperature: 0.9,
+  reward_funcs: [axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify]}},
+plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin],
+nemo_gym_enabled: true, nemo_gym_dir: ~/Gym, nemo_gym_auto_start: false, nemo_gym_head_port: 11000,
+nemo_gym_datasets: [
+  {{path: resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl, server_name: reasoning_gym}}],
+datasets: [{{path: ~/Gym/resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl, {READ_AS}}}]}}
 """
-MULTI = """
-base_model: Qwen/Qwen3-0.6B
-rl: grpo
-chat_template: tokenizer_default
-adapter: lora
-lora_r: 16
-lora_alpha: 32
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-sequence_len: 2048
-trl:
-  use_vllm: true
-  vllm_mode: server
-  vllm_server_host: localhost
-  vllm_server_port: 8000
-  vllm_lora_sync: true
-  vllm_sync_interval: 5
-  use_data_producer: true
-  async_prefetch: true
-  num_generations: 4
-  max_completion_length: 512
-  temperature: 0.8
-  reward_funcs:
-    - axolotl.integrations.nemo_gym.rewards.reward_env
-plugins:
-  - axolotl.integrations.nemo_gym.NemoGymPlugin
-nemo_gym_enabled: true
-nemo_gym_auto_start: false
-nemo_gym_head_port: 11000
-nemo_gym_multi_turn: true
-nemo_gym_verify_timeout: 120
-nemo_gym_datasets:
-  - path: ~/Gym/resources_servers/example_single_tool_call/data/weather_tool_calling.jsonl
-    server_name: example_single_tool_call
-datasets:
-  - path: ~/Gym/resources_servers/example_single_tool_call/data/weather_tool_calling.jsonl
-    type: chat_template
-    field_messages: responses_create_params.input
-    message_field_content: content
-    message_field_role: role
-vllm:
-  gpu_memory_utilization: 0.85
-  max_model_len: 2048
-  tensor_parallel_size: 1
-learning_rate: 5e-6
-micro_batch_size: 1
-gradient_accumulation_steps: 4
-max_steps: 30
-gradient_checkpointing: true
-bf16: true
-output_dir: ./outputs/nemo_gym_async
-use_wandb: true
-wandb_project: nemo-gym-rl
+TOOL_CALLS = "~/Gym/resources_servers/example_single_tool_call/data/weather_tool_calling.jsonl"
+MULTI = f"""
+{{base_model: Qwen/Qwen3-0.6B, rl: grpo, chat_template: tokenizer_default, adapter: lora, lora_r: 16, lora_alpha: 32,
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj], sequence_len: 2048,
+trl: {{use_vllm: true, vllm_mode: server, vllm_server_host: localhost, vllm_server_port: 8000, vllm_lora_sync: true,
+  vllm_sync_interval: 5, use_data_producer: true, async_prefetch: true, num_generations: 4, max_completion_length: 512,
+  temperature: 0.8, reward_funcs: [axolotl.integrations.nemo_gym.rewards.reward_env]}},
+plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin], nemo_gym_enabled: true, nemo_gym_auto_start: false,
+nemo_gym_head_port: 11000, nemo_gym_multi_turn: true, nemo_gym_verify_timeout: 120,
+nemo_gym_datasets: [{{path: {TOOL_CALLS}, server_name: example_single_tool_call}}],
+datasets: [{{path: {TOOL_CALLS}, {READ_AS}}}],
+vllm: {{gpu_memory_utilization: 0.85, max_model_len: 2048, tensor_parallel_size: 1}}, learning_rate: 5e-6,
+micro_batch_size: 1, gradient_accumulation_steps: 4, max_steps: 30, gradient_checkpointing: true, bf16: true,
+output_dir: ./outputs/nemo_gym_async, use_wandb: true, wandb_project: nemo-gym-rl}}
 """
+OF_MULTI, CHAT = parse_yaml(MULTI)["trl"], {"path": "x", "type": "chat_template"}
 
 
 def load(tmp_path, text, *overrides):
@@ -137,22 +86,14 @@ def test_datasets_can_be_omitted(tmp_path):
         (SINGLE, {"nemo_gym_multi_turn": True}, "uses the reward nemo_gym_env: add it .*in place of nemo_gym_verify"),
         (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Remove datasets"),
         (SINGLE, {"rl": "ebft"}, "nemo_gym_enabled: true needs rl: grpo"),
-        (SINGLE, {"datasets": [{"path": "x", "type": "chat_template"}]}, "chat.* does not read rows of NeMo Gym"),
+        (SINGLE, {"datasets": [CHAT]}, "chat.* does not read rows of NeMo Gym"),
         (SINGLE, {"nemo_gym_datasets": [{"server_name": "x"}], "datasets": None}, "nemo_gym_datasets.0.path"),
         (SINGLE, {"nemo_gym_head_port": 0}, "nemo_gym_head_port: invalid value 0"),
         (MULTI, {"nemo_gym_multi_turn": False}, "uses the reward nemo_gym_verify"),
         (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
-        (
-            MULTI,
-            {"trl": {**parse_yaml(MULTI)["trl"], "tools": ["json.loads"]}},
-            "trl.tools has no effect with nemo_gym_multi",
-        ),
-        (MULTI, {"trl": {**parse_yaml(MULTI)["trl"], "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
-        (
-            SINGLE,
-            {"datasets": [{"path": "x", "type": "chat_template", "field": "a", "field_messages": "b"}]},
-            "two names of the same key",
-        ),
+        (MULTI, {"trl": {**OF_MULTI, "tools": ["json.loads"]}}, "trl.tools has no effect with nemo_gym_multi"),
+        (MULTI, {"trl": {**OF_MULTI, "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
+        (SINGLE, {"datasets": [{**CHAT, "field": "a", "field_messages": "b"}]}, "two names of the same key"),
     ],
 )
 def test_contradictions(text, changes, message):
@@ -161,28 +102,21 @@ def test_contradictions(text, changes, message):
         RunConfig.from_dict(values(text, **changes))
 
 
-def test_keys_without_effect_give_a_warning(make_warned):
-    disabled = {"nemo_gym_enabled": None, "trl": {"reward_funcs": ["feature_matching"]}}
-    [message] = make_warned(values(SINGLE, **disabled))
+def test_keys_without_effect_give_a_warning():
+    def warned(**changes):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            RunConfig.from_dict(values(SINGLE, **changes))
+        [message] = [str(warning.message) for warning in caught]
+        return message
+
+    message = warned(nemo_gym_enabled=None, trl={"reward_funcs": ["feature_matching"]})
     assert "nemo_gym_head_port" in message and message.endswith("no effect without nemo_gym_enabled: true.")
-    [message] = make_warned(values(SINGLE, nemo_gym_auto_clone=True))
+    message = warned(nemo_gym_auto_clone=True)
     assert message.startswith("nemo_gym_auto_clone: true has no effect: the repository is never downloaded")
 
 
-@pytest.fixture
-def make_warned():
-    def make(given):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            RunConfig.from_dict(given)
-        return [str(warning.message) for warning in caught]
-
-    return make
-
-
 def test_several_processes_are_refused_for_agents(tmp_path):
-    from ebft.run.checks import Machine, check_machine
-
     config, _ = load(tmp_path, MULTI)
     check_machine(config, Machine(True, True))
     with pytest.raises(ConfigError, match="supported in one training process only"):
@@ -190,8 +124,6 @@ def test_several_processes_are_refused_for_agents(tmp_path):
 
 
 def test_the_vllm_server_of_agents(tmp_path):
-    from ebft.serving.command import server_command
-
     flags = {}
     for text in (SINGLE, MULTI):
         given = values(text, adapter="lora", lora_r=8, lora_alpha=8, lora_target_linear=True, lora_target_modules=None)

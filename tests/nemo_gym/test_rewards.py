@@ -12,18 +12,15 @@ from tests.nemo_gym.servers import row, text_in
 def call(client, replies, rows, names, **more):
     reward = VerifyReward(client, client.servers(5.0))
     completions = [[{"role": "assistant", "content": reply}] for reply in replies]
-    lines = [json.dumps(given) for given in rows]
-    return reward(
-        prompts=replies, completions=completions, nemo_gym_row=lines, nemo_gym_server=names, completion_ids=[], **more
-    )
+    columns = {"nemo_gym_row": list(map(json.dumps, rows)), "nemo_gym_server": names, "completion_ids": [], **more}
+    return reward(prompts=replies, completions=completions, **columns)
 
 
 def test_each_row_is_scored_by_its_server(gym, client):
     math = gym.resources("math", lambda body: float(text_in(body) == body["answer"]))
     length = gym.resources("length", lambda body: len(text_in(body)) / 10)
-    found = call(
-        client, ["4", "abc", "5"], [row("?", answer="4"), row("?"), row("?", answer="4")], ["math", "length", "math"]
-    )
+    rows = [row("?", answer="4"), row("?"), row("?", answer="4")]
+    found = call(client, ["4", "abc", "5"], rows, ["math", "length", "math"])
     assert found == [1.0, 0.3, 0.0]
     assert len(math.requests) == 2 and len(length.requests) == 1
 
@@ -31,18 +28,16 @@ def test_each_row_is_scored_by_its_server(gym, client):
 def test_the_row_arrives_unchanged_with_a_response(gym, client):
     server = gym.resources("math", lambda body: 1)
     tools = [{"type": "function", "name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}]
-    given = row(
-        "?", verifier_metadata={"cases": [{"a": None}, {"b": [1, "x"]}], "empty": {}}, agent_ref={"name": "math"}
-    )
+    metadata = {"cases": [{"a": None}, {"b": [1, "x"]}], "empty": {}}
+    given = row("?", verifier_metadata=metadata, agent_ref={"name": "math"})
     given["responses_create_params"]["tools"] = tools
     call(client, ["4"], [given], ["math"])
     [body] = server.requests
     response = body.pop("response")
     assert json.dumps(body) == json.dumps(given)
     # The fields that the Responses API requires of a response and of a message.
-    assert {"id", "created_at", "model", "object", "output", "parallel_tool_calls", "tool_choice", "tools"} <= set(
-        response
-    )
+    required = {"id", "created_at", "model", "object", "output", "parallel_tool_calls", "tool_choice", "tools"}
+    assert required <= set(response)
     [item] = response["output"]
     assert item["type"] == "message" and item["role"] == "assistant" and item["status"] == "completed" and item["id"]
     assert item["content"] == [{"type": "output_text", "text": "4", "annotations": []}]
@@ -59,16 +54,10 @@ def test_a_failed_request_gives_no_reward_and_one_warning(gym, client):
     gym.resources("math", lambda body: (400, {"detail": "bad"}) if text_in(body) == "no" else 1.0)
     metrics = {}
     reward = VerifyReward(client, client.servers(5.0))
-    given = {
-        "prompts": [1, 2],
-        "completions": ["yes", "no"],
-        "nemo_gym_row": [json.dumps(row("?"))] * 2,
-        "nemo_gym_server": ["math"] * 2,
-        "log_metric": metrics.__setitem__,
-    }
-    with pytest.warns(
-        UserWarning, match="1 of 2 requests to NeMo Gym failed.*no reward.*math at http.*status 400"
-    ) as caught:
+    given = {"prompts": [1, 2], "completions": ["yes", "no"], "log_metric": metrics.__setitem__}
+    given |= {"nemo_gym_row": [json.dumps(row("?"))] * 2, "nemo_gym_server": ["math"] * 2}
+    message = "1 of 2 requests to NeMo Gym failed.*no reward.*math at http.*status 400"
+    with pytest.warns(UserWarning, match=message) as caught:
         assert reward(**given) == [1.0, None]
         assert reward(**given) == [1.0, None]
     assert len([w for w in caught if w.category is UserWarning]) == 1 and metrics == {FAILED: 0.5}
@@ -76,10 +65,9 @@ def test_a_failed_request_gives_no_reward_and_one_warning(gym, client):
 
 def test_an_error_if_all_requests_of_a_batch_fail(gym, client):
     server = gym.resources("math", lambda body: (500, {"detail": "broken"}))
-    with pytest.raises(RolloutError) as error:
+    message = f"All 2 requests.* math at http://127.0.0.1:{server.port}/verify: status 500"
+    with pytest.raises(RolloutError, match=message):
         call(client, ["a", "b"], [row("?")] * 2, ["math"] * 2)
-    address = f"math at http://127.0.0.1:{server.port}/verify"
-    assert "All 2 requests" in str(error.value) and address in str(error.value) and "status 500" in str(error.value)
 
 
 @pytest.mark.parametrize("answer", [{"score": 1}, {"reward": "1"}, {"reward": None}, {"reward": 10**400}, [1]])
@@ -89,10 +77,7 @@ def test_a_response_without_a_reward(gym, client, answer):
         call(client, ["a"], [row("?")], ["math"])
 
 
-def test_a_sample_that_the_environment_could_not_measure_has_no_reward(gym, client):
+def test_a_sample_that_could_not_be_measured_has_no_reward_and_rewards_of_agents_are_passed_on(gym, client):
     gym.resources("math", lambda body: {"reward": None, "mask_sample": True})
     assert call(client, ["a"], [row("?")], ["math"]) == [None]
-
-
-def test_rewards_of_agents_are_passed_on():
     assert EnvironmentReward()(prompts=[], completions=[], rollout_reward=[0.5, None]) == [0.5, None]

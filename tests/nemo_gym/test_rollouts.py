@@ -15,11 +15,8 @@ SAMPLING = AgentSampling(version="ebft-1-step-3", temperature=0.8, top_p=1.0, ma
 
 def item(prompt, ids, logps=None, kind="message", **changes):
     """An item of the output that ends a call of the model."""
-    tokens = {
-        "prompt_token_ids": prompt,
-        "generation_token_ids": ids,
-        "generation_log_probs": [-0.5] * len(ids) if logps is None else logps,
-    }
+    tokens = {"prompt_token_ids": prompt, "generation_token_ids": ids}
+    tokens |= {"generation_log_probs": [-0.5] * len(ids) if logps is None else logps}
     if kind == "function_call":
         shape = {"type": kind, "name": "f", "arguments": "{}", "call_id": "1"}
     else:
@@ -83,19 +80,14 @@ def test_the_request_is_the_row_with_how_to_sample(gym, client):
     [
         # An exact continuation, then a history without its first reply, which is itself continued.
         ([([1], [5]), ([1, 5, 2], [6]), ([1, 3], [7]), ([1, 3, 7], [8])], [[5, 2, 6], [7, 8]]),
-        # A reply that is tokenised anew.
-        ([([1], [5, 6]), ([1, 56, 2], [7])], [[5, 6], [7]]),
-        # A context that ends within the reply.
-        ([([1], [5, 6]), ([1, 5], [7])], [[5, 6], [7]]),
+        ([([1], [5, 6]), ([1, 56, 2], [7])], [[5, 6], [7]]),  # a reply that is tokenised anew
+        ([([1], [5, 6]), ([1, 5], [7])], [[5, 6], [7]]),  # a context that ends within the reply
     ],
 )
 def test_a_rewritten_history_starts_a_new_part(calls, parts):
     found = joined([Call(prompt, ids, [-0.5] * len(ids)) for prompt, ids in calls])
     assert [rollout.ids for rollout in found] == parts
-    sampled = {}
-    for prompt, ids in calls:
-        for index, token in enumerate(ids):
-            sampled[token] = prompt + ids[:index]
+    sampled = {token: prompt + ids[:index] for prompt, ids in calls for index, token in enumerate(ids)}
     for rollout in found:  # every trained token has the context that it was sampled in
         for index, (token, generated) in enumerate(zip(rollout.ids, rollout.generated)):
             assert not generated or rollout.prompt_ids + rollout.ids[:index] == sampled[token]
@@ -120,26 +112,6 @@ def test_a_failed_run_is_left_out(gym, client):
     assert all(len(rollout.ids) == len(rollout.generated) == len(rollout.logps) >= 1 for rollout in found)
 
 
-def test_a_run_that_could_not_be_measured_has_no_reward(gym, client):
-    answer = {"response": {"output": [item([1], [5])]}, "reward": 0.0, "mask_sample": True}
-    [rollout], _ = run(gym, client, [answer])
-    assert rollout.reward is None and rollout.ids == [5]
-
-
-def test_an_error_if_all_runs_fail(gym, client):
-    with pytest.raises(RolloutError, match="All 2 requests.*tools_simple_agent at http://.*/run: status 404"):
-        run(gym, client, [(404, {}), (404, {})])
-
-
-def test_a_run_is_repeated_after_a_server_error(gym, client):
-    answers = [(503, {}), {"response": {"output": [item([1], [5])]}, "reward": 1.0}]
-    gym.resources("tools", lambda body: 1.0)
-    server = gym.agent("agent", lambda body: answers.pop(0))
-    line = {"nemo_gym_row": json.dumps(row("0")), "nemo_gym_server": "agent"}
-    [rollout] = GymAgents(client, client.servers(5.0)).run([line], SAMPLING)
-    assert rollout.ids == [5] and len(server.requests) == 2
-
-
 NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_log_probs": None}
 
 
@@ -147,10 +119,7 @@ NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_lo
     ("output", "message"),
     [
         ([item([1], [2], **NO_IDS)], "reply without generation_token_ids. Set return_token_id_information: true"),
-        (
-            [item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])],
-            "reply without generation_token_ids",
-        ),
+        ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], "reply without generation_token_id"),
         ([item([1], [2], generation_log_probs=None)], "prompt_token_ids, generation_token_ids without generation_log"),
         ([item([1], ["token_id:2"], [-1.0])], "token ids that are not lists of integers"),
         ([item([1], [2, 3], [-1.0])], "one log-probability for each of its 2 sampled tokens"),
@@ -176,14 +145,10 @@ def test_model_servers_are_checked_before_training(gym, client):
     gym.model()
     check_agents(client.servers(5.0), ["tools", "agent"])
     gym.model(return_token_id_information=False)
-    with pytest.raises(
-        ConfigError, match="return_token_id_information: true .*policy_model, which the agent agent uses"
-    ):
+    with pytest.raises(ConfigError, match="return_token_id_information: true .*policy_model, which the agent agent us"):
         check_agents(client.servers(5.0), ["tools"])
     gym.model(model="Qwen/Qwen3-0.6B")
-    with pytest.raises(
-        ConfigError, match="requests the model 'Qwen/Qwen3-0.6B', which is not trained. Set model: ebft-"
-    ):
+    with pytest.raises(ConfigError, match="requests the model 'Qwen/Qwen3-0.6B', which is not trained. Set model: eb"):
         check_agents(client.servers(5.0), ["tools"])
     with warnings.catch_warnings():
         del gym.config["policy_model"]  # another kind of model server

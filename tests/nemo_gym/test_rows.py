@@ -7,7 +7,7 @@ import pytest
 from ebft.config.schema import RunConfig
 from ebft.data.prompts import load_prompts
 from ebft.errors import DataError
-from tests.nemo_gym.servers import row
+from tests.nemo_gym.servers import config_of, row
 from tests.structured.conftest import make_chat_tokenizer
 
 
@@ -20,70 +20,54 @@ def tokenizer():
     return tokenizer
 
 
-def config(*datasets, **changes):
-    return RunConfig.from_dict(
-        {
-            "base_model": "unused",
-            "rl": "grpo",
-            "trl": {"reward_funcs": ["nemo_gym_verify"]},
-            "nemo_gym_enabled": True,
-            "nemo_gym_auto_start": False,
-            "nemo_gym_datasets": list(datasets),
-            "shuffle_merged_datasets": False,
-            **changes,
-        }
+@pytest.fixture
+def load(tokenizer):
+    """`load(*datasets, **keys)`: the rows, in the order of their files."""
+    return lambda *datasets, **keys: load_prompts(
+        config_of(*datasets, shuffle_merged_datasets=False, **keys), tokenizer
     )
 
 
-def test_routes_per_row_and_per_file(write_rows, tokenizer):
+def test_routes_per_row_and_per_file(write_rows, load):
     own = write_rows([row("a", agent_ref={"type": "responses_api_agents", "name": "math"}), row("b")], "one.jsonl")
     other = write_rows([row("c")], "two.jsonl")
     entries = {"path": str(own), "server_name": "default"}, {"path": other.name, "server_name": "length"}
-    rows, _ = load_prompts(config(*entries, nemo_gym_dir=str(other.parent)), tokenizer)
+    rows, _ = load(*entries, nemo_gym_dir=str(other.parent))
     assert rows["nemo_gym_server"][:] == ["math", "default", "length"]
     assert [prompt[-1]["content"] for prompt in rows["prompt"]] == ["a", "b", "c"]
 
 
-def test_a_row_without_a_route(write_rows, tokenizer):
+def test_a_row_without_a_route(write_rows, load):
     path = write_rows([row("a")])
     with pytest.raises(DataError, match="row 0: the row has no agent_ref with a name.*Set server_name"):
-        load_prompts(config({"path": str(path)}), tokenizer)
+        load({"path": str(path)})
 
 
-def test_nested_values_of_any_shape_stay_as_they_are(write_rows, tokenizer):
+def test_nested_values_of_any_shape_stay_as_they_are(write_rows, load):
     given = [
         row("a", meta={"x": None, "y": [1, "two", {"z": []}]}, id=7),
         row("b", meta=[{"other": {"deep": [None]}}], id="seven"),
         row("c", created="2024-05-01"),
     ]
-    rows, _ = load_prompts(config({"path": str(write_rows(given)), "server_name": "s"}), tokenizer)
+    rows, _ = load({"path": str(write_rows(given)), "server_name": "s"})
     assert [json.dumps(json.loads(line)) for line in rows["nemo_gym_row"]] == [json.dumps(line) for line in given]
 
 
-def test_all_messages_are_the_prompt(write_rows, tokenizer):
+def test_all_messages_are_the_prompt(write_rows, load):
     call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
-    items = [
-        {"role": "user", "content": "one", "type": "message"},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "two", "annotations": []}]},
-        {"type": "reasoning", "id": "r", "summary": []},
-        call,
-        {"type": "function_call_output", "call_id": "1", "output": "three"},
-        {"role": "user", "content": "four"},
-    ]
+    items = [{"role": "user", "content": "one", "type": "message"}]
+    items += [{"role": "assistant", "content": [{"type": "output_text", "text": "two", "annotations": []}]}]
+    items += [{"type": "reasoning", "id": "r", "summary": []}, call]
+    items += [{"type": "function_call_output", "call_id": "1", "output": "three"}, {"role": "user", "content": "four"}]
     given = [{"responses_create_params": {"input": items, "instructions": "Be brief."}}]
     given += [{"responses_create_params": {"input": "plain text"}}]
     path = write_rows(given)
     datasets = [{"path": str(path), "type": "chat_template", "field_messages": "responses_create_params.input"}]
-    rows, _ = load_prompts(config({"path": str(path), "server_name": "s"}, datasets=datasets), tokenizer)
+    rows, _ = load({"path": str(path), "server_name": "s"}, datasets=datasets)
     first, second = rows["prompt"][:]
     assert [message["role"] for message in first] == ["system", "user", "assistant", "assistant", "tool", "user"]
-    assert [message["content"] for message in first if message.get("content")] == [
-        "Be brief.",
-        "one",
-        "two",
-        "three",
-        "four",
-    ]
+    contents = [message["content"] for message in first if message.get("content")]
+    assert contents == ["Be brief.", "one", "two", "three", "four"]
     assert [(message["role"], message["content"]) for message in second] == [("user", "plain text")]
 
 
@@ -93,22 +77,19 @@ def test_all_messages_are_the_prompt(write_rows, tokenizer):
         ("{", "row 0: the line is not valid JSON"),
         ('{"messages": []}', "must contain responses_create_params with the messages in `input`"),
         ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
-        (
-            '{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}',
-            "type .image.",
-        ),
+        ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "type .image."),
     ],
 )
-def test_rows_that_are_not_of_nemo_gym(tmp_path, tokenizer, line, message):
+def test_rows_that_are_not_of_nemo_gym(tmp_path, load, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(DataError, match=message):
-        load_prompts(config({"path": str(path), "server_name": "s"}), tokenizer)
+        load({"path": str(path), "server_name": "s"})
 
 
-def test_rows_can_be_held_out(write_rows, tokenizer):
+def test_rows_can_be_held_out(write_rows, load):
     path = write_rows([row(f"{number}") for number in range(10)])
-    train, held = load_prompts(config({"path": str(path), "server_name": "s"}, val_set_size=3), tokenizer)
+    train, held = load({"path": str(path), "server_name": "s"}, val_set_size=3)
     assert (len(train), len(held)) == (7, 3)
 
 

@@ -1,5 +1,6 @@
 """Starting NeMo Gym's servers with training; `ng_run` is a small program of the same name."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -7,9 +8,9 @@ import time
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ServerError
 from ebft.nemo_gym.client import started_servers
+from tests.nemo_gym.servers import config_of
 from tests.serving.processes import alive, eventually, free_port
 
 NG_RUN = """
@@ -33,25 +34,14 @@ def make(tmp_path):
         if program is not None:
             path.write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
             path.chmod(0o755)
-        given = {
-            "base_model": "unused",
-            "rl": "grpo",
-            "trl": {"reward_funcs": ["nemo_gym_verify"]},
-            "nemo_gym_enabled": True,
-            "nemo_gym_dir": str(tmp_path / "gym"),
-            "nemo_gym_config_paths": ["a.yaml", "configs/b.yaml"],
-            "nemo_gym_datasets": [{"path": "rows.jsonl"}],
-            "nemo_gym_head_port": free_port(),
-            "nemo_gym_server_timeout": 20,
-        }
-        return RunConfig.from_dict({**given, **changes})
+        given = {"nemo_gym_auto_start": True, "nemo_gym_dir": str(tmp_path / "gym"), "nemo_gym_server_timeout": 20}
+        given |= {"nemo_gym_config_paths": ["a.yaml", "configs/b.yaml"], "nemo_gym_head_port": free_port(), **changes}
+        return config_of({"path": "rows.jsonl"}, **given)
 
     return keys
 
 
 def started(tmp_path):
-    import json
-
     return json.loads((tmp_path / "gym" / "started.json").read_text())
 
 
@@ -64,12 +54,9 @@ def test_servers_run_as_long_as_training(make, tmp_path):
     assert eventually(lambda: not alive({found["pid"]}))
 
 
-def test_servers_that_run_already_are_used(make, tmp_path, gym, capsys):
+def test_servers_that_run_already_are_used_and_none_are_started_unless_asked_for(make, tmp_path, gym, capsys):
     with started_servers(make(nemo_gym_head_port=gym.head.port), str(tmp_path)):
         assert "Using the NeMo Gym servers that run at" in capsys.readouterr().err
-
-
-def test_no_servers_are_started_unless_asked_for(make, tmp_path):
     with started_servers(make(NG_RUN, nemo_gym_auto_start=False), str(tmp_path)):
         assert not (tmp_path / "gym" / "started.json").exists()
 

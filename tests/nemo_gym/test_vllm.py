@@ -44,24 +44,12 @@ def test_agents_sample_from_their_version_of_the_policy(base, port, tmp_path, gy
     gym.agent("tools_simple_agent", agent)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row(f"def f{number}(x):")) + "\n" for number in range(24)))
-    overrides = {
-        "rl": "grpo",
-        "ebft": "",
-        "trl.reward_funcs": "[nemo_gym_env]",
-        "trl.async_prefetch": str(ahead).lower(),
-        "chat_template": "chatml",
-        "nemo_gym_enabled": "true",
-        "nemo_gym_auto_start": "false",
-        "nemo_gym_multi_turn": "true",
-        "nemo_gym_head_port": str(gym.head.port),
-        "nemo_gym_datasets": json.dumps([{"path": str(rows), "server_name": "tools"}]),
-        "datasets": "",
-        "val_set_size": "",
-        "eval_steps": "",
-        "max_steps": "5",
-        "learning_rate": "0.02",
-    }
-    config = load_config(write_config(tmp_path, base, port), [f"{key}={value}" for key, value in overrides.items()])
+    datasets = json.dumps([{"path": str(rows), "server_name": "tools"}])
+    overrides = ["rl=grpo", "ebft=", "trl.reward_funcs=[nemo_gym_env]", "chat_template=chatml", "datasets="]
+    overrides += [f"trl.async_prefetch={ahead}".lower(), "nemo_gym_enabled=true", "nemo_gym_auto_start=false"]
+    overrides += ["nemo_gym_multi_turn=true", f"nemo_gym_head_port={gym.head.port}", f"nemo_gym_datasets={datasets}"]
+    overrides += ["val_set_size=", "eval_steps=", "max_steps=5", "learning_rate=0.02"]
+    config = load_config(write_config(tmp_path, base, port), overrides)
     history = train(config).trainer.state.log_history
     steps = [entry for entry in history if "loss" in entry]
     assert [entry["rollouts/staleness"] for entry in steps] == ([0, 1, 1, 1, 1] if ahead else [0] * 5)

@@ -56,31 +56,12 @@ def always_ends(prompts, **columns):
     os._exit(0)
 
 
-def fails(prompts, **columns):
-    raise ValueError("no such key in the row")
-
-
 def one_too_few(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
 
 
 def lengths(completions, answer, **columns):
     return [float(len(text[0]["content"]) + number) for text, number in zip(completions, answer)]
-
-
-class Odd(Exception):
-    """Cannot be unpickled: it has more arguments than it passes on."""
-
-    def __init__(self, first, second):
-        super().__init__(first)
-
-
-def raises_timeout(prompts, **columns):
-    raise TimeoutError("the sandbox did not answer")
-
-
-def raises_odd(prompts, **columns):
-    raise Odd("no answer", 3)
 
 
 def generates(prompts, **columns):
@@ -127,6 +108,13 @@ def writes_id_and_waits(path):
         pass
 
 
+class Odd(Exception):
+    """Cannot be unpickled: it has more arguments than it passes on."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
 class OwnError(EBFTError):
     """Cannot be unpickled, and is of this package's classes."""
 
@@ -134,21 +122,15 @@ class OwnError(EBFTError):
         super().__init__(first)
 
 
-def raises_own(prompts, **columns):
-    raise OwnError("no answer", 3)
-
-
-def raises_own_unpicklable(prompts, **columns):
-    raise RewardError(threading.Lock())
-
-
 class Mute(Exception):
     def __str__(self):
         raise ValueError("no words")
 
 
-def raises_mute(prompts, **columns):
-    raise Mute
+def raises(prompts, kind, **columns):
+    errors = {"timeout": TimeoutError("the sandbox did not answer"), "odd": Odd("no answer", 3), "mute": Mute()}
+    errors |= {"own": OwnError("no answer", 3), "unpicklable": RewardError(threading.Lock())}
+    raise errors[kind[0]]
 
 
 def runs_a_program(path, result):

@@ -62,12 +62,9 @@ def test_objects_whose_calls_are_coroutines():
         asyncio.run(checked_functions(LaterJudge([float("nan")]))(prompts=["a"]))
 
 
-def test_each_function_has_a_name_for_logs():
+def test_names_for_logs_and_models():
     names = [call.__name__ for call in checked_functions([Judge([]), partial(given, rewards=[]), given])]
     assert names == ["Judge", "given", "given"]
-
-
-def test_models_and_names_of_models_are_unchanged():
     model = nn.Linear(2, 1)
     assert checked_functions([model, "some/model"]) == [model, "some/model"]
 
@@ -79,12 +76,8 @@ def test_each_function_gets_its_own_lists():
         return [1.0, 2.0]
 
     message = lambda: [{"role": "user", "content": "a"}]
-    given = {
-        "prompts": [message(), message()],
-        "completions": [message(), message()],
-        "completion_ids": [[1, 2], [3]],
-        "meta": [{"tests": ["t"], "n": None}, {"tests": [], "n": 1}],
-    }
+    given = {"prompts": [message(), message()], "completions": [message(), message()], "completion_ids": [[1, 2], [3]]}
+    given |= {"meta": [{"tests": ["t"], "n": None}, {"tests": [], "n": 1}]}
     floats = [0.5] * 3
     assert _own([floats])[0] == floats and _own([floats])[0] is not floats
     before, environments = copy.deepcopy(given), [deque(), deque()]
@@ -95,46 +88,41 @@ def test_each_function_gets_its_own_lists():
 class Stop(KeyboardInterrupt): ...
 
 
+@pytest.fixture
+def interrupting():
+    """`interrupting(handler)`: what SIGINT does in the test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("handler", [signal.default_int_handler, lambda *_: (_ for _ in ()).throw(Stop)])
-def test_ctrl_c_in_a_function_is_not_its_error(handler):
+@pytest.mark.parametrize("converted", [KeyboardInterrupt, ValueError])
+def test_ctrl_c_in_a_function_is_not_its_error(interrupting, handler, converted):
     def interrupted(prompts, **columns):
         try:
             signal.raise_signal(signal.SIGINT)
             time.sleep(5)
-        except KeyboardInterrupt:
+        except BaseException as error:
+            if converted is ValueError:
+                raise ValueError("no") from error
             raise
         return [1.0]
 
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            checked_functions(interrupted)(prompts=["a"])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    interrupting(handler)
+    with pytest.raises(KeyboardInterrupt):
+        checked_functions(interrupted)(prompts=["a"])
 
 
-def test_an_interruption_that_a_function_converts_is_still_one():
-    def converts(prompts, **columns):
-        try:
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(5)
-        except BaseException as error:
-            raise ValueError("no") from error
-
+def test_an_error_while_an_interrupted_run_is_saved_is_one():
     def fails(prompts, **columns):
         raise ValueError("own")
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            checked_functions(converts)(prompts=["a"])
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:  # while an interrupted run is saved
-            with pytest.raises(RewardError, match="own"):
-                checked_functions(fails)(prompts=["a"])
-    finally:
-        signal.signal(signal.SIGINT, before)
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(RewardError, match="own"):
+            checked_functions(fails)(prompts=["a"])
 
 
 def test_state_is_restored_and_named_once():
@@ -144,9 +132,8 @@ def test_state_is_restored_and_named_once():
 
     torch.manual_seed(1)
     expected, call = torch.random.get_rng_state(), checked_functions(careless)
-    with pytest.warns(
-        UserWarning, match="careless changed torch.set_grad_enabled: True became False; torch.set_default"
-    ):
+    message = "careless changed torch.set_grad_enabled: True became False; torch.set_default"
+    with pytest.warns(UserWarning, match=message):
         call(prompts=["a"])
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
     assert torch.equal(torch.random.get_rng_state(), expected)

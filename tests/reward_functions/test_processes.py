@@ -42,15 +42,19 @@ def processes():
     signal.signal(signal.SIGINT, handler)
 
 
-def test_results_are_in_the_order_of_the_calls(processes):
-    assert processes().map(functions.sleeps, [(0.3, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == list("abcd")
-    assert processes().map(functions.sleeps, []) == []
-
-
-def test_processes_that_end_at_once_are_replaced_each_time(processes):
-    calls = [(None,) if i % 3 else (i,) for i in range(30)]
-    expected = ["worked" if i % 3 else Expired(i) for i in range(30)]
-    assert processes().map(functions.exits, calls) == expected
+def test_results_are_in_the_order_of_the_calls_whatever_processes_end(processes):
+    pool = processes()
+    assert pool.map(functions.sleeps, [(0.3, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == list("abcd")
+    assert pool.map(functions.sleeps, []) == []
+    calls = [(None,) if i % 3 else (i,) for i in range(12)]
+    assert pool.map(functions.exits, calls) == ["worked" if i % 3 else Expired(i) for i in range(12)]
+    with pytest.raises((TypeError, AttributeError), match="pickle"):
+        pool.map(functions.sleeps, [(0.0, "a"), (0.0, threading.Lock()), (0.0, "b")])
+    assert pool.map(functions.sleeps, [(0.0, "c")]) == ["c"]
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map(functions.sleeps, [(0.0, "a")])
 
 
 def test_the_time_limit_is_that_of_each_call(processes):
@@ -88,26 +92,26 @@ def test_what_cannot_be_imported_ends_the_process(processes, tmp_path, monkeypat
 def test_an_interrupted_call_leaves_no_result_to_the_next(processes):
     pool = processes()
     assert pool.map(functions.sleeps, [(0.0, "a"), (0.0, "b")]) == ["a", "b"]
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.map(functions.sleeps, [(60.0, "old")] * 3)
+    interrupted(pool, functions.sleeps, [(60.0, "old")] * 3, 0.5)
     assert pool.map(functions.sleeps, [(0.0, "c"), (0.0, "d")]) == ["c", "d"]
 
 
 def test_an_interruption_while_arguments_are_sent(processes):
     pool = processes(count=1)
-    threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGINT]).start()  # while the process starts
-    with pytest.raises(KeyboardInterrupt):
-        pool.map(functions.sleeps, [(1.0, b"old" * 10_000_000)])
+    interrupted(pool, functions.sleeps, [(1.0, b"old" * 10_000_000)], 0.02)  # while the process starts
     assert pool.map(functions.sleeps, [(0.0, "new")]) == ["new"]
+
+
+def interrupted(pool, function, calls, *seconds):
+    for delay in seconds:
+        threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(function, calls)
 
 
 def test_a_second_interruption_while_processes_are_stopped(processes):
     pool = processes()
-    for delay in (1.0, 1.5):
-        threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.map(functions.ignores_the_end, [(2.5, "old1"), (2.5, "old2")])
+    interrupted(pool, functions.ignores_the_end, [(2.5, "old1"), (2.5, "old2")], 1.0, 1.5)
     assert pool.map(functions.sleeps, [(0.0, "new1"), (0.0, "new2")]) == ["new1", "new2"]
 
 
@@ -119,20 +123,10 @@ def test_a_process_that_cannot_start(processes, monkeypatch):
     assert pool.map(functions.sleeps, [(0.0, "b")]) == ["b"]
 
 
-def test_processes_that_were_closed_do_not_start_again(processes):
-    pool = processes()
-    pool.close()
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.map(functions.sleeps, [(0.0, "a")])
-
-
 def test_processes_that_ignore_the_signal_are_stopped_together(processes):
     pool = processes(count=4)
     started = time.monotonic()
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.map(functions.ignores_the_end, [(60.0, "a")] * 4)
+    interrupted(pool, functions.ignores_the_end, [(60.0, "a")] * 4, 1.0)
     assert time.monotonic() - started < 9  # one after another: 13
 
 
@@ -163,13 +157,6 @@ def test_processes_end_with_a_killed_owner(tmp_path):
     owner.wait(10)
     worker = int((tmp_path / "id").read_text())
     wait_for(lambda: not is_alive(worker))
-
-
-def test_arguments_that_cannot_be_pickled(processes):
-    pool = processes()
-    with pytest.raises((TypeError, AttributeError), match="pickle"):
-        pool.map(functions.sleeps, [(0.0, "a"), (0.0, threading.Lock()), (0.0, "b")])
-    assert pool.map(functions.sleeps, [(0.0, "c")]) == ["c"]
 
 
 def test_processes_end_with_their_owner():

@@ -18,27 +18,15 @@ def test_an_address_of_another_machine(host):
         check_free(host, free_port())
 
 
-@pytest.mark.parametrize(
-    ("header", "host", "is_local"),
-    [
-        ("127.0.0.1:7860", "127.0.0.1", True),
-        ("LOCALHOST.:80", "localhost", True),
-        ("[::1]:7860", "::1", True),
-        ("[::1]", "::1", True),
-        ("127.1.2.3", "127.1.2.3", True),
-        ("localhost.example.org", "localhost.example.org", False),
-        ("127.0.0.1.example.org:80", "127.0.0.1.example.org", False),
-        ("localhost@example.org", "localhost@example.org", False),
-        ("2130706433", "2130706433", False),
-        ("", "", False),
-    ],
-)
-def test_hosts_of_requests(header, host, is_local):
-    assert host_in(header) == host and is_loopback(host) == is_local
+LOCAL = {"127.0.0.1:7860": "127.0.0.1", "LOCALHOST.:80": "localhost", "[::1]:7860": "::1", "[::1]": "::1"}
+LOCAL |= {"127.1.2.3": "127.1.2.3"}
+OTHERS = {"127.0.0.1.example.org:80": "127.0.0.1.example.org"}
+OTHERS |= {host: host for host in ("localhost.example.org", "localhost@example.org", "2130706433", "")}
 
 
-def test_addresses_for_clients():
-    assert [base_url(host, 80) for host in ("::1", "::", "0.0.0.0", "")] == [
-        *["http://[::1]:80"] * 2,
-        *["http://127.0.0.1:80"] * 2,
-    ]
+def test_hosts_of_requests_and_addresses_for_clients():
+    for header, host in (LOCAL | OTHERS).items():
+        assert host_in(header) == host and is_loopback(host) == (header in LOCAL), header
+    urls = {"::1": "http://[::1]:80", "::": "http://[::1]:80", "0.0.0.0": "http://127.0.0.1:80"}
+    for host, url in (urls | {"": "http://127.0.0.1:80"}).items():
+        assert base_url(host, 80) == url

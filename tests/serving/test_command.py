@@ -1,4 +1,4 @@
-"""Command lines and environments of several configs."""
+"""Command lines and environments of several configs, rank limits and slots for adapters."""
 
 import json
 import warnings
@@ -7,16 +7,14 @@ import pytest
 
 from ebft.catalog import MODELS, cached_folder, mark_fetched
 from ebft.errors import ConfigError, ModelError
-from ebft.serving.command import server_command
+from ebft.serving.command import adapter_slots, max_lora_rank, server_command
 
 PYTHON = "/env/bin/python"
-NO_ENVIRONMENT = {}
 
 
-def command(config, gpus=0):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return server_command(config.server_settings, PYTHON, gpus, NO_ENVIRONMENT)
+def command(config, gpus=0, environ=None):
+    with warnings.catch_warnings(action="error"):
+        return server_command(config.server_settings, PYTHON, gpus, environ or {})
 
 
 def value(command, flag):
@@ -49,53 +47,62 @@ def test_an_adapter(make_config, gpus):
     assert value(made, "--max-loras") == value(made, "--max-cpu-loras") == "4"
     assert made.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in made.environment
+    assert (adapter_slots(1), adapter_slots(4)) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved", "limit"),
+    [
+        *(({"lora_r": r}, None, limit) for r, limit in ((1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512))),
+        ({}, {"r": 12}, 16),
+        ({}, {"r": 8, "rank_pattern": {"q_proj": 40}, "modules_to_save": None}, 64),
+    ],
+)
+def test_the_smallest_limit_that_holds_the_adapter(make_config, tmp_path, keys, saved, limit):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    keys = {"lora_model_dir": str(tmp_path)} if saved else keys
+    assert max_lora_rank(make_config(adapter="lora", **keys)) == limit
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_r": 600}, "lora_r: the adapter's rank 600 exceeds the maximum of 512"),
+        ({"lora_modules_to_save": ["lm_head"]}, r"lora_modules_to_save.*lm_head.*trl.use_vllm: false"),
+    ],
+)
+def test_adapters_that_vllm_cannot_have(make_config, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        max_lora_rank(make_config(adapter="lora", **keys))
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}", "[]"])
+def test_a_saved_adapter_that_cannot_be_read(make_config, tmp_path, text):
+    if text is not None:
+        (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="lora_model_dir: cannot read a LoRA rank from .*adapter_config.json"):
+        max_lora_rank(make_config(adapter="lora", lora_model_dir=str(tmp_path)))
 
 
 def test_every_key_arrives(make_config):
-    keys = {
-        "host": "10.0.0.5",
-        "port": 8123,
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 3,
-        "gpu_memory_utilization": 0.5,
-        "dtype": "bfloat16",
-        "max_model_len": 2048,
-        "worker_extension_cls": "my.Extension",
-        "enable_prefix_caching": True,
-        "enforce_eager": True,
-        "reasoning_parser": "qwen3",
-    }
-    model = {
-        "revision_of_model": "v1",
-        "trust_remote_code": True,
-        "tokenizer_config": "nowhere/tokenizer",
-        "base_model_config": "nowhere/config",
-    }
-    words = " ".join(command(make_config(vllm=keys, **model), gpus=8).command)
-    for part in (
-        "--host 10.0.0.5 --port 8123",
-        "--tensor-parallel-size 2",
-        "--data-parallel-size 3",
-        "--gpu-memory-utilization 0.5",
-        "--dtype bfloat16",
-        "--max-model-len 2048",
-        "--worker-extension-cls my.Extension",
-        "--enable-prefix-caching",
-        "--enforce-eager",
-        "--reasoning-parser qwen3",
-        "--revision v1",
-        "--trust-remote-code",
-        "--tokenizer nowhere/tokenizer",
-        "--hf-config-path nowhere/config",
-    ):
-        assert part in words
+    keys = {"host": "10.0.0.5", "port": 8123, "tensor_parallel_size": 2, "data_parallel_size": 3}
+    keys |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16", "max_model_len": 2048}
+    keys |= {"worker_extension_cls": "my.Extension", "reasoning_parser": "qwen3"}
+    switches = {"enable_prefix_caching": True, "enforce_eager": True}
+    model = {"revision_of_model": "v1", "tokenizer_config": "nowhere/tokenizer", "base_model_config": "nowhere/config"}
+    made = command(make_config(vllm=keys | switches, trust_remote_code=True, **model), gpus=8)
+    for key, given in keys.items():
+        assert value(made, f"--{key.replace('_', '-')}") == str(given)
+    assert {"--enable-prefix-caching", "--enforce-eager", "--trust-remote-code"} <= set(made.command)
+    flags = ("--revision", "--tokenizer", "--hf-config-path")
+    assert [value(made, flag) for flag in flags] == ["v1", "nowhere/tokenizer", "nowhere/config"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_server_that_others_can_change_gives_a_warning(make_config, host):
     config = make_config(adapter="lora", lora_r=8, vllm={"host": host})
     with pytest.warns(UserWarning, match=f"vllm.host: {host} accepts connections from other machines.*adapters"):
-        server_command(config.server_settings, PYTHON, 0, NO_ENVIRONMENT)
+        server_command(config.server_settings, PYTHON, 0, {})
     command(make_config(vllm={"host": host}))  # its weights cannot be changed
 
 
@@ -105,36 +112,26 @@ def test_switches_that_are_off(make_config):
     assert "--no-enable-prefix-caching" in words and "--enforce-eager" not in words
     config = make_config(vllm={"enable_reasoning": False, "reasoning_parser": "qwen3"})
     assert "--reasoning-parser" not in command(config).command
-
-
-def test_reasoning_needs_a_parser(make_config):
     with pytest.raises(ConfigError, match="vllm.reasoning_parser, for example to qwen3"):
         command(make_config(vllm={"enable_reasoning": True}))
 
 
-def test_which_port(make_config):
-    assert command(make_config(trl={"vllm_server_port": 8001})).port == 8001
+URLS = {"0.0.0.0": "http://127.0.0.1:8001", "::": "http://[::1]:8001", "box": "http://box:8001"}
+
+
+@pytest.mark.parametrize("host", URLS)
+def test_where_it_is_reached(make_config, host):
+    made = command(make_config(vllm={"host": host}, trl={"vllm_server_port": 8001}))
+    assert made.url == URLS[host] and value(made, "--host") == host and made.port == 8001
     assert command(make_config(trl={"vllm_server_port": 8001}, vllm={"port": 8000})).port == 8000
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://[::1]:8000"), ("box", "http://box:8000")],
-)
-def test_where_it_is_reached(make_config, host, url):
-    made = command(make_config(vllm={"host": host}))
-    assert made.url == url and value(made, "--host") == host
-
-
-def test_a_local_model_is_named_by_its_absolute_path(make_config, tmp_path, monkeypatch):
+def test_local_and_fetched_models_are_named_by_their_folders(make_config, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
     made = command(make_config(base_model="model", tokenizer_config="./model"))
     assert value(made, "--model") == made.model == value(made, "--tokenizer") == str(tmp_path / "model")
-
-
-def test_a_fetched_model_is_named_by_its_folder(make_config, tmp_path, monkeypatch):
-    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="Run `ebft fetch smollm2-135m` first"):
         command(make_config(base_model="smollm2-135m"))
     folder = cached_folder("smollm2-135m")
@@ -154,8 +151,7 @@ def test_a_gguf_file_is_refused(make_config, keys):
 def test_the_users_environment_wins(make_config):
     config = make_config(vllm={"env": {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}})
     assert command(config).environment == {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}
-    made = server_command(make_config().server_settings, PYTHON, 0, {"VLLM_CPU_KVCACHE_SPACE": "8"})
-    assert made.environment == {}
+    assert command(make_config(), environ={"VLLM_CPU_KVCACHE_SPACE": "8"}).environment == {}
 
 
 def test_the_device(make_config):
@@ -168,5 +164,5 @@ def test_the_device(make_config):
 @pytest.mark.parametrize(("key", "given"), [("serve_module", "my.server"), ("device", "tpu")])
 def test_a_key_without_effect_is_one_warning(make_config, key, given):
     with pytest.warns(UserWarning) as caught:
-        server_command(make_config(vllm={key: given}).server_settings, PYTHON, 0, NO_ENVIRONMENT)
+        server_command(make_config(vllm={key: given}).server_settings, PYTHON, 0, {})
     assert len(caught) == 1 and str(caught[0].message).startswith(f"vllm.{key}: {given} has no effect")

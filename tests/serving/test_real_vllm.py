@@ -54,11 +54,10 @@ class Serving:
         return [child.pid for child in (self.supervisor, self.api_server, *self.workers)]
 
     def post(self, path, **body):
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+            return answer.read()
 
 
 def write_config(folder, base_model, extra=""):
@@ -99,7 +98,7 @@ def test_it_serves_and_ends_with_ctrl_c(serve, model):
     assert serving.line == ready
     assert any("EngineCore" in word for worker in serving.workers for word in worker.cmdline())
     answer = serving.post("/v1/completions", model=str(model), prompt=PROMPT, max_tokens=4, return_token_ids=True)
-    choice = answer["choices"][0]
+    choice = json.loads(answer)["choices"][0]
     assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 4
     serving.process.send_signal(signal.SIGINT)
     rest = serving.process.communicate(timeout=30)[0]
@@ -111,17 +110,12 @@ def test_it_loads_adapters_while_it_runs(serve, model, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=12, lora_alpha=16, target_modules="all-linear")
-    )
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = LoraConfig(r=12, lora_alpha=16, target_modules="all-linear")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter).save_pretrained(tmp_path / "adapter")
     serving = serve()
-    request = {"lora_name": "version-1", "lora_path": str(tmp_path / "adapter")}
-    body = json.dumps(request).encode()
-    headers = {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(serving.url + "/v1/load_lora_adapter", body, headers), timeout=60)
+    serving.post("/v1/load_lora_adapter", lora_name="version-1", lora_path=str(tmp_path / "adapter"))
     answer = serving.post("/v1/completions", model="version-1", prompt=PROMPT, max_tokens=2)
-    assert answer["model"] == "version-1"
+    assert json.loads(answer)["model"] == "version-1"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         serving.post("/v1/completions", model="version-2", prompt=PROMPT, max_tokens=2)
 
@@ -129,11 +123,8 @@ def test_it_loads_adapters_while_it_runs(serve, model, tmp_path):
 @pytest.mark.parametrize("killed", ["command", "supervisor", "API server", "command and supervisor"])
 def test_whatever_is_killed_nothing_is_left(serve, killed):
     serving = serve()
-    victims = {
-        "command": serving.process.pid,
-        "supervisor": serving.supervisor.pid,
-        "API server": serving.api_server.pid,
-    }
+    victims = {"command": serving.process.pid, "supervisor": serving.supervisor.pid}
+    victims |= {"API server": serving.api_server.pid}
     for name, pid in victims.items():
         if name in killed:
             os.kill(pid, signal.SIGKILL)

@@ -46,30 +46,41 @@ def test_the_guard_needs_nothing_but_the_standard_library():
         "known = {'ebft', '__main__', *sys.stdlib_module_names}\n"
         "print(sorted({name.split('.')[0] for name in sys.modules if not name.startswith('__editable__')} - known))"
     )
-    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=source_path())
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def source_path():
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+def closed(supervisor, pids):
+    supervisor.stdin.close()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--deaf"]], ids=["polite", "deaf"])
-def test_the_end_of_standard_input_ends_all(start, pids, arguments):
+def signalled(number):
+    return lambda supervisor, pids: supervisor.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end", "code"),
+    [
+        ([], closed, 128 + signal.SIGTERM),
+        (["--deaf"], closed, 128 + signal.SIGKILL),
+        ([], signalled(signal.SIGTERM), 128 + signal.SIGTERM),
+        ([], signalled(signal.SIGINT), 128 + signal.SIGTERM),
+        ([], lambda supervisor, pids: os.kill(pids[0], signal.SIGKILL), 128 + signal.SIGKILL),
+        (["--exit", "3"], lambda *_: None, 3),  # the server's own code
+        (["--exit", "0"], lambda *_: None, 0),
+    ],
+)
+def test_whatever_ends_ends_all(start, pids, arguments, end, code):
     supervisor = start(*arguments)
     started = pids_in(pids)
-    assert len(alive(started)) == 2
-    supervisor.stdin.close()
-    assert supervisor.wait(20) == 128 + (signal.SIGKILL if arguments else signal.SIGTERM)
-    assert alive(started) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_all(start, pids, number):
-    supervisor = start()
-    started = pids_in(pids)
-    supervisor.send_signal(number)
-    supervisor.wait(20)
+    if end is closed:
+        supervisor.stdin.write(b"anything")  # does not end it
+        supervisor.stdin.flush()
+        time.sleep(0.5)
+        assert len(alive(started)) == 2 and supervisor.poll() is None
+    end(supervisor, started)
+    assert supervisor.wait(20) == code
     assert alive(started) == []
 
 
@@ -86,31 +97,6 @@ def test_a_killed_guard_asks_the_server_to_end(start, pids):
     supervisor.kill()
     assert eventually(lambda: not alive([server]))
     os.kill(child, signal.SIGKILL)  # a server ends its own workers when asked to; the stand-in does not
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(["--exit", "3"], 3), (["--exit", "0"], 0)])
-def test_the_servers_end_ends_the_rest_and_its_code_is_passed_on(start, pids, arguments, code):
-    supervisor = start(*arguments)
-    started = pids_in(pids)
-    assert supervisor.wait(20) == code
-    assert alive(started) == []
-
-
-def test_a_killed_server_ends_the_rest(start, pids):
-    supervisor = start()
-    server, child = pids_in(pids)
-    os.kill(server, signal.SIGKILL)
-    assert supervisor.wait(20) == 128 + signal.SIGKILL
-    assert alive([child]) == []
-
-
-def test_what_is_written_to_it_does_not_end_it(start, pids):
-    supervisor = start()
-    started = pids_in(pids)
-    supervisor.stdin.write(b"anything")
-    supervisor.stdin.flush()
-    time.sleep(0.5)
-    assert len(alive(started)) == 2 and supervisor.poll() is None
 
 
 def test_wrong_commands():

@@ -36,14 +36,9 @@ def chat_model(tokenizer, seed=0, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        num_key_value_heads=1,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **{**SIZES, "max_position_embeddings": 512, **changes},
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 512, **changes}
+    config = LlamaConfig(vocab_size=len(tokenizer), **ids, **sizes)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,3 +64,15 @@ def lora(model, seed=0, scale=0.1, **changes):
 @pytest.fixture
 def model(chat_tokenizer):
     return chat_model(chat_tokenizer)
+
+
+@pytest.fixture
+def build(chat_tokenizer, tmp_path):
+    """`build(policy, dataset, kind=..., **changes)`: a trainer, of a policy with an adapter unless another is given."""
+    from tests.structured.trainers import make
+
+    def built(policy=None, dataset=None, tokenizer=chat_tokenizer, folder=tmp_path, **changes):
+        policy = lora(chat_model(chat_tokenizer)) if policy is None else policy
+        return make(policy, tokenizer, folder, dataset, **changes)
+
+    return built

@@ -31,21 +31,9 @@ def make_base_model(folder: Path, steps: int = 500) -> Path:
     tokenizer = _save_random_model(folder / "init", seen)
     (folder / "base.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in seen))
     _write_rows(folder / "rows.jsonl", tokenizer, unseen)
-    train(
-        RunConfig.from_dict(
-            {
-                "base_model": folder / "init",
-                "datasets": [{"path": folder / "base.jsonl", "type": "completion"}],
-                "sequence_len": 96,
-                "micro_batch_size": 8,
-                "max_steps": steps,
-                "learning_rate": 4e-3,
-                "warmup_steps": 20,
-                "save_strategy": "no",
-                "output_dir": folder / "base",
-            }
-        )
-    )
+    config = {"base_model": folder / "init", "datasets": [{"path": folder / "base.jsonl", "type": "completion"}]}
+    config |= {"sequence_len": 96, "micro_batch_size": 8, "max_steps": steps, "learning_rate": 4e-3, "warmup_steps": 20}
+    train(RunConfig.from_dict({**config, "save_strategy": "no", "output_dir": folder / "base"}))
     return folder / "base"
 
 
@@ -57,10 +45,8 @@ def _save_random_model(folder: Path, texts: list[str]):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|end|>", "<|pad|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    sizes = {"vocab_size": 1024, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(special_tokens=special, **sizes)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1])
     torch.manual_seed(0)

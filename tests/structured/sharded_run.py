@@ -1,6 +1,7 @@
 """Short runs for test_sharded.py: `python -m tests.structured.sharded_run OUT.pt NAME...`; in torchrun, under FSDP2.
 
-Both make the same optimizer steps of 16 completions: one process has them all, each of two has half of them.
+Both make the same optimizer steps of 16 completions: one process has them all, each of two has half of them. In runs
+with `replicated` in their name, each process has all weights.
 """
 
 import os
@@ -17,11 +18,12 @@ import ebft.prefix.logps
 from ebft import EBFTTrainer
 from ebft.errors import ConfigError
 from ebft.models.sharding import is_sharded, reshard
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.local import HFBackend
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.short_run import FromThePrompt
-from tests.structured.trainers import arguments, rows
+from tests.structured.trainers import make as make_trainer
+from tests.structured.trainers import rows
 
 ebft.prefix.logps.LOGITS_PER_CHUNK = {"cpu": 1}  # 16 rows: the head is applied to many chunks, of different numbers
 
@@ -76,24 +78,17 @@ def make(name, folder, processes):
     tokenizer = make_chat_tokenizer()
     kind, adapter, *more = name.split("-")
     model = policy(tokenizer, adapter == "lora", Path(folder).with_name("base"), processes)
-    common = {
-        "per_device_train_batch_size": 8 // processes,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "max_steps": 2,
-        "shared_prefix": "rows" not in more,
-        "bf16": "bf16" in more,
-        **({"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}} if processes > 1 else {}),
-    }
+    common = {"per_device_train_batch_size": 8 // processes, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more}
+    if processes > 1 and "replicated" not in more:
+        common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}
     if kind == "grpo":
-        args = arguments(folder, RolloutGRPOConfig, beta=0.1 if adapter == "full" else 0.0, **common)
-        return FixedGRPO(model, reward, args, train_dataset=rows(multi_turn=False), processing_class=tokenizer)
-    args = arguments(folder, ce_coef=0.3, use_whitening=kind == "ebft", **common)
-    trainer = {"ebft": FixedEBFT, "greedy": GreedyEBFT}[kind]
+        common |= {"beta": 0.1 if adapter == "full" else 0.0, "reward_funcs": reward}
+        return make_trainer(model, tokenizer, folder, rows(multi_turn=False), FixedGRPO, **common)
     dataset = rows(multi_turn=kind == "greedy")
-    return trainer(
-        model, args, train_dataset=dataset, eval_dataset=dataset.select(range(4)), processing_class=tokenizer
-    )
+    common |= {"ce_coef": 0.3, "use_whitening": kind == "ebft", "eval_dataset": dataset.select(range(4))}
+    trainer = {"ebft": FixedEBFT, "greedy": GreedyEBFT}[kind]
+    return make_trainer(model, tokenizer, folder, dataset, trainer, **common)
 
 
 def found_by(trainer):

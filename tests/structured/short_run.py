@@ -1,19 +1,13 @@
-"""Short runs whose completions do not depend on batches and processes.
-
-For test_distributed.py: `python -m tests.structured.short_run OUT.pt KEY=VALUE...`, also in torchrun.
-"""
-
-import sys
+"""Completions that do not depend on batches and processes, and the metrics of evaluations with them."""
 
 import numpy as np
 import torch
 
 from ebft import EBFTTrainer
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
-from ebft.tools.cli.train import leave_process_group
-from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
-from tests.structured.trainers import arguments, rows
+from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.structured.trainers import make, rows
 
 
 class FromThePrompt:
@@ -51,19 +45,10 @@ def held_out(folder, method, batch_size):
     def length(completion_ids, **columns):
         return [float(len(ids)) for ids in completion_ids]
 
-    options = {"per_device_eval_batch_size": batch_size}
-    if method == "ebft":
-        trainer_class, args = Trainer, arguments(folder, **options)
-    else:
-        options["multi_objective_aggregation"] = "normalize_then_sum" if method == "gdpo" else "sum_then_normalize"
-        trainer_class, args = GRPOTrainer, arguments(folder, RolloutGRPOConfig, **options)
-    trainer = trainer_class(
-        chat_model(tokenizer),
-        args=args,
-        reward_funcs=[remainder, length],
-        train_dataset=dataset,
-        processing_class=tokenizer,
-    )
+    options = {"per_device_eval_batch_size": batch_size, "reward_funcs": [remainder, length]}
+    options |= {"multi_objective_aggregation": "normalize_then_sum"} if method == "gdpo" else {}
+    kind = Trainer if method == "ebft" else GRPOTrainer
+    trainer = make(chat_model(tokenizer), tokenizer, folder, dataset, kind, **options)
     metrics = trainer.evaluate(dataset.select(range(5)))
     backend, sampled = FromThePrompt(), []
     for row in dataset.select(range(5)):
@@ -85,22 +70,3 @@ def held_out(folder, method, batch_size):
 def check_held_out(metrics, expected):
     for name, value in expected.items():
         assert abs(metrics[f"eval_{name}"] - value) < 1e-5, (name, metrics[f"eval_{name}"], value)
-
-
-def main(path, *options):
-    given = {name: int(value) for name, value in (option.split("=") for option in options)}
-    tokenizer = make_chat_tokenizer()
-    args = arguments(path + ".dir", max_steps=3, ce_coef=0.3, learning_rate=1e-3, use_whitening=True, **given)
-    # One turn: a later turn's prompts differ within a group, and so would the numbers of its samples.
-    trainer = Trainer(
-        lora(chat_model(tokenizer)), args, train_dataset=rows(multi_turn=False), processing_class=tokenizer
-    )
-    trainer.train()
-    if trainer.is_world_process_zero():
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        torch.save({"logs": logs, "parameters": dict(trainer.model.named_parameters())}, path)
-    leave_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

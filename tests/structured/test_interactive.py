@@ -5,16 +5,17 @@ import inspect
 import json
 import math
 import os
+from itertools import groupby
 
 import pytest
 import torch
 from datasets import Dataset
 
-from ebft import EBFTTrainer, evaluate, load_config, train
+from ebft import evaluate, load_config, train
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.interactive import guarded
 from tests.serving.processes import free_port
 from tests.structured.conftest import chat_model, lora
@@ -28,7 +29,7 @@ from tests.structured.tool_model import (
     tool_model,
     tool_tokenizer,
 )
-from tests.structured.trainers import USER, arguments, one_step, rows
+from tests.structured.trainers import USER, make, one_step, rows
 
 example_modules()
 from calculator import Calculator, answers, prompts  # noqa: E402
@@ -87,67 +88,54 @@ def test_code_of_the_user_is_named_and_leaves_no_state_behind(tmp_path, monkeypa
         world.reset()
 
 
-def make(tokenizer, folder, dataset=None, policy=None, **changes):
-    """A trainer with the calculator, two prompts of four completions per step."""
-    interactive = {"environment_factory": Calculator}
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if name in changes:
-            interactive = {name: changes.pop(name)}
-    settings = {
-        "max_completion_length": 300,
-        "max_tool_calling_iterations": 2,
-        "chat_template_kwargs": {"enable_thinking": False},
-        "temperature": 1.0,
-        "per_device_train_batch_size": 2 * N,
-        "gradient_accumulation_steps": 1,
-    }
-    reward_funcs = changes.pop("reward_funcs", [answers])
-    args = arguments(folder, RolloutGRPOConfig, **{**settings, **changes})
-    return RolloutGRPOTrainer(
-        policy if policy is not None else lora(tool_model(tokenizer), scale=0.01),
-        reward_funcs,
-        args,
-        train_dataset=questions() if dataset is None else dataset,
-        processing_class=tokenizer,
-        **interactive,
-    )
+@pytest.fixture
+def using(tokenizer, tmp_path):
+    """`using(tools=[...])`: a trainer with that or the calculator, two prompts of four completions a step."""
+
+    def made(dataset=None, policy=None, folder=tmp_path, **changes):
+        if not changes.keys() & {"tools", "rollout_func", "environment_factory"}:
+            changes["environment_factory"] = Calculator
+        settings = {"max_completion_length": 300, "max_tool_calling_iterations": 2, "temperature": 1.0}
+        settings |= {"chat_template_kwargs": {"enable_thinking": False}, "reward_funcs": [answers]}
+        settings |= {"per_device_train_batch_size": 2 * N, "gradient_accumulation_steps": 1, **changes}
+        policy = lora(tool_model(tokenizer), scale=0.01) if policy is None else policy
+        dataset = questions() if dataset is None else dataset
+        return make(policy, tokenizer, folder, dataset, RolloutGRPOTrainer, **settings)
+
+    return made
 
 
 def pieces(tokenizer, rollout):
     """The runs of sampled (1) and given (0) tokens of a rollout, as text."""
-    runs = []
-    for token, mark in zip(rollout.ids, rollout.generated):
-        if not runs or runs[-1][0] != mark:
-            runs.append((mark, []))
-        runs[-1][1].append(token)
-    return [(mark, tokenizer.decode(ids)) for mark, ids in runs]
+    runs = groupby(zip(rollout.generated, rollout.ids), key=lambda pair: pair[0])
+    return [(mark, tokenizer.decode([token for _, token in run])) for mark, run in runs]
 
 
-def test_results_of_tools_stand_between_the_turns_and_are_not_trained_on(tokenizer, tmp_path):
-    trainer = make(tokenizer, tmp_path)
+def test_results_of_tools_stand_between_the_turns_and_are_not_trained_on(tokenizer, using):
+    trainer = using()
     loss, gradients, rollouts, _ = one_step(trainer)
     [inputs] = trainer.generation_batch
     called = [rollout for rollout in rollouts if len(rollout.replies) > 1]
     assert called and len(called) < len(rollouts), "some rollouts call the tool and some do not"
-    order = inputs["row"].tolist()
-    for place, index in enumerate(order):
-        rollout = rollouts[index]
-        for number, (mark, text) in enumerate(pieces(tokenizer, rollout)):
-            assert mark == 1 - number % 2
-            assert mark or text == RESULT
-        mask = inputs["tool_mask"][place] * inputs["completion_mask"][place]
-        assert mask.tolist()[: len(rollout.ids)] == rollout.generated
+    assert trainer.reward_func_names == ["answers", "Calculator"]
+    for rollout, (answered, environment) in zip(rollouts, trainer.rewards.tolist()):
+        text = tokenizer.decode(rollout.ids)
+        assert environment == 0.5 * (CALL in text), "the reward of each rollout is that of its own environment"
+        assert answered == (text.removesuffix("<|im_end|>").endswith(ANSWER) and not text.endswith(CALL + "<|im_end|>"))
     assert math.isfinite(loss) and any(g.abs().sum() > 0 for g in gradients.values())
     # The oracle: the loss of TRL's formula over the sampled tokens alone, from one forward per rollout.
     trainer.model.zero_grad()
     total = 0.0
-    for place, index in enumerate(order):
+    for place, index in enumerate(inputs["row"].tolist()):
         rollout = rollouts[index]
+        for number, (mark, text) in enumerate(pieces(tokenizer, rollout)):
+            assert mark == 1 - number % 2 and (mark or text == RESULT)
+        mask = inputs["tool_mask"][place] * inputs["completion_mask"][place]
+        assert mask.tolist()[: len(rollout.ids)] == rollout.generated
         ids = torch.tensor([rollout.prompt_ids + rollout.ids])
         logits = trainer.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
         logps = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.ids)[:, None])[:, 0]
-        sampled = torch.tensor(rollout.generated, dtype=torch.bool)
-        ratio = (logps - logps.detach()).exp()[sampled]
+        ratio = (logps - logps.detach()).exp()[torch.tensor(rollout.generated, dtype=torch.bool)]
         total = total - (ratio * inputs["advantages"][place]).mean() / len(rollouts)
     total.backward()
     assert loss == pytest.approx(total.item(), abs=1e-5)
@@ -156,60 +144,32 @@ def test_results_of_tools_stand_between_the_turns_and_are_not_trained_on(tokeniz
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_the_environment_of_each_rollout_gives_its_reward(tokenizer, tmp_path):
-    trainer = make(tokenizer, tmp_path)
-    _, _, rollouts, _ = one_step(trainer)
-    assert trainer.reward_func_names == ["answers", "Calculator"]
-    for rollout, (answered, environment) in zip(rollouts, trainer.rewards.tolist()):
-        text = tokenizer.decode(rollout.ids)
-        assert environment == 0.5 * (CALL in text)
-        assert answered == (text.removesuffix("<|im_end|>").endswith(ANSWER) and not text.endswith(CALL + "<|im_end|>"))
+def calculate(expression: str) -> str:
+    """
+    Fail.
+
+    Args:
+        expression: An expression.
+    """
+    raise ValueError("out of order")
 
 
-def test_the_number_of_calls_is_limited(tokenizer, tmp_path):
-    trainer = make(tokenizer, tmp_path, max_tool_calling_iterations=1, tools=[Calculator().calculate])
-    trainer.environments = None
-    _, _, rollouts, _ = one_step(trainer)
+def test_a_failing_tool_tells_the_model_why_and_calls_are_limited(tokenizer, using):
+    _, _, rollouts, _ = one_step(using(max_tool_calling_iterations=1, tools=[calculate]))
     assert max(len(rollout.replies) for rollout in rollouts) == 2
-
-
-def test_a_failing_tool_tells_the_model_why(tokenizer, tmp_path):
-    def calculate(expression: str) -> str:
-        """
-        Fail.
-
-        Args:
-            expression: An expression.
-        """
-        raise ValueError("out of order")
-
-    trainer = make(tokenizer, tmp_path, tools=[calculate])
-    _, _, rollouts, _ = one_step(trainer)
     texts = [text for rollout in rollouts for mark, text in pieces(tokenizer, rollout) if not mark]
     assert texts and all("{'error': 'out of order'}" in text for text in texts)
 
 
+OF_RUN = ["datasets.0.name=null", "datasets.0.split=train", "micro_batch_size=16", "gradient_accumulation_steps=1"]
+OF_RUN += ["trl.max_completion_length=300", "trl.max_tool_calling_iterations=2", "trl.log_completions=true"]
+OF_RUN += ["warmup_steps=0", "gradient_checkpointing=false"]
+
+
 def trained(folder, output, *overrides):
     """A run of grpo_tools.yaml on the small model, and its logs."""
-    config = load_config(
-        EXAMPLES / "grpo_tools.yaml",
-        [
-            f"base_model={folder}",
-            f"datasets.0.path={folder / 'rows.jsonl'}",
-            "datasets.0.name=null",
-            "datasets.0.split=train",
-            f"output_dir={output}",
-            "micro_batch_size=16",
-            "gradient_accumulation_steps=1",
-            "trl.max_completion_length=300",
-            "trl.max_tool_calling_iterations=2",
-            "trl.log_completions=true",
-            "warmup_steps=0",
-            "gradient_checkpointing=false",
-            *overrides,
-        ],
-    )
-    history = train(config).trainer.state.log_history
+    paths = [f"base_model={folder}", f"datasets.0.path={folder / 'rows.jsonl'}", f"output_dir={output}"]
+    history = train(load_config(EXAMPLES / "grpo_tools.yaml", [*paths, *OF_RUN, *overrides])).trainer.state.log_history
     return [entry for entry in history if "rewards/Calculator/mean" in entry]
 
 
@@ -254,33 +214,42 @@ def own_rollouts(prompts, trainer):
     }
 
 
-def seen_rewards(completions, seen, **columns):
-    return [float(count) for count in seen]
-
-
-def test_a_rollout_function_samples_from_the_policy(tokenizer, tmp_path):
-    trainer = make(tokenizer, tmp_path, rollout_func=own_rollouts, reward_funcs=[seen_rewards])
+def test_a_rollout_function_samples_from_the_policy(using):
+    seen_rewards = lambda completions, seen, **columns: [float(count) for count in seen]
+    trainer = using(rollout_func=own_rollouts, reward_funcs=[seen_rewards])
     _, _, rollouts, _ = one_step(trainer)
     assert all(1 <= len(rollout.replies[0]) <= 5 and len(rollout.replies) == 2 for rollout in rollouts)
     assert trainer.rewards[:, 0].tolist() == [len(rollout.replies[0]) for rollout in rollouts]
     [inputs] = trainer.generation_batch
-    masks = sorted(m[: len(r.ids)] for m, r in zip(inputs["tool_mask"].tolist(), rollouts))
-    assert inputs["tool_mask"].sum() < inputs["tool_mask"].numel() and masks
+    for place, index in enumerate(inputs["row"].tolist()):
+        generated = rollouts[index].generated
+        assert inputs["tool_mask"][place].tolist()[: len(generated)] == generated and 0 in generated
 
 
-def test_feature_matching_takes_a_rollout_function(chat_tokenizer, tmp_path):
-    trainer = EBFTTrainer(
-        lora(chat_model(chat_tokenizer)),
-        arguments(tmp_path),
-        train_dataset=rows(multi_turn=False),
-        processing_class=chat_tokenizer,
-        rollout_func=own_rollouts,
-    )
-    loss, gradients, rollouts, _ = one_step(trainer)
+def test_feature_matching_takes_a_rollout_function(build):
+    loss, gradients, rollouts, _ = one_step(build(None, rows(multi_turn=False), rollout_func=own_rollouts))
     assert math.isfinite(loss) and all(len(rollout.replies) == 2 for rollout in rollouts)
 
 
 FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": None}
+OF_TYPES = [
+    ([0] * 8, r"with an entry of type int \(prompt 0\)"),
+    (["ab"] * 8, r"with an entry of type str \(prompt 0\)"),
+]
+WRONG_LISTS = [(5, "of type int"), ("aaaaaaaa", "of type str"), ([[1, 1]] * 7, "of 7 entries"), *OF_TYPES]
+WRONG_LOGPS = [(math.nan, "nan"), (-math.inf, "-inf"), (0.3, "0.3"), ([-1.0], r"\[-1.0\]"), ("-1", "'-1'")]
+WRONG_LOGPS += [(None, "None"), (False, "False")]
+
+
+@pytest.fixture(scope="module")
+def with_any_result(tokenizer, tmp_path_factory):
+    """`with_any_result(result)`: a step whose rollout function returns that."""
+    results = []
+    options = {"rollout_func": lambda prompts, trainer: results[-1], "reward_funcs": [answers]}
+    sizes = {"per_device_train_batch_size": 2 * N, "gradient_accumulation_steps": 1}
+    policy, folder = lora(tool_model(tokenizer)), tmp_path_factory.mktemp("results")
+    trainer = make(policy, tokenizer, folder, questions(), RolloutGRPOTrainer, **options, **sizes)
+    return lambda result: results.append(result) or one_step(trainer)
 
 
 @pytest.mark.parametrize(
@@ -297,34 +266,17 @@ FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": Non
         ({**FINE, "completion_ids": [[6, 99999]] * 8}, "completion_ids that are not lists of token ids of the model"),
         ({**FINE, "env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
         ({**FINE, "answer": [1, 2]}, "answer that is not a list with one entry per prompt"),
-        (
-            {**FINE, "completion_ids": ["text"] * 8},
-            r"completion_ids that are not lists of token ids of the model \(prompt 0",
-        ),
+        ({**FINE, "completion_ids": ["text"] * 8}, r"_ids that are not lists of token ids of the model \(prompt 0"),
         ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
         ({**FINE, "completion_ids": [[6, True]] * 8}, "completion_ids that are not lists of token ids of the model"),
         *(
             ({**FINE, name: value}, rf"{name} {given}.* instead of a list with one list of {what} per prompt")
             for name, what in (("logprobs", "log-probabilities"), ("env_mask", "0 and 1"))
-            for value, given in (
-                (5, "of type int"),
-                ("aaaaaaaa", "of type str"),
-                ([[1, 1]] * 7, "of 7 entries"),
-                ([0] * 8, r"with an entry of type int \(prompt 0\)"),
-                (["ab"] * 8, r"with an entry of type str \(prompt 0\)"),
-            )
+            for value, given in WRONG_LISTS
         ),
         *(
             ({**FINE, "logprobs": [[-1, -0.5]] * 7 + [[0.0, value]]}, rf"logprobs with {shown}.* \(prompt 7\); they")
-            for value, shown in (
-                (math.nan, "nan"),
-                (-math.inf, "-inf"),
-                (0.3, "0.3"),
-                ([-1.0], r"\[-1.0\]"),
-                ("-1", "'-1'"),
-                (None, "None"),
-                (False, "False"),
-            )
+            for value, shown in WRONG_LOGPS
         ),
         ({**FINE, "env_mask": [[1, [1]]] * 8}, "env_mask with other values than 0 and 1"),
         *(
@@ -334,28 +286,9 @@ FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": Non
         ({**FINE, 3: [0] * 8}, "the key 3; keys are names of columns"),
     ],
 )
-def test_wrong_results_of_a_rollout_function_are_named(tokenizer, tmp_path, result, message):
-    trainer = make(tokenizer, tmp_path, rollout_func=lambda prompts, trainer: result)
+def test_wrong_results_of_a_rollout_function_are_named(with_any_result, result, message):
     with pytest.raises(RolloutError, match=message):
-        one_step(trainer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"async_prefetch": True, "use_vllm": True}, ConfigError, "environment_factory is called between the steps"),
-        ({"reward_num_workers": 2}, ConfigError, "incompatible with reward_num_workers: 2"),
-        ({"dataset": Dataset.from_list([{"prompt": "text"}] * 8)}, DataError, "text prompts, but environment_factory"),
-        (
-            {"dataset": Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8)},
-            DataError,
-            "remaining_turns",
-        ),
-    ],
-)
-def test_refused(tokenizer, tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        make(tokenizer, tmp_path, **changes)
+        with_any_result(result)
 
 
 class Quiet:
@@ -369,45 +302,43 @@ class Quiet:
         return "nothing"
 
 
-def test_environments_that_cannot_be_used_are_named_before_training(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"the environments define no get_reward\(\)"):
-        make(tokenizer, tmp_path, environment_factory=Quiet, reward_funcs=None)
-    several = {"a": Calculator, "b": Quiet}
-    with pytest.raises(DataError, match="train_dataset has no column environment"):
-        make(tokenizer, tmp_path, environment_factory=several)
-    rows = questions().map(lambda row, index: {"environment": "abc"[index % 3]}, with_indices=True)
-    with pytest.raises(DataError, match="unknown environment 'c'. environment_factory has a, b"):
-        make(tokenizer, tmp_path, environment_factory=several, dataset=rows)
+SEVERAL = {"environment_factory": {"a": Calculator, "b": Quiet}}
+LATER = Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8)
+UNKNOWN = questions().map(lambda row, index: {"environment": "abc"[index % 3]}, with_indices=True)
 
 
-def test_features_are_not_compared_with_calls(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"async_prefetch": True, "use_vllm": True}, ConfigError, "environment_factory is called between the steps"),
+        ({"reward_num_workers": 2}, ConfigError, "incompatible with reward_num_workers: 2"),
+        ({"dataset": Dataset.from_list([{"prompt": "text"}] * 8)}, DataError, "text prompts, but environment_factory"),
+        ({"dataset": LATER}, DataError, "remaining_turns"),
+        ({"environment_factory": Quiet, "reward_funcs": None}, ConfigError, r"environments define no get_reward\(\)"),
+        (SEVERAL, DataError, "train_dataset has no column environment"),
+        ({**SEVERAL, "dataset": UNKNOWN}, DataError, "unknown environment 'c'. environment_factory has a, b"),
+    ],
+)
+def test_refused(using, changes, error, message):
+    with pytest.raises(error, match=message):
+        using(**changes)
+
+
+def test_features_are_not_compared_with_calls(build):
     with pytest.raises(ConfigError, match="environment_factory is incompatible with the feature-matching reward"):
-        EBFTTrainer(
-            lora(chat_model(tokenizer)),
-            arguments(tmp_path),
-            train_dataset=rows(multi_turn=False),
-            processing_class=tokenizer,
-            environment_factory=Calculator,
-        )
+        build(None, rows(multi_turn=False), environment_factory=Calculator)
 
 
-def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, tmp_path):
+def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, using):
     policy = chat_model(tokenizer)  # 512 positions, fewer than the presentation of the tool takes
-    trainer = make(tokenizer, tmp_path, policy=lora(policy))
     with pytest.raises(DataError, match="leaves no space for a completion"):
-        one_step(trainer)
+        one_step(using(policy=lora(policy)))
 
 
-ENVIRONMENT = {"environment_factory": "calculator.Calculator"}
-BASE = {
-    "base_model": "x",
-    "rl": "grpo",
-    "datasets": [{"path": "x.jsonl", "type": "calculator.prompts"}],
-    "micro_batch_size": 8,
-    "learning_rate": 1e-4,
-    "output_dir": "out",
-    "max_steps": 1,
-}
+DATA = [{"path": "x.jsonl", "type": "calculator.prompts"}]
+BASE = {"base_model": "x", "rl": "grpo", "datasets": DATA, "learning_rate": 1e-4, "output_dir": "out", "max_steps": 1}
+CALCULATOR = {"environment_factory": "calculator.Calculator"}
+ANSWERS = {"reward_funcs": ["calculator.answers"]}
 
 
 @pytest.mark.parametrize(
@@ -416,47 +347,28 @@ BASE = {
         ({"tools": ["calculator.nothing"]}, "trl.tools: 'calculator.nothing': module calculator has no function"),
         ({"environment_factory": {"a": "nowhere.A"}}, "trl.environment_factory: 'nowhere.A' refers to function 'A'"),
         (
-            {"rollout_func": "calculator.answers", "tools": ["calculator.answers"]},
+            {"rollout_func": "calculator.answers", "tools": ["json.dumps"]},
             "trl.tools has no effect with trl.rollout_func",
         ),
-        (
-            {"environment_factory": "calculator.Calculator", "reward_funcs": ["feature_matching"]},
-            "trl.environment_factory is incompatible with the feature-matching reward",
-        ),
-        (
-            {"rollout_func": "json.dumps", "reward_funcs": ["calculator.answers"]},
-            "trl.rollout_func cannot be called as dumps.prompts, trainer.: too many",
-        ),
+        ({**CALCULATOR, "reward_funcs": ["feature_matching"]}, "factory is incompatible with the feature-matching rew"),
+        ({"rollout_func": "json.dumps", **ANSWERS}, "trl.rollout_func cannot be called as dumps.prompts, trainer.: t"),
         ({"environment_factory": "json.JSONDecodeError"}, "environment_factory cannot be called as JSONDecodeError..:"),
-        (
-            {"environment_factory": "calculator.Calculator", "fsdp": True},
-            "trl.environment_factory is incompatible with fsdp",
-        ),
-        (
-            {"reward_funcs": ["calculator.answers"], "max_tool_calling_iterations": 2},
-            "has no effect without tools or env",
-        ),
+        ({**CALCULATOR, "fsdp": True}, "trl.environment_factory is incompatible with fsdp"),
+        ({**ANSWERS, "max_tool_calling_iterations": 2}, "has no effect without tools or env"),
     ],
 )
 def test_config_errors(trl, message):
-    trl, fsdp = dict(trl), trl.get("fsdp")
-    trl.pop("fsdp", None)
-    config = RunConfig.from_dict({**BASE, "fsdp": fsdp, "trl": trl})
+    of_trl = {name: value for name, value in trl.items() if name != "fsdp"}
+    config = RunConfig.from_dict({**BASE, "micro_batch_size": 8, "fsdp": trl.get("fsdp"), "trl": of_trl})
     with pytest.raises(ConfigError, match=message):
         check_runnable(config)
 
 
-def test_evaluation_alone_does_not_run_tools(tmp_path, folder):
-    config = RunConfig.from_dict(
-        {
-            **BASE,
-            "base_model": str(folder),
-            "trl": {"environment_factory": "calculator.Calculator"},
-            "test_datasets": [{"path": str(folder / "rows.jsonl"), "type": "calculator.prompts"}],
-        }
-    )
+def test_evaluation_alone_does_not_run_tools(folder):
+    held_out = [{"path": str(folder / "rows.jsonl"), "type": "calculator.prompts"}]
+    given = {**BASE, "micro_batch_size": 8, "base_model": str(folder), "trl": CALCULATOR, "test_datasets": held_out}
     with pytest.raises(ConfigError, match="samples completions without trl.environment_factory"):
-        evaluate(config)
+        evaluate(RunConfig.from_dict(given))
 
 
 def test_the_calculator():

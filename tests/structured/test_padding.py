@@ -9,10 +9,11 @@ from ebft.errors import ModelError
 from ebft.structured.scoring import check_padding
 from tests.strided.families import COUNTS_PADDING, RUNNING_STATE, for_oracle, tiny_model
 from tests.strided.test_exactness import compare_gradients
-from tests.structured import oracle
-from tests.structured.trainers import make, one_step
+from tests.structured.trainers import compare_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Prompts are computed once per completion:UserWarning")
+ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12, "steps_per_generation": 12}
+FAST = ["qwen3_5_text", "nemotron_h"]
 
 
 def model_for(tokenizer, family):
@@ -25,35 +26,24 @@ def model_for(tokenizer, family):
     return model.eval()
 
 
-def compare(family, tokenizer, folder, **changes):
-    model = model_for(tokenizer, family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAST),
+        ("qwen3_5_text", ONE_ROW),
+        *(pytest.param(family, {}, marks=pytest.mark.slow) for family in RUNNING_STATE if family not in FAST),
+    ],
+)
+def test_loss_and_gradients_are_those_of_single_sequences(family, changes, chat_tokenizer, build):
+    model = model_for(chat_tokenizer, family)
     base, twin = copy.deepcopy(model), copy.deepcopy(model)
     # The load-balancing loss of experts, which TRL adds, is no part of the oracle.
     experts = {"router_aux_loss_coef": 0.0} if hasattr(model.config, "output_router_logits") else {}
-    trainer = make(model, tokenizer, folder, ce_coef=0.3, **experts, **changes)
+    trainer = build(model, ce_coef=0.3, **experts, **changes)
     assert not trainer.shares_prompts
-    loss, _, rollouts, batch = one_step(trainer)
+    rollouts, *_ = compare_step(trainer, twin, for_oracle(base))
     assert len({len(rollout.prompt_ids) for rollout in rollouts}) > 1
-    wanted = oracle.loss(twin, for_oracle(base), tokenizer, rollouts, batch, trainer.args)
-    assert loss == pytest.approx(wanted.item(), abs=1e-4)
-    wanted.backward()
     compare_gradients(trainer.model, twin)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_loss_and_gradients_are_those_of_single_sequences(family, chat_tokenizer, tmp_path):
-    compare(family, chat_tokenizer, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in RUNNING_STATE if name not in ("qwen3_5_text", "nemotron_h")])
-def test_every_family(family, chat_tokenizer, tmp_path):
-    compare(family, chat_tokenizer, tmp_path)
-
-
-def test_micro_batches_of_one_row(chat_tokenizer, tmp_path):
-    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12, "steps_per_generation": 12}
-    compare("qwen3_5_text", chat_tokenizer, tmp_path, **sizes)
 
 
 @pytest.mark.parametrize("family", RUNNING_STATE)
@@ -65,12 +55,9 @@ def test_padding_changes_nothing(family):
 
 
 @pytest.mark.parametrize("family", COUNTS_PADDING)
-def test_states_that_pass_over_padding_are_refused(family):
+def test_states_that_pass_over_padding_are_refused(family, chat_tokenizer, build):
     with pytest.raises(ModelError, match="padded.*cannot train this model; SFT, which pads on the right, can"):
         check_padding(tiny_model(family))
-
-
-def test_the_trainer_refuses_them(chat_tokenizer, tmp_path):
-    model = model_for(chat_tokenizer, "recurrent_gemma")
-    with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM: log-probabilities of a padded row differ"):
-        make(model, chat_tokenizer, tmp_path)
+    if family == "recurrent_gemma":
+        with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM: log-probabilities of a padded row differ"):
+            build(model_for(chat_tokenizer, family))

@@ -8,10 +8,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import FeatureMatchingReward
-from tests.structured import oracle
 from tests.structured.conftest import lora
 from tests.structured.test_reward import LAYERS, expected
-from tests.structured.trainers import USER, make, one_step
+from tests.structured.trainers import USER, compare_step, make
 
 pytestmark = pytest.mark.slow
 SYSTEM = {"role": "system", "content": "Be brief."}  # shorter than the template's own
@@ -21,7 +20,7 @@ QUESTIONS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(smollm2_dir):
     return AutoModelForCausalLM.from_pretrained(smollm2_dir).eval()
 
@@ -31,21 +30,18 @@ def tokenizer(smollm2_dir):
     return AutoTokenizer.from_pretrained(smollm2_dir)
 
 
-def test_rewards(model, tokenizer):
-    prompts, truths, ids = [], [], []
-    for question, (truth, completions) in QUESTIONS.items():
-        for text in completions:
-            prompts.append([SYSTEM, USER(question)])
-            truths.append(truth)
-            ids.append(tokenizer(text)["input_ids"] or [tokenizer.eos_token_id])
-    options = {"feature_layers": LAYERS, "embed_method": "concat"}
-    for whitening in (None, "feature"):
-        space = {} if whitening is None else {"use_whitening": True, "whitening_space": whitening}
-        reward = FeatureMatchingReward(model, tokenizer, num_generations=3, **options, **space)
-        found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
-        wanted = expected(model, tokenizer, prompts, truths, ids, 3, "concat", whitening=whitening)
-        assert (found - wanted).abs().max() < (1e-5 if whitening is None else 1e-3)
-        assert wanted.std() > 3e-3
+@pytest.mark.parametrize(("whitening", "atol"), [(None, 1e-5), ("feature", 1e-3)])
+def test_rewards(model, tokenizer, whitening, atol):
+    cases = [(question, truth, text) for question, (truth, texts) in QUESTIONS.items() for text in texts]
+    prompts = [[SYSTEM, USER(question)] for question, *_ in cases]
+    truths = [truth for _, truth, _ in cases]
+    ids = [tokenizer(text)["input_ids"] or [tokenizer.eos_token_id] for *_, text in cases]
+    space = {"use_whitening": True, "whitening_space": whitening} if whitening else {}
+    options = {"feature_layers": LAYERS, "embed_method": "concat", **space}
+    reward = FeatureMatchingReward(model, tokenizer, num_generations=3, **options)
+    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
+    wanted = expected(model, tokenizer, prompts, truths, ids, 3, "concat", whitening=whitening)
+    assert (found - wanted).abs().max() < atol and wanted.std() > 3e-3
 
 
 def test_loss_and_gradients(model, tokenizer, tmp_path):
@@ -54,22 +50,12 @@ def test_loss_and_gradients(model, tokenizer, tmp_path):
         for question, (truth, _) in QUESTIONS.items()
     ]
     policy = lora(copy.deepcopy(model))
-    twin = copy.deepcopy(policy).eval()
-    settings = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    options = {
-        "max_completion_length": 8,
-        "gt_length_floor": 1,
-        "ce_coef": 0.3,
-        "use_whitening": True,
-        "temperature": 1.0,
-    }
-    trainer = make(policy, tokenizer, tmp_path, Dataset.from_list(rows), **settings, **options)
-    loss, gradients, rollouts, batch = one_step(trainer)
-    wanted = oracle.loss(twin, model, tokenizer, rollouts, batch, trainer.args)
-    wanted.backward()
-    assert loss == pytest.approx(wanted.item(), abs=1e-4)
-    theirs = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    assert theirs.keys() == gradients.keys() and len(theirs) > 400
+    twin = copy.deepcopy(policy)
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options = {"max_completion_length": 8, "gt_length_floor": 1, "ce_coef": 0.3, "use_whitening": True}
+    trainer = make(policy, tokenizer, tmp_path, Dataset.from_list(rows), temperature=1.0, **sizes, **options)
+    _, gradients, theirs = compare_step(trainer, twin, model)
+    assert len(theirs) > 400
     scale = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
     for name, gradient in theirs.items():
         # Whitened rewards of two samples agree within 1e-3 (above), and gradients are linear in them.

@@ -5,11 +5,11 @@ import torch
 from datasets import Dataset
 
 from ebft.errors import ConfigError
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.replay import FailedPrompts, ReplayBuffer
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
-from tests.structured.trainers import USER, arguments
+from tests.structured.trainers import USER, logged
 
 PAD = 99
 
@@ -34,8 +34,7 @@ def real(inputs, row):
     """A row without its padding."""
     parts = []
     for part in ("prompt", "completion"):
-        mask = inputs[f"{part}_mask"][row].bool()
-        ids = inputs[f"{part}_ids"][row]
+        mask, ids = inputs[f"{part}_mask"][row].bool(), inputs[f"{part}_ids"][row]
         assert (ids[~mask] == PAD).all()
         parts.append(ids[mask].tolist())
     return parts
@@ -76,38 +75,40 @@ def rewarded(prompts, completion_ids, trainer_state, **columns):
     return [float(sum(ids) % 5) if trainer_state.global_step == 0 else 0.0 for ids in completion_ids]
 
 
-def train(tokenizer, folder, reward=rewarded, rows=12, **changes):
-    dataset = Dataset.from_list([{"prompt": [USER(f"say {i} " + "word " * (i % 4))]} for i in range(rows)])
-    args = arguments(folder, RolloutGRPOConfig, **{"max_steps": 2, "learning_rate": 0.05, **changes})
-    torch.manual_seed(3)
-    trainer = RolloutGRPOTrainer(chat_model(tokenizer), reward, args, train_dataset=dataset, processing_class=tokenizer)
-    batches, models = [], []
-    after_inputs = trainer.after_inputs
+@pytest.fixture
+def train(chat_tokenizer, build):
+    def trained(reward=rewarded, **changes):
+        dataset = Dataset.from_list([{"prompt": [USER(f"say {i} " + "word " * (i % 4))]} for i in range(12)])
+        torch.manual_seed(3)
+        options = {"kind": RolloutGRPOTrainer, "reward_funcs": reward, "learning_rate": 0.05, **changes}
+        trainer = build(chat_model(chat_tokenizer), dataset, **options)
+        weights = lambda: {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        batches, models, after_inputs = [], [], trainer.after_inputs
 
-    def kept(rows, inputs):
-        models.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
-        batches.append((inputs, after_inputs(rows, inputs)))
-        return batches[-1][1]
+        def kept(rows, inputs):
+            models.append(weights())
+            batches.append((inputs, after_inputs(rows, inputs)))
+            return batches[-1][1]
 
-    trainer.after_inputs = kept
-    trainer.train()
-    models.append(trainer.model.state_dict())
-    return trainer, batches, models
+        trainer.after_inputs = kept
+        trainer.train()
+        return trainer, batches, [*models, weights()]
+
+    return trained
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("num_iterations", [1, 2])
-def test_replayed_groups_are_trained_on(chat_tokenizer, tmp_path, recompute, num_iterations):
+def test_replayed_groups_are_trained_on(chat_tokenizer, train, recompute, num_iterations):
     options = {"replay_recompute_logps": recompute, "num_iterations": num_iterations, "max_steps": 2 * num_iterations}
-    trainer, batches, models = train(chat_tokenizer, tmp_path, replay_buffer_size=8, **options)
+    trainer, batches, models = train(replay_buffer_size=8, **options)
     (first, trained), (second, replayed) = batches
     assert trained["completion_ids"] is first["completion_ids"] and not second["advantages"].any()
     assert replayed["advantages"].any()
     assert any(not torch.equal(models[1][name], models[2][name]) for name in models[1])  # the second step trains
     assert replayed["num_items_in_batch"] == replayed["completion_mask"].sum()
-    counts = [entry["replayed_groups"] for entry in trainer.state.log_history if "replayed_groups" in entry]
-    assert counts == [0, 3]
+    assert logged(trainer, "replayed_groups") == [0, 3]
     assert ("old_per_token_logps" in replayed) == (num_iterations == 2 or not recompute)
     if "old_per_token_logps" not in replayed:
         return
@@ -122,8 +123,8 @@ def test_replayed_groups_are_trained_on(chat_tokenizer, tmp_path, recompute, num
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-3)
 
 
-def test_without_a_buffer_there_is_no_second_step(chat_tokenizer, tmp_path):
-    _, _, models = train(chat_tokenizer, tmp_path)
+def test_without_a_buffer_there_is_no_second_step(train):
+    _, _, models = train()
     assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])
 
 
@@ -144,9 +145,9 @@ def fails_for_some(prompts, **columns):
 
 
 @pytest.mark.parametrize(("fraction", "again"), [(0.5, True), (1.0, False)])
-def test_failed_prompts_are_sampled_again(chat_tokenizer, tmp_path, fraction, again):
+def test_failed_prompts_are_sampled_again(chat_tokenizer, train, fraction, again):
     options = {"reroll_start_fraction": fraction, "reroll_max_groups": 2, "max_steps": 4, "log_completions": True}
-    trainer, batches, _ = train(chat_tokenizer, tmp_path, fails_for_some, rows=12, **options)
+    trainer, batches, _ = train(fails_for_some, **options)
     seen = [
         [chat_tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(x["prompt_ids"][::4], x["prompt_mask"][::4])]
         for x, _ in batches
@@ -155,17 +156,13 @@ def test_failed_prompts_are_sampled_again(chat_tokenizer, tmp_path, fraction, ag
     assert failed and len(set(seen[0] + seen[1])) == 6
     repeated = [prompt for prompt in seen[2] + seen[3] if prompt in failed]
     assert repeated == (failed[: len(repeated)] if again else []) and bool(repeated) == again
-    groups = [entry["rerolled_groups"] for entry in trainer.state.log_history if "rerolled_groups" in entry]
+    groups = logged(trainer, "rerolled_groups")
     assert (sum(groups) == len(repeated) > 0) if again else groups == []
 
 
 @pytest.mark.parametrize("option", [{"replay_buffer_size": 4}, {"reroll_start_fraction": 0.5}])
-def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer, tmp_path, option):
-    dataset = Dataset.from_list([{"prompt": [USER(f"say {i}")]} for i in range(12)])
-    args = arguments(tmp_path, RolloutGRPOConfig, **option)
-    trainer = RolloutGRPOTrainer(
-        chat_model(chat_tokenizer), rewarded, args, train_dataset=dataset, processing_class=chat_tokenizer
-    )
+def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer, build, option):
+    trainer = build(chat_model(chat_tokenizer), kind=RolloutGRPOTrainer, reward_funcs=rewarded, **option)
     trainer.args.steps_per_generation, trainer.args.per_device_train_batch_size = 1, 2  # as with two processes
     with pytest.raises(ConfigError, match=r"replace groups of num_generations \(4\) .* generates 2 at once"):
         trainer.prepare_second_uses()

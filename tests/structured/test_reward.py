@@ -5,11 +5,13 @@ import warnings
 
 import pytest
 import torch
+from datasets import Dataset
 
 from ebft import FeatureMatchingReward
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
+from tests.structured.trainers import ASSISTANT, USER
 
 LAYERS = [0.25, 0.5, 1.0]
 
@@ -22,9 +24,7 @@ def groups_of(tokenizer, n, kind):
     references = ["yes.", "no, and here is a longer reason", "because"]
     prompts, truths, ids = [], [], []
     for text, reference in zip(texts, references):
-        prompt = (
-            text if kind == "text" else [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
-        )
+        prompt = text if kind == "text" else [{"role": "system", "content": "Be brief."}, USER(text)]
         for j in range(n):
             length = int(torch.randint(0 if j == 1 else 1, 20, (), generator=generator)) if j else 7
             sampled = torch.randint(4, len(tokenizer), (length,), generator=generator).tolist()
@@ -34,19 +34,15 @@ def groups_of(tokenizer, n, kind):
     return prompts, truths, ids
 
 
-def prompt_ids_of(tokenizer, prompt):
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
-
-
 def expected(base, tokenizer, prompts, truths, ids, n, method, **options):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     rewards = []
     for start in range(0, len(prompts), n):
-        prompt = prompt_ids_of(tokenizer, prompts[start])
+        if isinstance(prompts[start], str):
+            prompt = tokenizer(prompts[start])["input_ids"]
+        else:
+            rendered = tokenizer.apply_chat_template(prompts[start], add_generation_prompt=True, return_dict=True)
+            prompt = rendered["input_ids"]
         samples = [x[:-1] if x[-1] in ends else x for x in ids[start : start + n]]
         phi = torch.stack([oracle.embedding(base, prompt, x, LAYERS, method) for x in samples])
         reference = tokenizer(truths[start], add_special_tokens=False)["input_ids"]
@@ -54,15 +50,26 @@ def expected(base, tokenizer, prompts, truths, ids, n, method, **options):
     return torch.cat(rewards)
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("method", ["last_token", "mean_pooling", "completion_mean", "concat"])
-def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method):
+COEFFICIENTS = {"alignment_coef": 0.7, "diversity_coef": 0.3}
+METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "method", "whitening"),
+    [
+        *((kind, n, method, None) for method in METHODS for kind, n in (("text", 2), ("chat", 8), ("text", 4))),
+        *(("chat", n, "mean_pooling", space) for space in ("feature", "sample") for n in (2, 3, 8)),
+    ],
+)
+def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method, whitening):
     prompts, truths, ids = groups_of(chat_tokenizer, n, kind)
-    reward = FeatureMatchingReward(model, chat_tokenizer, num_generations=n, feature_layers=LAYERS, embed_method=method)
+    more = COEFFICIENTS if whitening else {}
+    options = {"feature_layers": LAYERS, "embed_method": method, **more}
+    options |= {"use_whitening": True, "whitening_space": whitening} if whitening else {}
+    reward = FeatureMatchingReward(model, chat_tokenizer, num_generations=n, **options)
     found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
-    wanted = expected(model, chat_tokenizer, prompts, truths, ids, n, method)
-    assert (found - wanted).abs().max() < 1e-5
+    wanted = expected(model, chat_tokenizer, prompts, truths, ids, n, method, whitening=whitening, **more)
+    assert (found - wanted).abs().max() < (1e-3 if whitening else 1e-5)
     assert wanted.std() > 3e-3  # the comparison says something
 
 
@@ -77,58 +84,24 @@ def test_a_single_completion_is_not_whitened(model, chat_tokenizer):
     assert found.std() > 1e-3
 
 
-@pytest.mark.parametrize("space", ["feature", "sample"])
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_whitens_each_group_by_itself(model, chat_tokenizer, space, n):
-    prompts, truths, ids = groups_of(chat_tokenizer, n, "chat")
-    options = {"alignment_coef": 0.7, "diversity_coef": 0.3}
-    reward = FeatureMatchingReward(
-        model,
-        chat_tokenizer,
-        n,
-        feature_layers=LAYERS,
-        embed_method="mean_pooling",
-        use_whitening=True,
-        whitening_space=space,
-        **options,
-    )
-    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
-    wanted = expected(model, chat_tokenizer, prompts, truths, ids, n, "mean_pooling", whitening=space, **options)
-    assert (found - wanted).abs().max() < 1e-3
-
-
-def test_features_come_from_the_base_model(chat_tokenizer):
-    base, policy = chat_model(chat_tokenizer), lora(chat_model(chat_tokenizer))
-    prompts, truths, ids = groups_of(chat_tokenizer, 2, "chat")
-    with_adapter, without = (
-        FeatureMatchingReward(network, chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
-        for network in (policy, base)
-    )
-    assert with_adapter == pytest.approx(without, abs=1e-5)
-
-
-def test_a_full_model_is_copied_as_it_is_now(model, chat_tokenizer):
+def test_features_come_from_the_base_model_as_it_was(model, chat_tokenizer, tmp_path):
     prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
-    reward = FeatureMatchingReward(model, chat_tokenizer, 2)
-    before = reward(prompts, None, ids, ground_truth=truths)
+    model.save_pretrained(tmp_path)
+    networks = model, str(tmp_path), lora(chat_model(chat_tokenizer))
+    of_model, of_name, of_adapter = (FeatureMatchingReward(network, chat_tokenizer, 2) for network in networks)
+    before = of_model(prompts, None, ids, ground_truth=truths)
+    assert of_name(prompts, None, ids, ground_truth=truths) == before
+    assert of_adapter(prompts, None, ids, ground_truth=truths) == pytest.approx(before, abs=1e-5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5).add_(0.1)
-    assert reward(prompts, None, ids, ground_truth=truths) == before
+    assert of_model(prompts, None, ids, ground_truth=truths) == before
 
 
 def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
-    prompt = [{"role": "user", "content": "2+2?"}]
-    turns = [
-        {"role": "user", "content": "and 3+3?"},
-        {"role": "assistant", "content": "six"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
-    ]
+    prompt, turns = [USER("2+2?")], [USER("and 3+3?"), ASSISTANT("six"), USER("sure?"), ASSISTANT("yes")]
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    whole = chat_tokenizer.apply_chat_template(
-        [*prompt, {"role": "assistant", "content": "four"}, *turns], tokenize=False
-    )
+    whole = chat_tokenizer.apply_chat_template([*prompt, ASSISTANT("four"), *turns], tokenize=False)
     start = chat_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     after = chat_tokenizer(whole[len(start) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
     assert after[-1] == end
@@ -143,10 +116,8 @@ def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
 
 def test_logs_its_terms(model, chat_tokenizer):
     prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
-    logged = {}
-    rewards = FeatureMatchingReward(model, chat_tokenizer, 2)(
-        prompts, None, ids, ground_truth=truths, log_metric=logged.__setitem__
-    )
+    logged, reward = {}, FeatureMatchingReward(model, chat_tokenizer, 2)
+    rewards = reward(prompts, None, ids, ground_truth=truths, log_metric=logged.__setitem__)
     assert logged["ebft/mean_reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
     assert logged["ebft/alignment"] - logged["ebft/diversity"] == pytest.approx(logged["ebft/mean_reward"], abs=1e-5)
     assert logged["ebft/cfm_loss"] > 0
@@ -161,6 +132,8 @@ def test_logs_its_terms(model, chat_tokenizer):
         ({"ground_truth": ["a", "a"]}, ValueError, "groups of num_generations = 2"),
         ({"prompts": ["a", "b", "c", "c"]}, ValueError, "different prompts"),
         ({"prompts": ["", "", "b", "b"]}, DataError, "empty prompt"),
+        ({"ground_truth": list("abcc")}, ValueError, "0 to 1 have the same prompt but different references"),
+        ({"prompts": [], "completion_ids": [], "ground_truth": []}, ValueError, "no prompts"),
     ],
 )
 def test_refuses_what_does_not_fit(model, chat_tokenizer, change, error, message):
@@ -175,12 +148,9 @@ def test_larger_groups_than_its_own_are_warned_of(model, chat_tokenizer):
         FeatureMatchingReward(model, chat_tokenizer, 2)(["a"] * 4 + ["b"] * 4, **given)
 
 
-def test_refuses_unknown_options(model, chat_tokenizer):
+def test_refuses_unknown_options_and_a_network_that_overflows(model, chat_tokenizer):
     with pytest.raises(ConfigError, match="embed_method"):
         FeatureMatchingReward(model, chat_tokenizer, 2, embed_metod="last_token")
-
-
-def test_a_network_that_overflows_is_an_error(model, chat_tokenizer):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
     with pytest.raises(NonFiniteLossError, match="not finite"):
@@ -188,24 +158,14 @@ def test_a_network_that_overflows_is_an_error(model, chat_tokenizer):
 
 
 def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
-    from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     policy = lora(chat_model(chat_tokenizer))
     reward = FeatureMatchingReward(policy, chat_tokenizer, num_generations=2)
     rows = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": f"{i}"} for i in range(4)])
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        num_generations=2,
-        per_device_train_batch_size=2,
-        max_completion_length=4,
-        max_steps=1,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        gradient_checkpointing=False,
-    )
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 1}
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    args = GRPOConfig(output_dir=str(tmp_path), logging_steps=1, **sizes, **options)
     rewards = [reward, lambda completions, **_: [0.0] * len(completions)]
     trainer = GRPOTrainer(policy, rewards, args, rows, processing_class=chat_tokenizer)
     trainer.train()
@@ -213,28 +173,13 @@ def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
     assert logs["rewards/feature_matching/mean"] == pytest.approx(logs["ebft/mean_reward"], abs=1e-5)
 
 
-def test_a_group_has_one_reference(model, chat_tokenizer):
-    reward = FeatureMatchingReward(model, chat_tokenizer, 4)
-    with pytest.raises(ValueError, match="completions 0 to 3 have the same prompt but different references"):
-        reward(["x"] * 4, None, [[5], [6], [7], [8]], ground_truth=["a", "a", "b", "b"])
-    with pytest.raises(ValueError, match="no prompts"):
-        reward([], None, [], ground_truth=[])
-
-
-def test_the_model_may_be_a_name(model, chat_tokenizer, tmp_path):
-    model.save_pretrained(tmp_path)
-    prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
-    named = FeatureMatchingReward(str(tmp_path), chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
-    assert named == FeatureMatchingReward(model, chat_tokenizer, 2)(prompts, None, ids, ground_truth=truths)
-
-
 def test_references_are_compared_without_a_stop_token_as_samples_are(model, chat_tokenizer):
     reference = "yes.\n"
     ids = chat_tokenizer(reference, add_special_tokens=False)["input_ids"]
-    reward = FeatureMatchingReward(
-        model, chat_tokenizer, 2, embed_method="last_token", diversity_coef=0.0, stop_token_ids=ids[-1:]
+    options = {"embed_method": "last_token", "diversity_coef": 0.0, "stop_token_ids": ids[-1:]}
+    found = FeatureMatchingReward(model, chat_tokenizer, 2, **options)(
+        ["hi"] * 2, None, [ids, ids[:-1]], ground_truth=[reference] * 2
     )
-    found = reward(["hi"] * 2, None, [ids, ids[:-1]], ground_truth=[reference] * 2)
     assert found == pytest.approx([2.0, 2.0], abs=1e-5)
 
 
@@ -259,7 +204,7 @@ def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind
         "{% if add_generation_prompt %}<|im_start|>assistant\n" + opened + "{% endif %}"
     )
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt = [{"role": "user", "content": "hi"}]
+    prompt = [USER("hi")]
     start = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     given = start + (opened if follows_generation_prompt or written.startswith(opened) else "")
     reference = start + written + "yes."
@@ -282,12 +227,11 @@ def test_columns_that_trl_does_not_render(model, chat_tokenizer):
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = "{% if tools %}tools {{ tools[0].name }}\n{% endif %}" + tokenizer.chat_template
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt, start = [{"role": "user", "content": "hi"}], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    prompt, start = [USER("hi")], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
     with pytest.warns(UserWarning, match="columns tools and chat_template_kwargs are in the references, but not in"):
-        found = reward(
-            [prompt] * 2, None, [encode("yes."), encode("no")], ground_truth=["yes."] * 2, tools=['[{"name": "f"}]'] * 2
-        )
+        completions, tools = [encode("yes."), encode("no")], ['[{"name": "f"}]'] * 2
+        found = reward([prompt] * 2, None, completions, ground_truth=["yes."] * 2, tools=tools)
     texts = [start + "yes.", start + "no", "tools f\n" + start + "yes."]
     phi = [oracle.embedding(model, encode(text), [], reward.options.feature_layers, "mean_pooling") for text in texts]
     assert found == pytest.approx([2 * float(sample @ phi[2]) for sample in phi[:2]], abs=1e-5)

@@ -69,12 +69,8 @@ def answering(body, kind=JSON, host="127.0.0.1", **headers):
 )
 def test_responses_that_are_not_those_of_vllm(body, options):
     with answering(body, **options) as client:
-        calls = (
-            client.base_model,
-            lambda: client.tokenize("m", "text"),
-            lambda: client.complete("m", [[1]], [4], SAMPLING),
-        )
-        for call in calls:
+        complete = lambda: client.complete("m", [[1]], [4], SAMPLING)
+        for call in (client.base_model, lambda: client.tokenize("m", "text"), complete):
             with pytest.raises(RolloutError, match="does not respond to /.* as vLLM does.*trl.vllm_server_host"):
                 call()
 
@@ -95,20 +91,11 @@ def test_a_response_of_vllm(host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_that_is_never_up(tmp_path, host):
     port = free_port()
-    config = RunConfig.from_dict(
-        {
-            "base_model": "no/such-model",  # never looked for
-            "rl": "ebft",
-            "micro_batch_size": 8,
-            "trl": {"use_vllm": True, "vllm_server_host": host, "vllm_server_port": port, "vllm_server_timeout": 1.5},
-            "datasets": [{"path": "nothing", "type": "ebft_opencode.transform"}],
-            "adapter": "lora",
-            "lora_r": 4,
-            "lora_alpha": 8,
-            "lora_target_linear": True,
-            "output_dir": tmp_path / "out",
-        }
-    )
+    server = {"vllm_server_host": host, "vllm_server_port": port, "vllm_server_timeout": 1.5}
+    adapter = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+    given = {"base_model": "no/such-model", "rl": "ebft", "micro_batch_size": 8}  # the model is never looked for
+    given |= {"trl": {"use_vllm": True, **server}, "datasets": [{"path": "nothing", "type": "ebft_opencode.transform"}]}
+    config = RunConfig.from_dict({**given, **adapter, "output_dir": tmp_path / "out"})
     began = time.monotonic()
     with pytest.raises(RolloutError, match=f"127.0.0.1:{port} is not ready after 1.5 s .*`ebft vllm-serve CONFIG`"):
         train(config)

@@ -1,4 +1,4 @@
-"""Two processes under FSDP2 make the steps of one process with the same completions."""
+"""Two processes, also under FSDP2, make the steps of one process with the same completions."""
 
 import json
 
@@ -12,14 +12,12 @@ from tests.structured.conftest import chat_model
 
 pytestmark = pytest.mark.slow
 
-COMPARED = ("loss", "grad_norm", "reward", "ebft/alignment", "ebft/ce_loss", "kl")
+COMPARED = ("loss", "grad_norm", "reward", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss", "kl")
 HELD_OUT = ("eval_ce_loss", "eval_ce_loss_all", "eval_cfm_loss", "eval_alignment")
 # Fixed completions and greedy ones, with an adapter and full fine-tuning, prompts shared and in TRL's rows; `gathered`
 # keeps the parameters gathered between forward and backward. The reference model of grpo-full is sharded, too.
 RUNS = ("ebft-lora", "ebft-full", "ebft-lora-rows", "ebft-full-rows", "grpo-full", "grpo-lora-gathered")
-RUNS += ("greedy-lora", "greedy-full-rows")
-
-
+RUNS += ("greedy-lora", "greedy-full-rows", "ebft-lora-replicated")
 MIXED = "ebft-lora-bf16"
 
 
@@ -61,34 +59,24 @@ def test_mixed_precision(found):
             assert ours[key] == pytest.approx(theirs[key], rel=0.02, abs=0.01), key
 
 
+def test_processes_agree(tmp_path):
+    """Replayed and repeated prompts, the check of samples, and the adapter's synchronisation."""
+    run_module("tests.structured.two_processes", 2, str(tmp_path))
+
+
 def test_the_command_trains_saves_and_resumes(tmp_path, chat_tokenizer):
     chat_model(chat_tokenizer).save_pretrained(tmp_path / "base")
     chat_tokenizer.save_pretrained(tmp_path / "base")
-    lines = [
-        {"input": f"say {i} " + "word " * (i % 4), "output": "it is " + "so " * (i % 3) + str(i)} for i in range(10)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = {
-        "base_model": str(tmp_path / "base"),
-        "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "tests.structured.real_text.transform"}],
-        "rl": "ebft",
-        "ebft": {"ce_coef": 0.2, "gt_length_floor": 2},
-        "trl": {"num_generations": 2, "max_completion_length": 8},
-        "fsdp": True,
-        "fsdp_config": {"fsdp_version": 2},
-        "val_set_size": 2,
-        "eval_steps": 2,
-        "save_steps": 1,
-        "max_steps": 2,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler": "constant",
-        "bf16": False,
-        "output_dir": str(tmp_path / "out"),
-    }
+    line = lambda i: {"input": f"say {i} " + "word " * (i % 4), "output": "it is " + "so " * (i % 3) + str(i)}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line(i)) + "\n" for i in range(10)))
+    data = {"path": str(tmp_path / "rows.jsonl"), "type": "tests.structured.real_text.transform"}
+    config = {"base_model": str(tmp_path / "base"), "datasets": [data], "output_dir": str(tmp_path / "out")}
+    config |= {"rl": "ebft", "ebft": {"ce_coef": 0.2, "gt_length_floor": 2}, "bf16": False}
+    config |= {"trl": {"num_generations": 2, "max_completion_length": 8}, "fsdp": True}
+    config |= {"fsdp_config": {"fsdp_version": 2}, "val_set_size": 2, "eval_steps": 2, "save_steps": 1, "max_steps": 2}
+    config |= {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config | {"lr_scheduler": "constant"}))
     resume = [f"output_dir={tmp_path / 'again'}", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     for overrides in (["logging_steps=1"], resume):
         run_module("ebft", 2, "train", str(path), *overrides)

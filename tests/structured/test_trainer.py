@@ -11,48 +11,43 @@ from transformers import AutoModelForCausalLM
 from ebft import AsyncEBFTConfig, EBFTTrainer
 from ebft.errors import NonFiniteLossError, RewardError
 from ebft.monitor.metrics import ConsoleMetrics
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import arguments, make, one_step, rows
+from tests.structured.short_run import check_held_out, held_out
+from tests.structured.trainers import arguments, logged, one_step, rows
+
+LIMITS = [(True, 1), (True, 20), (False, 1)]
 
 
-def test_completions_keep_to_their_own_limits(chat_tokenizer, tmp_path):
-    policy = chat_model(chat_tokenizer)
-    dataset = rows(multi_turn=False)
-    lengths = {}
-    for adaptive, floor in ((True, 1), (True, 20), (False, 1)):
-        options = {"adaptive_max_tokens": adaptive, "gt_length_floor": floor, "max_completion_length": 25}
-        trainer = make(policy, chat_tokenizer, tmp_path, dataset, **options)
-        _, _, rollouts, batch = one_step(trainer)
-        for rollout, row in zip(rollouts, batch):
-            limit = max(floor, -(-3 * len(row["ground_truth"]) // 2)) if adaptive else 25  # one token per byte here
-            assert len(rollout.ids) <= min(25, limit)
-            lengths.setdefault((adaptive, floor), []).append(len(rollout.ids) / min(25, limit))
-    assert all(max(found) == 1.0 for found in lengths.values())  # and the limits are what ended some
+def unchanged(model, before):
+    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_references_do_not_limit_the_completions_of_grpo(chat_tokenizer, tmp_path):
-    args = arguments(tmp_path, RolloutGRPOConfig, max_completion_length=25)
-    spaces = lambda completions, **_: [float(completion.count(" ")) for completion in completions]
-    dataset = Dataset.from_list([{"prompt": f"say {number}", "ground_truth": "a"} for number in range(6)])
-    trainer = RolloutGRPOTrainer(
-        chat_model(chat_tokenizer), spaces, args, train_dataset=dataset, processing_class=chat_tokenizer
-    )
-    _, _, rollouts, _ = one_step(trainer)
+@pytest.mark.parametrize(("adaptive", "floor"), LIMITS)
+def test_completions_keep_to_their_own_limits(chat_tokenizer, build, adaptive, floor):
+    options = {"adaptive_max_tokens": adaptive, "gt_length_floor": floor, "max_completion_length": 25}
+    _, _, rollouts, batch = one_step(build(chat_model(chat_tokenizer), rows(multi_turn=False), **options))
+    lengths = []
+    for rollout, row in zip(rollouts, batch):
+        limit = max(floor, -(-3 * len(row["ground_truth"]) // 2)) if adaptive else 25  # one token per byte here
+        lengths.append(len(rollout.ids) / min(25, limit))
+    assert max(lengths) == 1.0  # and the limits are what ended some
+
+
+@pytest.mark.parametrize("length", [1, 4000])
+def test_references_do_not_limit_the_completions_of_grpo(chat_tokenizer, build, length):
+    rewards = lambda completions, ground_truth, **_: [text.count(" ") + float(length) for text in completions]
+    dataset = Dataset.from_list([{"prompt": f"say {number}", "ground_truth": "a" * length} for number in range(6)])
+    options = {"kind": RolloutGRPOTrainer, "reward_funcs": rewards, "max_completion_length": 25}
+    _, _, rollouts, _ = one_step(build(chat_model(chat_tokenizer), dataset, **options))
     assert max(len(rollout.ids) for rollout in rollouts) == 25
 
 
-def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, tmp_path):
-    policy = lora(chat_model(chat_tokenizer))
-    trainer = EBFTTrainer(
-        policy,
-        arguments(tmp_path, eval_strategy="steps", eval_steps=2, use_whitening=True, per_device_eval_batch_size=4),
-        train_dataset=rows(),
-        eval_dataset=rows().select(range(3)),
-        processing_class=chat_tokenizer,
-    )
+def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "use_whitening": True, "per_device_eval_batch_size": 4}
+    trainer = build(eval_dataset=rows().select(range(3)), **options)
     trainer.train()
     training, evaluation = trainer.state.log_history[0], trainer.state.log_history[2]
     assert training["ebft/alignment"] - training["ebft/diversity"] == pytest.approx(training["reward"], abs=1e-4)
@@ -61,54 +56,48 @@ def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, tmp_path):
     assert all(f"eval_{name}" in evaluation for name in names)
     assert not any("eval_ebft/" in name for name in evaluation)
     assert evaluation["eval_cfm_loss"] < evaluation["eval_cfm_loss_plugin"]
+    [row] = trainer.eval_dataset.select(range(1))
+    prompt = chat_tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+    ids = chat_tokenizer(row["ground_truth"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
-        nll, tokens = 0.0, 0
-        for row in trainer.eval_dataset.select(range(1)):
-            prompt = chat_tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
-            ids = chat_tokenizer(row["ground_truth"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
-            nll -= oracle.token_logps(policy, prompt["input_ids"], ids, 1.0).sum().item()
-            tokens += len(ids)
-    only = trainer.evaluate(trainer.eval_dataset.select(range(1)))
-    assert only["eval_ce_loss"] == pytest.approx(nll / tokens, abs=1e-4)
+        wanted = -oracle.token_logps(trainer.model, prompt["input_ids"], ids, 1.0).mean().item()
+    trainer.evaluate({"a": trainer.eval_dataset.select(range(1)), "b": rows().select(range(2, 5))})
+    several = {name: value for entry in trainer.state.log_history[3:] for name, value in entry.items()}
+    assert several["eval_a_ce_loss"] == pytest.approx(wanted, abs=1e-4)
+    assert {"eval_a_cfm_loss", "eval_b_cfm_loss"} <= set(several) and "eval_cfm_loss" not in several
+    assert several["eval_a_ce_loss"] != several["eval_b_ce_loss"]
 
 
-def test_groups_without_a_signal_are_skipped(chat_tokenizer, tmp_path):
-    def run(skip):
-        policy = lora(chat_model(chat_tokenizer))
-        before = copy.deepcopy(policy.state_dict())
-        args = arguments(tmp_path, RolloutGRPOConfig, skip_zero_advantage_batches=skip, weight_decay=0.0)
-        trainer = RolloutGRPOTrainer(
-            policy,
-            [lambda completions, **_: [1.0] * len(completions)],
-            args,
-            train_dataset=rows(),
-            processing_class=chat_tokenizer,
-        )
-        trainer.train()
-        assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
-        return trainer.state.log_history[0]
-
-    assert run(skip=True)["skipped_zero_adv_batches"] == 1.0
-    assert "skipped_zero_adv_batches" not in run(skip=False)
+@pytest.mark.parametrize("skip", [True, False])
+def test_groups_without_a_signal_are_skipped(build, skip):
+    rewards = lambda completions, **_: [1.0] * len(completions)
+    options = {"skip_zero_advantage_batches": skip, "weight_decay": 0.0}
+    trainer = build(kind=RolloutGRPOTrainer, reward_funcs=[rewards], **options)
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    assert unchanged(trainer.model, before)
+    assert logged(trainer, "skipped_zero_adv_batches") == ([1.0] * 2 if skip else [])
 
 
-class SameForAll:
-    """Equal completions within each group."""
+class Made:
+    """Rollouts with the completions that `make(number, prompt)` gives."""
+
+    def __init__(self, make):
+        self.make = make
 
     def generate(self, prompts, max_tokens):
-        return [Completion([5 + len(prompt) % 50, 9, 7], None) for prompt in prompts]
+        return [Completion(self.make(number, prompt), None) for number, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
-def test_equal_completions_do_not_move_the_policy(estimator, chat_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: SameForAll())
-    policy = lora(chat_model(chat_tokenizer))
-    before = copy.deepcopy(policy.state_dict())
+def test_equal_completions_do_not_move_the_policy(estimator, build, monkeypatch):
+    same = Made(lambda number, prompt: [5 + len(prompt) % 50, 9, 7])
+    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: same)
     options = {"weight_decay": 0.0, "use_whitening": True, "adam_epsilon": 1e-12, "advantage_estimator": estimator}
-    trainer = make(policy, chat_tokenizer, tmp_path, rows(multi_turn=False), **options)
+    trainer = build(None, rows(multi_turn=False), **options)
+    before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
-    assert trainer.state.log_history[0]["grad_norm"] == 0
-    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+    assert logged(trainer, "grad_norm")[0] == 0 and unchanged(trainer.model, before)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +114,25 @@ def test_equal_completions_do_not_move_the_policy(estimator, chat_tokenizer, tmp
     ],
 )
 def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation, expected):
+    values = [[float("nan") if x is None else float(x) for x in row] for row in rewards] * 2
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=0),
         _group_size=lambda: 4,
-        rewards=torch.tensor(
-            [[float("nan") if x is None else x for x in row] for row in rewards] * 2, dtype=torch.float32
-        ),
+        rewards=torch.tensor(values),
         reward_weights=torch.tensor(weights, dtype=torch.float32),
         multi_objective_aggregation=aggregation,
     )
     assert RolloutGRPOTrainer._without_signal(trainer, [{}] * 4).tolist() == [expected] * 4
 
 
-def test_cross_entropy_is_a_signal_of_its_own(chat_tokenizer, tmp_path):
-    policy = lora(chat_model(chat_tokenizer))
-    before = copy.deepcopy(policy.state_dict())
-    make(policy, chat_tokenizer, tmp_path, alignment_coef=0.0, diversity_coef=0.0, ce_coef=1.0).train()
-    assert any(not torch.equal(before[name], value) for name, value in policy.state_dict().items())
+def test_cross_entropy_is_a_signal_of_its_own(build):
+    trainer = build(alignment_coef=0.0, diversity_coef=0.0, ce_coef=1.0, max_steps=1)
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    assert not unchanged(trainer.model, before)
 
 
-def test_other_rewards_see_the_conversation(chat_tokenizer, tmp_path):
+def test_other_rewards_see_the_conversation(build):
     seen = []
 
     def polite(completions, prompts, ground_truth, topic, **columns):
@@ -152,26 +140,19 @@ def test_other_rewards_see_the_conversation(chat_tokenizer, tmp_path):
         return [float(i % 2) for i in range(len(completions))]
 
     dataset = rows().add_column("topic", [f"t{i}" for i in range(12)])
-    trainer = EBFTTrainer(
-        lora(chat_model(chat_tokenizer)),
-        arguments(tmp_path, max_steps=1, reward_weights=[1.0, 0.25]),
-        reward_funcs=polite,
-        train_dataset=dataset,
-        processing_class=chat_tokenizer,
-    )
+    trainer = build(None, dataset, max_steps=1, reward_weights=[1.0, 0.25], reward_funcs=polite)
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["reward"] == pytest.approx(logs["rewards/feature_matching/mean"] + 0.25 * 0.5, abs=1e-4)
-    by_topic = {topic: (prompt, completion) for prompt, completion, topic in seen}
-    for topic, (prompt, completion) in by_topic.items():
+    for prompt, completion, topic in seen:
         turns = (0, 1, 2)[int(topic[1:]) % 3]
         assert [message["role"] for message in completion] == ["assistant", *["user", "assistant"] * turns]
         assert prompt[0]["content"].endswith(topic[1:])
 
 
-def test_dropout_is_off_unless_asked_for(chat_tokenizer, tmp_path):
+def test_dropout_is_off_unless_asked_for(chat_tokenizer, build):
     with pytest.warns(UserWarning, match="lora_dropout: 0.1 is not applied"):
-        make(lora(chat_model(chat_tokenizer), lora_dropout=0.1), chat_tokenizer, tmp_path)
+        build(lora(chat_model(chat_tokenizer), lora_dropout=0.1))
 
 
 def test_a_gguf_file_is_the_name_of_model_and_tokenizer(tiny_gguf, tmp_path):
@@ -185,159 +166,81 @@ def test_a_gguf_file_is_the_name_of_model_and_tokenizer(tiny_gguf, tmp_path):
     torch.testing.assert_close(again.lm_head.weight, trainer.model.lm_head.weight)
 
 
-def test_a_reward_that_is_not_finite_stops_the_run(chat_tokenizer, tmp_path):
-    policy = chat_model(chat_tokenizer)
-    trainer = make(policy, chat_tokenizer, tmp_path)
-    with torch.no_grad():
-        next(trainer.feature_reward.network.causal_lm.parameters()).fill_(float("nan"))
-    with pytest.raises(NonFiniteLossError):
-        trainer.train()
-
-
 def test_the_async_class_prefetches():
     args = AsyncEBFTConfig(output_dir="x", num_generations=4, per_device_train_batch_size=4)
     assert args.async_prefetch and args.uses_server and args.vllm_mode == "server"
 
 
-def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
+def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, build, monkeypatch):
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-    class Ended(EBFTTrainer):
-        def _backend(self):
-            return self
-
-        def generate(self, prompts, max_tokens):
-            return [Completion([50 + i % 40, 60, end], None) for i in range(len(prompts))]
-
-    args = arguments(tmp_path, max_steps=1, mask_truncated_completions=True)
-    trainer = Ended(
-        lora(chat_model(chat_tokenizer)),
-        args,
-        train_dataset=rows(multi_turn=False),
-        processing_class=chat_tokenizer,
-    )
+    ended = Made(lambda number, prompt: [50 + number % 40, 60, end])
+    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: ended)
+    trainer = build(None, rows(multi_turn=False), max_steps=1, mask_truncated_completions=True)
     trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["completions/clipped_ratio"] == 0 and logs["grad_norm"] > 0
+    assert logged(trainer, "completions/clipped_ratio") == [0] and logged(trainer, "grad_norm")[0] > 0
 
 
 @pytest.mark.parametrize("method", ["ebft", "grpo", "gdpo"])
 def test_held_out_metrics_do_not_depend_on_the_batch_size(method, tmp_path):
-    from tests.structured.short_run import check_held_out, held_out
-
-    found = {size: held_out(tmp_path, method, size) for size in (4, 8, 12, 20)}
-    for size, (metrics, expected) in found.items():
+    found = {size: held_out(tmp_path, method, size) for size in (4, 12)}
+    for metrics, expected in found.values():
         check_held_out(metrics, expected)
-        for name, value in metrics.items():
-            assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), (size, name)
+    for name, value in found[12][0].items():
+        assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), name
 
 
-def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, tmp_path):
-    trainer = make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path)
+def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, build):
+    trainer = build(chat_model(chat_tokenizer))
     trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
     with pytest.raises(NonFiniteLossError, match="The loss is nan at step 1, in a batch of prompts that start with"):
         trainer.train()
     infinite = lambda completions, **_: [float("inf")] * len(completions)
-    trainer = EBFTTrainer(
-        chat_model(chat_tokenizer),
-        arguments(tmp_path),
-        reward_funcs=infinite,
-        train_dataset=rows(),
-        processing_class=chat_tokenizer,
-    )
     with pytest.raises(RewardError, match="returned inf"):
-        trainer.train()
+        build(chat_model(chat_tokenizer), reward_funcs=infinite).train()
 
 
-def test_resuming_goes_on_with_the_generations_that_were_due(chat_tokenizer, tmp_path):
-    def run(steps, **changes):
+def test_resuming_goes_on_with_the_generations_that_were_due(build, tmp_path):
+    def run(**changes):
         seen = []
         sizes = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "per_device_train_batch_size": 2}
-        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=3, **sizes)
-        trainer = EBFTTrainer(
-            lora(chat_model(chat_tokenizer)), args, train_dataset=rows(), processing_class=chat_tokenizer
-        )
+        trainer = build(max_steps=6, save_strategy="steps", save_steps=3, **sizes)
         scored = trainer._generate_and_score_completions
         note = lambda batch: (trainer.state.global_step, sorted({row["ground_truth"] for row in batch}))
         trainer._generate_and_score_completions = lambda batch: seen.append(note(batch)) or scored(batch)
         trainer.train(**changes)
         return seen
 
-    whole = run(6)
-    resumed = run(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    whole, resumed = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [step for step, _ in whole] == [0, 2, 4]
     assert resumed == whole[2:]  # the batch of step 2 is part of the checkpoint
 
 
-def test_a_long_ground_truth_that_no_reward_compares_with(chat_tokenizer, tmp_path):
-    long = [{"prompt": f"say {number}", "ground_truth": "a " * 2000} for number in range(6)]
-    trainer = RolloutGRPOTrainer(
-        chat_model(chat_tokenizer),
-        lambda completions, ground_truth, **_: [float(len(truth)) for truth in ground_truth],
-        arguments(tmp_path, RolloutGRPOConfig, max_steps=1),
-        train_dataset=Dataset.from_list(long),
-        processing_class=chat_tokenizer,
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_several_eval_datasets_are_told_apart(chat_tokenizer, tmp_path):
-    trainer = make(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, per_device_eval_batch_size=4)
-    trainer.evaluate({"a": rows().select(range(2)), "b": rows().select(range(2, 5))})
-    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
-    assert {"eval_a_cfm_loss", "eval_b_cfm_loss", "eval_a_ce_loss"} <= set(logged)
-    assert "eval_cfm_loss" not in logged and logged["eval_a_ce_loss"] != logged["eval_b_ce_loss"]
-
-
 @pytest.mark.slow
-def test_evaluating_does_not_change_training(chat_tokenizer, tmp_path):
+def test_evaluating_does_not_change_training(build):
     def losses(**changes):
         torch.manual_seed(0)
-        trainer = EBFTTrainer(
-            lora(chat_model(chat_tokenizer)),
-            arguments(tmp_path, max_steps=3, per_device_eval_batch_size=4, **changes),
-            train_dataset=rows(),
-            eval_dataset=rows().select(range(2)),
-            processing_class=chat_tokenizer,
-        )
+        trainer = build(max_steps=3, per_device_eval_batch_size=4, eval_dataset=rows().select(range(2)), **changes)
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return logged(trainer)
 
     assert losses(eval_strategy="steps", eval_steps=1) == losses()
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, tmp_path, aggregation):
+def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, build, tmp_path, aggregation):
     """TRL's advantages of eight rewards of 0.1 are rounding errors, which Adam would scale up."""
-    found = {}
-
-    def some(completions, **columns):
-        return [0.1] * 8 + [float(i) for i in range(8)]
-
-    def none(completions, **columns):
-        return [None] * 16
-
-    trainer = RolloutGRPOTrainer(
-        chat_model(chat_tokenizer),
-        [some, none, lambda **columns: [0.0] * 16, lambda **columns: [0.5] * 16],
-        arguments(
-            tmp_path,
-            RolloutGRPOConfig,
-            num_generations=8,
-            per_device_train_batch_size=16,
-            gradient_accumulation_steps=1,
-            multi_objective_aggregation=aggregation,
-            log_completions=True,
-            max_steps=1,
-        ),
-        train_dataset=rows(multi_turn=False).remove_columns("ground_truth"),
-        processing_class=chat_tokenizer,
-        callbacks=[ConsoleMetrics()],
-    )
-    trainer.scored_rollouts.hooks.append(lambda entries, totals: found.update(entries=entries))
+    some = lambda **columns: [0.1] * 8 + [float(i) for i in range(8)]
+    none = lambda **columns: [None] * 16
+    some.__name__, none.__name__ = "some", "none"
+    rewards, found = [some, none, lambda **columns: [0.0] * 16, lambda **columns: [0.5] * 16], []
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 1}
+    options = {"multi_objective_aggregation": aggregation, "log_completions": True, "callbacks": [ConsoleMetrics()]}
+    dataset = rows(multi_turn=False).remove_columns("ground_truth")
+    options |= {"kind": RolloutGRPOTrainer, "reward_funcs": rewards}
+    trainer = build(chat_model(chat_tokenizer), dataset, **sizes, **options)
+    trainer.scored_rollouts.hooks.append(lambda entries, totals: found.append(entries))
     trainer.train()
-    silent, other = ([sample["advantage"] for sample in entry["samples"]] for entry in found["entries"])
+    silent, other = ([sample["advantage"] for sample in entry["samples"]] for entry in found[-1])
     assert silent == [0.0] * 8 and max(other) > 0.5
     lines = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
     assert '"none": null' in lines[0] and "NaN" not in lines[0]

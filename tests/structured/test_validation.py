@@ -4,18 +4,22 @@ import copy
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 
-from ebft import EBFTTrainer
 from ebft.errors import ConfigError, DataError, ModelError
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOTrainer
 from tests.strided.families import tiny_model
 from tests.structured.conftest import chat_model
-from tests.structured.trainers import arguments, make, rows
+from tests.structured.trainers import arguments
 
 
-def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
+def test_models_and_tokenizers_that_are_refused(chat_tokenizer, build, tmp_path):
     with pytest.raises(ModelError, match="has no decoder under its base_model_prefix"):
-        make(tiny_model("llama4_text"), chat_tokenizer, tmp_path)
+        build(tiny_model("llama4_text"))
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
+        build(chat_model(chat_tokenizer), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -23,20 +27,16 @@ def test_a_model_that_trl_cannot_score_is_refused(chat_tokenizer, tmp_path):
     [
         ({"num_generations": 5}, ValueError, "divisible by num_generations"),
         ({"num_generations_eval": 1}, ConfigError, "num_generations_eval: 1 is not supported .* Set at least 2"),
-        (
-            {"num_generations": 2, "scale_rewards": "group"},
-            ConfigError,
-            "scale_rewards is not supported .* 3 or more",
-        ),
+        ({"num_generations": 2, "scale_rewards": "group"}, ConfigError, "scale_rewards is not supported .* 3 or more"),
         ({"async_prefetch": True}, ConfigError, "async_prefetch requires a vLLM server"),
         ({"use_vllm": True}, ConfigError, "Full fine-tuning with a vLLM server requires CUDA"),
         ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: invalid value 'sum'"),
         ({"vllm_structured_outputs_regex": "a"}, ConfigError, "requires vLLM"),
     ],
 )
-def test_refused_arguments(chat_tokenizer, tmp_path, changes, error, message):
+def test_refused_arguments(chat_tokenizer, build, changes, error, message):
     with pytest.raises(error, match=message):
-        make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, **changes)
+        build(chat_model(chat_tokenizer), **changes)
 
 
 def reward(completions, **columns):
@@ -44,14 +44,16 @@ def reward(completions, **columns):
 
 
 @pytest.mark.parametrize("given", [3, [reward, None], (reward, reward), {"a": reward}, True])
-def test_rewards_that_are_not_functions_are_refused(chat_tokenizer, tmp_path, given):
+def test_rewards_that_are_not_functions_are_refused(chat_tokenizer, build, given):
     wrong = given[1] if isinstance(given, list) else given
     message = rf"reward_funcs: invalid value .* of type {type(wrong).__name__}; expected a function"
-    keys = {"train_dataset": rows(), "processing_class": chat_tokenizer, "reward_funcs": given}
-    with pytest.raises(ConfigError, match=message):
-        EBFTTrainer(chat_model(chat_tokenizer), arguments(tmp_path), **keys)
-    with pytest.raises(ConfigError, match=message):
-        RolloutGRPOTrainer(chat_model(chat_tokenizer), args=arguments(tmp_path, RolloutGRPOConfig), **keys)
+    for kind in ({}, {"kind": RolloutGRPOTrainer}):
+        with pytest.raises(ConfigError, match=message):
+            build(chat_model(chat_tokenizer), reward_funcs=given, **kind)
+
+
+def of(*truths, **more):
+    return Dataset.from_list([{"prompt": "a", "ground_truth": truth, **more} for truth in truths])
 
 
 @pytest.mark.parametrize(
@@ -59,15 +61,15 @@ def test_rewards_that_are_not_functions_are_refused(chat_tokenizer, tmp_path, gi
     [
         (Dataset.from_list([{"prompt": "a"}]), "not the required ground_truth"),
         ([{"prompt": "a", "ground_truth": "b"}], "Use datasets.Dataset.from_list"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": t} for t in "ab c"]), "1 rows without .* row 2"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b " * 300}] * 3), r"max_position_embeddings \(512\)"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b", "completions": "c"}]), "an argument of reward"),
-        (Dataset.from_list([{"prompt": "a", "ground_truth": "b"}]), "1 prompts are fewer than the 3 of one generation"),
+        (of(*"ab c"), "1 rows without .* row 2"),
+        (of(*["b " * 300] * 3), r"max_position_embeddings \(512\)"),
+        (of("b", completions="c"), "an argument of reward"),
+        (of("b"), "1 prompts are fewer than the 3 of one generation"),
     ],
 )
-def test_refused_rows(chat_tokenizer, tmp_path, dataset, message):
+def test_refused_rows(chat_tokenizer, build, dataset, message):
     with pytest.raises(DataError, match=message):
-        make(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, dataset).train()
+        build(chat_model(chat_tokenizer), dataset).train()
 
 
 @pytest.mark.parametrize(
@@ -92,22 +94,7 @@ def test_generation_kwargs_that_would_sample_otherwise(tmp_path, kwargs, message
         ({"init_lora_weights": "pissa"}, "modifies the base"),
     ],
 )
-def test_adapters_that_change_the_base_model(chat_tokenizer, tmp_path, changes, message):
-    from peft import LoraConfig
-
+def test_adapters_that_change_the_base_model(chat_tokenizer, build, changes, message):
     adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
     with pytest.raises(ModelError, match=message):
-        EBFTTrainer(
-            chat_model(chat_tokenizer, attention_bias=True),
-            arguments(tmp_path),
-            train_dataset=rows(),
-            processing_class=chat_tokenizer,
-            peft_config=adapter,
-        )
-
-
-def test_a_tokenizer_that_cannot_pad_is_refused(chat_tokenizer, tmp_path):
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
-        make(chat_model(chat_tokenizer), tokenizer, tmp_path)
+        build(chat_model(chat_tokenizer, attention_bias=True), peft_config=adapter)

@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -40,34 +42,20 @@ TEMPERATURE = 0.7
 AGREE = 1e-3  # nats between the server's log-probabilities and the trainer's
 
 CONFIG = """
-base_model: {base}
-rl: ebft
-ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0, gt_length_floor: 1}}
-trl:
-  num_generations: 4
-  max_completion_length: 16
-  temperature: 0.7
-  use_vllm: true
-  vllm_server_timeout: 600
-vllm: {{port: {port}, max_model_len: 128, python: {python}}}
-datasets:
-  - path: {rows}
-    type: tests.structured.real_text.transform
-val_set_size: 16
-eval_steps: 3
-sequence_len: 96
-adapter: lora
-lora_r: 8
-lora_alpha: 16
-lora_target_linear: true
-micro_batch_size: 8
-gradient_accumulation_steps: 2
-max_steps: 3
-learning_rate: 2.0e-3
-lr_scheduler: constant
-logging_steps: 1
-output_dir: {out}
+{{base_model: {base}, rl: ebft, ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0, gt_length_floor: 1}},
+trl: {{num_generations: 4, max_completion_length: 16, temperature: 0.7, use_vllm: true, vllm_server_timeout: 600}},
+vllm: {{port: {port}, max_model_len: 128, python: {python}}}, val_set_size: 16, eval_steps: 3, sequence_len: 96,
+datasets: [{{path: {rows}, type: tests.structured.real_text.transform}}],
+adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_linear: true, micro_batch_size: 8, gradient_accumulation_steps: 2,
+max_steps: 3, learning_rate: 2.0e-3, lr_scheduler: constant, logging_steps: 1, output_dir: {out}}}
 """
+SETTINGS = dict(num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=3)
+SETTINGS |= dict(max_completion_length=16, temperature=TEMPERATURE, learning_rate=2e-3, lr_scheduler_type="constant")
+SETTINGS |= dict(logging_steps=1, gradient_checkpointing=False, report_to="none", disable_tqdm=True, loss_type="grpo")
+SETTINGS |= dict(save_strategy="no", use_vllm=True, vllm_mode="server", vllm_server_timeout=600)
+SETTINGS |= dict(per_device_eval_batch_size=64)
+BY_REFERENCE = {"gt_length_multiplier": 1.0, "gt_length_floor": 1}
+COMMAND = [sys.executable, "-m", "ebft"]
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +75,8 @@ def port(base, tmp_path_factory):
     """The port of `ebft vllm-serve`, running."""
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("serve"), base, port)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ebft", "vllm-serve", str(config)],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [*COMMAND, "vllm-serve", str(config)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert f"http://127.0.0.1:{port}" in process.stdout.readline()
     yield port
     process.send_signal(signal.SIGINT)
@@ -106,28 +90,7 @@ def rows_of(base, count, start=0):
 
 
 def arguments(folder, port, config_class=EBFTConfig, **changes):
-    settings = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 16,
-        "temperature": TEMPERATURE,
-        "learning_rate": 2e-3,
-        "lr_scheduler_type": "constant",
-        "max_steps": 3,
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "loss_type": "grpo",
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_port": port,
-        "vllm_server_timeout": 600,
-        "per_device_eval_batch_size": 64,
-    }
-    return config_class(output_dir=str(folder), **{**settings, **changes})
+    return config_class(output_dir=str(folder), vllm_server_port=port, **{**SETTINGS, **changes})
 
 
 def make(base, args, trainer_class=EBFTTrainer, model=None, **kwargs):
@@ -143,25 +106,28 @@ def differences(history):
     return [entry[key] for entry in history if key in entry]
 
 
+def steps_of(history):
+    return [entry for entry in history if "loss" in entry]
+
+
 # The command
+
+
+def trained(tmp_path, command, *overrides):
+    """What a run in processes of its own prints, whose config is in the folder, and its logs."""
+    command = [*command, "train", str(tmp_path / "run.yaml"), *overrides]
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert finished.returncode == 0, finished.stderr
+    assert not (tmp_path / "out" / "vllm_adapters").exists()
+    return finished.stdout, json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
-    config = write_config(tmp_path, base, port)
-    command = [
-        sys.executable,
-        "-m",
-        "ebft.tools.cli",
-        "train",
-        str(config),
-        f"trl.async_prefetch={mode == 'async'}".lower(),
-    ]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
-    assert finished.returncode == 0, finished.stderr
-    assert "Model saved in" in finished.stdout
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    steps = [entry for entry in history if "loss" in entry]
+    write_config(tmp_path, base, port)
+    printed, history = trained(tmp_path, COMMAND, f"trl.async_prefetch={mode == 'async'}".lower())
+    assert "Model saved in" in printed
+    steps = steps_of(history)
     assert [entry["rollouts/staleness"] for entry in steps] == ([0, 0, 0] if mode == "sync" else [0, 1, 1])
     assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
     if mode == "sync":
@@ -169,12 +135,11 @@ def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
     else:
         assert steps[1]["sampling/sampling_logp_difference/max"] > AGREE  # sampled before the first update
     assert any("eval_alignment" in entry for entry in history)
-    assert not (tmp_path / "out" / "vllm_adapters").exists()
 
 
 def test_managed_is_one_command(base, tmp_path):
     config = write_config(tmp_path, base, free_port())
-    command = [sys.executable, "-m", "ebft", "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
+    command = [*COMMAND, "train", str(config), "trl.vllm_mode=managed", "max_steps=2"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = set()
     while process.poll() is None:
@@ -188,7 +153,7 @@ def test_managed_is_one_command(base, tmp_path):
 
 
 def test_two_processes_share_the_server(base, port, tmp_path):
-    config = write_config(tmp_path, base, port)
+    write_config(tmp_path, base, port)
     launcher = [
         sys.executable,
         "-m",
@@ -199,15 +164,9 @@ def test_two_processes_share_the_server(base, port, tmp_path):
         "ebft.tools.cli",
     ]
     overrides = ["trl.async_prefetch=true", "gradient_accumulation_steps=1", "val_set_size=", "eval_steps="]
-    finished = subprocess.run(
-        [*launcher, "train", str(config), *overrides], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert finished.returncode == 0, finished.stderr
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    steps = [entry for entry in history if "loss" in entry]
+    steps = steps_of(trained(tmp_path, launcher, *overrides)[1])
     assert [entry["rollouts/staleness"] for entry in steps] == [0, 1, 1]
     assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
-    assert not (tmp_path / "out" / "vllm_adapters").exists()
 
 
 # The weights
@@ -218,7 +177,7 @@ def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
     # The noise of vLLM differs from run to run. Over generate(), 60 such steps gave +0.066, +0.060, +0.080 and +0.036
     # with four seeds, and 100 steps +0.083 with the last of them.
     sizes = {"per_device_train_batch_size": 32, "max_steps": 100}
-    args = arguments(tmp_path, port, gt_length_multiplier=1.0, gt_length_floor=1, **sizes, **features)
+    args = arguments(tmp_path, port, **BY_REFERENCE, **sizes, **features)
     trainer = make(base, args, train_dataset=rows_of(base, 300, start=200), eval_dataset=rows_of(base, 200))
     before = trainer.evaluate()
     trainer.train()
@@ -227,20 +186,16 @@ def test_alignment_on_held_out_prompts_rises(base, port, tmp_path):
     assert after["eval_alignment"] > before["eval_alignment"] + 0.02
 
 
-def spaces(completions, **_):
-    """A diagnostic reward that any policy learns at once."""
-    return [completion.count(" ") / max(1, len(completion)) for completion in completions]
-
-
 def test_rollouts_follow_the_policy(base, port, tmp_path):
+    # A reward that any policy learns at once.
+    spaces = lambda completions, **_: [text.count(" ") / max(1, len(text)) for text in completions]
     rewards = {}
     for interval in (1, 1000):
-        args = arguments(
-            tmp_path, port, RolloutGRPOConfig, max_steps=12, learning_rate=1e-2, vllm_sync_interval=interval
-        )
+        options = {"max_steps": 12, "learning_rate": 1e-2, "vllm_sync_interval": interval}
+        args = arguments(tmp_path, port, RolloutGRPOConfig, **options)
         trainer = make(base, args, RolloutGRPOTrainer, reward_funcs=spaces)
         trainer.train()
-        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        steps = steps_of(trainer.state.log_history)
         rewards[interval] = [entry["reward"] for entry in steps]
         assert steps[-1]["rollouts/staleness"] == (0 if interval == 1 else 11)
     mean = lambda values: sum(values) / len(values)
@@ -251,24 +206,13 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_stale_samples_are_corrected(base, port, tmp_path, mode):
-    args = arguments(
-        tmp_path,
-        port,
-        vllm_sync_interval=1000,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.05,
-        gt_length_multiplier=1.0,
-        gt_length_floor=1,
-        max_steps=2,
-    )
-    trainer = make(base, args)
+    options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.05, "max_steps": 2}
+    trainer = make(base, arguments(tmp_path, port, vllm_sync_interval=1000, **BY_REFERENCE, **options))
     batches = []
     scored = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda rows: batches.append(scored(rows)) or batches[-1]
-    policies = []
-    trainer.add_callback(
-        _OnStepEnd(lambda: policies.append({k: v.clone() for k, v in trainer.model.state_dict().items()}))
-    )
+    policies, weights = [], lambda: {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    trainer.add_callback(_OnStepEnd(lambda: policies.append(weights())))
     trainer.train()
     trainer.model.load_state_dict(policies[0])  # what the second batch was trained with
     batch, base_model = batches[1], AutoModelForCausalLM.from_pretrained(base).eval()
@@ -299,7 +243,7 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
 def test_truncated_samples_are_scored_under_the_truncated_distribution(base, port, tmp_path, truncation):
     trainer = make(base, arguments(tmp_path, port, **truncation))
     trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = steps_of(trainer.state.log_history)
     assert len(steps) == 3 and max(entry["sampling/logp_diff"] for entry in steps) < AGREE
     assert max(entry["sampling/raw_ratio_max"] for entry in steps) < 1 + 10 * AGREE
 
@@ -319,14 +263,9 @@ def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     turns = [{"role": "user", "content": "and then"}, {"role": "assistant", "content": "return self.value"}]
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"def f{i}"}],
-            "ground_truth": "x = " * (1 + i % 3),
-            "remaining_turns": later,
-        }
-        for i, later in enumerate([turns, [], [*turns, *turns], turns] * 4)
-    ]
+    prompt = lambda i: {"prompt": [{"role": "user", "content": f"def f{i}"}], "ground_truth": "x = " * (1 + i % 3)}
+    later = [turns, [], [*turns, *turns], turns] * 4
+    rows = [{**prompt(i), "remaining_turns": remaining} for i, remaining in enumerate(later)]
     args = arguments(tmp_path, port, max_steps=2)
     trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     trainer.train()
@@ -341,7 +280,7 @@ def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
             args = arguments(tmp_path, proxy.port, AsyncEBFTConfig, prefetch_depth=2, max_steps=5)
             trainer = make(base, args, AsyncEBFTTrainer)
             trainer.train()
-        return [entry["rollouts/staleness"] for entry in trainer.state.log_history if "loss" in entry]
+        return [entry["rollouts/staleness"] for entry in steps_of(trainer.state.log_history)]
 
     assert staleness(0.0) == staleness(0.3) == [0, 1, 2, 2, 2]
 
@@ -381,8 +320,7 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
     callback.on_step_end = kill_once
     monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: callback)
     result = train(config)
-    steps = [entry for entry in result.trainer.state.log_history if "loss" in entry]
-    assert killed and len(steps) == 4
+    assert killed and len(steps_of(result.trainer.state.log_history)) == 4
     assert eventually(lambda: not alive(killed), seconds=10)
 
 
@@ -420,18 +358,14 @@ def test_a_failure_ahead_of_time_surfaces_with_its_cause(base, port, tmp_path):
         def lose_logps(answer):
             answer["choices"][0]["logprobs"]["token_logprobs"].pop()
 
-        def break_it():
-            proxy.change = lose_logps
-
-        trainer.add_callback(_OnStepEnd(break_it))
+        trainer.add_callback(_OnStepEnd(lambda: setattr(proxy, "change", lose_logps)))
         with pytest.raises(RolloutError, match="tokens but .* log-probabilities"):
             trainer.train()
         assert 1 <= trainer.state.global_step <= 3
-    names = {thread.name for thread in __import__("threading").enumerate()}
-    assert not any(name.startswith("ebft-rollouts") for name in names)
+    assert not any(thread.name.startswith("ebft-rollouts") for thread in threading.enumerate())
 
 
-def test_the_wrong_base_model_is_refused(base, port, tmp_path):
+def test_another_base_model_or_vocabulary_is_refused(base, port, tmp_path, tiny_tokenizer_dir):
     other = tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
@@ -441,9 +375,6 @@ def test_the_wrong_base_model_is_refused(base, port, tmp_path):
     model.save_pretrained(other)
     with pytest.raises(RolloutError, match="serves .*base, and this run trains .*other: they are different models"):
         make(base, arguments(tmp_path, port), model=other)
-
-
-def test_another_vocabulary_is_refused(base, port, tmp_path, tiny_tokenizer_dir):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     with pytest.raises(RolloutError, match="their tokenizers differ"):
         make(base, arguments(tmp_path, port), processing_class=tokenizer)
@@ -466,10 +397,7 @@ def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
 def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatch):
     trainer = make(base, arguments(tmp_path, port))
     if fault == "a full disk":
-
-        def full(*_, **__):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         monkeypatch.setattr(trainer.model, "save_pretrained", full)
     else:
         (tmp_path / "vllm_adapters").write_text("in the way")
@@ -524,21 +452,18 @@ def another_temperature(base):
     return lambda path, content: content.update(temperature=1.6) if path == COMPLETIONS else None
 
 
-FAULTS = {
-    # The adapter of step 0 is the base model.
-    an_old_adapter: r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0",
-    no_adapter: r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0",
-    a_corrupted_adapter: r"The limit is 0\.2 \(vllm_logp_diff_stop\)",
-    another_temperature: r"The limit is 0\.2 \(vllm_logp_diff_stop\)",
-}
+# The adapter of step 0 is the base model.
+OLD = r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0"
+FAR = r"The limit is 0\.2 \(vllm_logp_diff_stop\)"
+FAULTS = {an_old_adapter: OLD, no_adapter: OLD, a_corrupted_adapter: FAR, another_temperature: FAR}
+FAST = {"learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 24}
 
 
 @pytest.mark.parametrize("correction", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_path, fault, correction):
     with Proxy(port) as proxy:
-        options = {"max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 24}
-        args = arguments(tmp_path, proxy.port, vllm_importance_sampling_correction=correction, **options)
+        args = arguments(tmp_path, proxy.port, vllm_importance_sampling_correction=correction, **FAST)
         trainer = make(base, args)
         proxy.change_request = fault(base)
         with pytest.raises(RolloutError, match=FAULTS[fault]):
@@ -548,10 +473,10 @@ def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_
 
 def test_samples_from_an_outdated_version_are_compared_with_that_version(base, port, tmp_path):
     with Proxy(port) as proxy:
-        options = {"max_steps": 6, "learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 24}
+        options = {"max_steps": 6, **FAST}
         trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
         trainer.train()
-        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        steps = steps_of(trainer.state.log_history)
         assert steps[-1]["rollouts/staleness"] == 1 and steps[-1]["sampling/sampling_logp_difference/mean"] > AGREE
         assert max(entry["sampling/logp_diff"] for entry in steps) < AGREE
         assert all(abs(entry["sampling/raw_ratio_mean"] - 1) < AGREE for entry in steps)

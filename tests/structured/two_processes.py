@@ -1,4 +1,4 @@
-"""What several processes must agree on: `torchrun two_processes.py FOLDER`, for test_two_processes.py."""
+"""What several processes must agree on: `torchrun two_processes.py FOLDER`, for test_sharded.py."""
 
 import os
 import sys
@@ -17,15 +17,15 @@ from ebft.errors import RolloutError
 from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 from ebft.models.sharding import reshard
 from ebft.prefix.forward import take_programs
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.structured import RolloutGRPOConfig
 from ebft.structured.rollouts import server as server_module
 from ebft.structured.rollouts.adapters import AdapterSync
 from ebft.structured.rollouts.server import ServerRollouts
 from ebft.structured.rollouts.turns import Sampling
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.rollouts.test_sampling_check import Server
-from tests.structured.short_run import FromThePrompt, check_held_out, held_out
-from tests.structured.trainers import USER, arguments
+from tests.structured.short_run import GRPOTrainer, check_held_out, held_out
+from tests.structured.trainers import USER, logged, make
 
 TOKENIZER = make_chat_tokenizer()
 
@@ -36,8 +36,11 @@ def of_all(value):
     return found
 
 
-def trained(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+@torch.no_grad()
+def change(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.05)
 
 
 def random_batch(rank):
@@ -59,14 +62,6 @@ def logps_of(model, batch, count=4):
     return logps.gather(-1, batch["completion_ids"][:count, :, None]).squeeze(-1)
 
 
-def publish(sync, model, step):
-    reshard(model)  # as a backward pass leaves the parameters to the optimizer
-    with torch.no_grad():
-        for parameter in trained(model):
-            parameter.add_(0.05)
-    return sync.publish(step)
-
-
 def a_fault_of_one_server_process_stops_all(folder, rank):
     """The log-probabilities that one process receives are wrong; or all are those of the base model."""
     model = lora(chat_model(TOKENIZER))
@@ -75,30 +70,19 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     server_module.VLLMClient = lambda *args, **kwargs: client
     server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
-    server = ServerRollouts(
-        args,
-        model,
-        TOKENIZER,
-        Accelerator(cpu=True),
-        Sampling(1.0),
-        base_model="base",
-        scores_truncated=True,
-        step=lambda: 3,
-        failure=lambda: None,
-        transfer=None,
-    )
+    of_policy = (args, model, TOKENIZER, Accelerator(cpu=True), Sampling(1.0))
+    options = {"base_model": "base", "scores_truncated": True, "step": lambda: 3, "failure": lambda: None}
+    server = ServerRollouts(*of_policy, **options, transfer=None)
     server.sync_weights()
     batch, outcomes = random_batch(rank), []
     right = logps_of(model, batch)
     with model.disable_adapter():
         of_base = logps_of(model, batch)
     for sampled in (right, right + float(rank), of_base):
-        version = server.backend().version
+        version, given = server.backend().version, batch | {"sampling_per_token_logps": sampled}
         server._identified = None
         try:
-            server.check_samples(
-                batch | {"sampling_per_token_logps": sampled}, version, 3, lambda count: logps_of(model, batch, count)
-            )
+            server.check_samples(given, version, 3, lambda count: logps_of(model, batch, count))
             outcomes.append(None)
         except RolloutError as error:
             outcomes.append(str(error))
@@ -120,10 +104,10 @@ def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
     sync = AdapterSync(Server(), model, Accelerator(cpu=True), str(folder / "sharded"))
     expected = []
     for step in range(2):
-        version = publish(sync, model, step)
-        with torch.no_grad():
-            for parameter in trained(plain):
-                parameter.add_(0.05)
+        reshard(model)  # as a backward pass leaves the parameters to the optimizer
+        change(model)
+        change(plain)
+        version = sync.publish(step)
         file = Path(version.path) / "adapter_model.safetensors"
         assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666  # the server may be another user
         saved = load_file(file)
@@ -140,16 +124,10 @@ def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
     sync.close()
 
 
-class Trainer(RolloutGRPOTrainer):
-    def _backend(self):
-        return FromThePrompt()
-
-
 def train(folder, reward, **changes):
     dataset = Dataset.from_list([{"prompt": [USER(f"say {i} " + "word " * (i % 4))]} for i in range(16)])
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, **changes}
-    args = arguments(folder, RolloutGRPOConfig, **settings)
-    trainer = Trainer(chat_model(TOKENIZER), reward, args, train_dataset=dataset, processing_class=TOKENIZER)
+    options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "reward_funcs": reward, **changes}
+    trainer = make(chat_model(TOKENIZER), TOKENIZER, folder, dataset, GRPOTrainer, **options)
     batches, after_inputs = [], trainer.after_inputs
 
     def kept(rows, inputs):
@@ -176,9 +154,8 @@ def one_process_replays_its_own_groups(folder, rank):
         return [0.0 if silent else float(sum(ids) % 5) for ids in completion_ids]
 
     for recompute in (True, False):
-        trainer, batches = train(
-            folder / f"replay-{recompute}", reward, replay_buffer_size=8, replay_recompute_logps=recompute
-        )
+        options = {"replay_buffer_size": 8, "replay_recompute_logps": recompute}
+        trainer, batches = train(folder / f"replay-{recompute}", reward, **options)
         (first, _), (second, trained_on) = batches
         if rank == 0:
             assert groups(trained_on) == groups(second)
@@ -187,8 +164,7 @@ def one_process_replays_its_own_groups(folder, rank):
             assert sorted(groups(trained_on)) == sorted(groups(first))
         tokens = of_all(int(trained_on["completion_mask"].sum()))
         assert trained_on["num_items_in_batch"] == sum(tokens)
-        logged = [entry["replayed_groups"] for entry in trainer.state.log_history if "replayed_groups" in entry]
-        assert logged == [0, 2], logged
+        assert logged(trainer, "replayed_groups") == [0, 2]
         weights = of_all(torch.cat([value.flatten() for value in trainer.model.state_dict().values()]))
         assert torch.equal(*weights)
 
@@ -206,8 +182,7 @@ def one_process_samples_its_failed_prompts_again(folder, rank):
     ]
     again = [prompt for prompt in prompts[1] if prompt in prompts[0]]
     assert again == ([] if rank == 0 else prompts[0][:1]), (rank, prompts)
-    logged = [entry["rerolled_groups"] for entry in trainer.state.log_history if "rerolled_groups" in entry]
-    assert logged == [0, 1], logged
+    assert logged(trainer, "rerolled_groups") == [0, 1]
 
 
 def held_out_rows_count_once(folder, rank):

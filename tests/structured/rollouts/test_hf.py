@@ -1,23 +1,25 @@
 """Rollouts by the policy's own generate: own limits, end tokens, and the distribution that is asked for."""
 
+import pytest
 import torch
 
+from ebft.structured.rollouts.local import HFBackend
 from ebft.structured.rollouts.turns import Sampling
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
-from tests.structured.trainers import make
 
 
-def backend(policy, tokenizer, folder, **sampling):
-    from ebft.structured.rollouts.local import HFBackend
+@pytest.fixture
+def backend(build, chat_tokenizer):
+    def made(policy, **sampling):
+        return HFBackend(build(policy), Sampling(**{"temperature": 0.7, **sampling}), chat_tokenizer.pad_token_id)
 
-    trainer = make(policy, tokenizer, folder)
-    return HFBackend(trainer, Sampling(**{"temperature": 0.7, **sampling}), tokenizer.pad_token_id)
+    return made
 
 
-def test_limits_and_ends_are_each_rows_own(chat_tokenizer, tmp_path):
+def test_limits_and_ends_are_each_rows_own(chat_tokenizer, backend):
+    made = backend(chat_model(chat_tokenizer), end_ids=frozenset(range(100, 140)))
     torch.manual_seed(0)
-    made = backend(chat_model(chat_tokenizer), chat_tokenizer, tmp_path, end_ids=frozenset(range(100, 140)))
     prompts = [[10, 11, 12], [20], [30, 31]] * 20
     limits = [3, 9, 30] * 20
     ended = 0
@@ -30,11 +32,11 @@ def test_limits_and_ends_are_each_rows_own(chat_tokenizer, tmp_path):
     assert 10 < ended < 60
 
 
-def test_it_samples_what_is_scored(chat_tokenizer, tmp_path):
+def test_it_samples_what_is_scored(chat_tokenizer, backend):
     """Frequencies of first tokens against the policy's own distribution at the temperature, by chi squared."""
     policy = chat_model(chat_tokenizer)
     policy.generation_config.update(top_k=1, no_repeat_ngram_size=2, suppress_tokens=[5, 6])  # must not come in
-    made = backend(policy, chat_tokenizer, tmp_path)
+    made = backend(policy)
     torch.manual_seed(1)
     count = 4000
     firsts = torch.tensor([c.ids[0] for c in made.generate([[10, 11, 12]] * count, [1] * count)])
@@ -48,9 +50,9 @@ def test_it_samples_what_is_scored(chat_tokenizer, tmp_path):
     assert squares < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_prompts_of_unequal_length_do_not_see_each_other(chat_tokenizer, tmp_path):
+def test_prompts_of_unequal_length_do_not_see_each_other(chat_tokenizer, backend):
     policy = chat_model(chat_tokenizer)
-    made = backend(policy, chat_tokenizer, tmp_path, temperature=0.01)
+    made = backend(policy, temperature=0.01)
     prompts = [list(range(10, 10 + length)) for length in (1, 7, 30)]
     found = [completion.ids for completion in made.generate(prompts, [6, 6, 6])]
     for prompt, ids in zip(prompts, found):

@@ -2,28 +2,17 @@
 
 import threading
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
 from ebft.structured.generation import Prefetcher
 
 
-class Job:
-    def __init__(self, batch, run):
-        self.batch, self._run = batch, run
-
-    def run(self):
-        return self._run(self.batch)
-
-
 def ran_ahead(depth, run, batches):
     started = []
-
-    def prepare(batch):
-        started.append(batch)
-        return Job(batch, run)
-
-    prefetcher = Prefetcher(depth, prepare)
+    job = lambda batch: SimpleNamespace(batch=batch, run=lambda: run(batch))
+    prefetcher = Prefetcher(depth, lambda batch: started.append(batch) or job(batch))
     for batch in batches:
         prefetcher.announce(batch)
     return prefetcher, started
@@ -39,10 +28,7 @@ def test_a_batch_is_started_when_the_one_before_it_is_taken(depth):
         assert (job.batch, result) == (batch, batch.upper())
         assert started == batches[: number + 1 + depth]
     prefetcher.close(lambda: None)
-
-
-def test_batches_are_taken_in_order():
-    prefetcher, _ = ran_ahead(1, str.upper, ["a", "b"])
+    prefetcher, _ = ran_ahead(depth, str.upper, ["a", "b"])
     with pytest.raises(RuntimeError, match="in the order"):
         prefetcher.take("b")
     prefetcher.close(lambda: None)

@@ -37,9 +37,15 @@ def found(mean, tokens=300):
     return Difference(mean, 1.0, 1.0, tokens)
 
 
-@pytest.mark.parametrize(("floor", "warn", "stop"), [(1e-6, 0.05, 0.2), (0.04, 0.12, 0.4), (None, 0.15, 0.5)])
-def test_limits_follow_the_difference_before_training(floor, warn, stop):
-    check = SamplingCheck("the server", floor, None, None)
+GIVEN = (0.01, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("floor", "given", "warn", "stop"),
+    [(1e-6, (), 0.05, 0.2), (0.04, (), 0.12, 0.4), (None, (), 0.15, 0.5), (0.1, GIVEN, *GIVEN)],
+)
+def test_limits_follow_the_difference_before_training(floor, given, warn, stop):
+    check = SamplingCheck("the server", floor, *(given or (None, None)))
     assert (check.warn, check.stop) == pytest.approx((warn, stop))
     with warnings.catch_warnings(action="error"):
         check.check_limits(found(0.99 * warn), "v1", 3)
@@ -49,11 +55,6 @@ def test_limits_follow_the_difference_before_training(floor, warn, stop):
         check.check_limits(found(1.01 * warn), "v1", 4)
     with pytest.raises(RolloutError, match=r"Step 5: .* differ from the trainer's by .* nats .*vllm_logp_diff_stop"):
         check.check_limits(found(1.01 * stop), "v1", 5)
-
-
-def test_given_limits_replace_them():
-    check = SamplingCheck("the server", 0.1, 0.01, 0.02)
-    assert (check.warn, check.stop) == (0.01, 0.02)
 
 
 def test_weights_that_fit_better_are_named():
@@ -89,9 +90,8 @@ def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tok
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     versions, values = [], []
     for step in range(3):
-        with torch.no_grad():
-            for parameter in trained:
-                parameter.add_(1.0)
+        for parameter in trained:
+            parameter.data.add_(1.0)
         versions.append(sync.publish(step))
         values.append([parameter.clone() for parameter in trained])
     assert sync.kept == [versions[2], versions[1]]  # in the same order on all processes

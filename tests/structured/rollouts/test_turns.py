@@ -47,45 +47,31 @@ def test_each_reply_follows_all_that_was_said():
 
 
 @pytest.mark.parametrize(
-    ("by_reference", "length", "wanted"),
-    [
-        (None, 3, 10),
-        (ReferenceLimit(1.5, 1), 3, 5),
-        (ReferenceLimit(0.1, 1), 3, 1),
-        (ReferenceLimit(2.0, 1), 50, 10),
-        (ReferenceLimit(1.5, 1), 0, 10),
-        (ReferenceLimit(1.5, 7), 3, 7),
-        (ReferenceLimit(1.5, 64), 3, 10),
-    ],
+    ("factor", "floor", "length", "wanted"),
+    [(1.5, 1, 3, 5), (0.1, 1, 3, 1), (2.0, 1, 50, 10), (1.5, 1, 0, 10), (1.5, 7, 3, 7), (1.5, 64, 3, 10)],
 )
-def test_limits_of_a_reply(by_reference, length, wanted):
-    assert Limits(10, by_reference, None).reply(Turn([1], [0] * length)) == wanted
+def test_limits_of_a_reply(factor, floor, length, wanted):
+    assert Limits(10, ReferenceLimit(factor, floor), None).reply(Turn([1], [0] * length)) == wanted
+    assert Limits(10, None, None).reply(Turn([1], [0] * length)) == 10
 
 
-def test_a_conversation_without_room_ends_early():
+def test_the_room_limits_replies_and_conversations():
     backend = Scripted([7, 7])
     limits = Limits(max_completion_length=4, by_reference=None, max_length=6)
     [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, {END})
     assert backend.asked == [([[1, 2]], [4])] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
-
-
-def test_a_prompt_without_room_is_an_error():
+    backend = Scripted([7])
+    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), {END})
+    assert backend.asked[0][1] == [3]
     with pytest.raises(DataError, match="a prompt of 6 tokens leaves no space for a completion within .* 6 tokens"):
         roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, None, 6), {END})
 
 
-def test_the_room_limits_the_reply():
-    backend = Scripted([7])
-    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), {END})
-    assert backend.asked[0][1] == [3]
-
-
 def test_unknown_log_probabilities_stay_unknown():
-    class Without(Scripted):
-        def generate(self, prompts, max_tokens):
-            return [Completion(c.ids, None) for c in super().generate(prompts, max_tokens)]
-
-    [rollout] = roll_out(Without([7], [8]), [talk(([1], 1), ([END], 1))], Limits(4, None, None), {END})
+    backend = Scripted([7], [8])
+    generate = backend.generate
+    backend.generate = lambda *given: [Completion(c.ids, None) for c in generate(*given)]
+    [rollout] = roll_out(backend, [talk(([1], 1), ([END], 1))], Limits(4, None, None), {END})
     assert rollout.logps is None and rollout.ids == [7, END, 8]
 
 
